@@ -1,0 +1,54 @@
+"""Builds mvllm-cpu's kernels: one optional shared library with a plain C interface, loaded by ctypes.
+
+The library is an accelerant, never a requirement. Without a compiler (or with one that fails) the installation succeeds,
+`_kernels.so` is absent, and the platform computes with torch alone. It links neither Python nor torch, so one build
+serves every Python version and every torch: hence the plain file name and the `py3-none-<machine>` wheel tag.
+Instruction sets are chosen when the library runs, not when it is built: a wheel may move to another machine.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+HERE = Path(__file__).resolve().parent
+SOURCES = sorted(path.relative_to(HERE).as_posix() for path in HERE.glob("csrc/*.cpp"))
+HEADERS = sorted(path.relative_to(HERE).as_posix() for path in HERE.glob("csrc/*.h*"))
+
+KERNELS = Extension(
+    "mvllm_cpu._kernels",
+    sources=SOURCES,
+    depends=HEADERS,
+    include_dirs=["csrc"],
+    extra_compile_args=["-O3", "-std=c++17", "-fopenmp", "-fPIC"],
+    extra_link_args=["-fopenmp"],  # libgomp by its plain name: the copy that torch already loaded is shared
+    language="c++",
+    optional=True,
+)
+
+
+class BuildSharedLibrary(build_ext):
+    """Builds `_kernels.so` as a library, without the interpreter's tag in its name and without an init symbol."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return fullname.replace(".", "/") + ".so"
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return list(ext.export_symbols)
+
+
+class AnyPythonWheel(bdist_wheel):
+    """Tags the wheel for this machine and any Python 3."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        _, _, machine = super().get_tag()
+        return "py3", "none", machine
+
+
+setup(
+    ext_modules=[KERNELS] if SOURCES else [],
+    cmdclass={"build_ext": BuildSharedLibrary, "bdist_wheel": AnyPythonWheel},
+)
