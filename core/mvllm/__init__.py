@@ -1,0 +1,66 @@
+"""mvllm: a hardware-neutral engine for large language models.
+
+Importing this package has no consequences: names are resolved on first use, so that neither torch nor a platform plugin
+is loaded by `import mvllm`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from mvllm.version import __version__
+
+if TYPE_CHECKING:
+    from mvllm.engine.llm_engine import LLMEngine
+    from mvllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from mvllm.entrypoints.llm import LLM
+    from mvllm.errors import ConfigError, ModelError, MvllmError, PlatformError, RequestError
+    from mvllm.messages.inputs import TextPrompt, TokensPrompt
+    from mvllm.messages.sampling_params import SamplingParams
+
+_EXPORTS = {
+    "LLM": "mvllm.entrypoints.llm",
+    "LLMEngine": "mvllm.engine.llm_engine",
+    "EngineArgs": "mvllm.config.engine_args",
+    "SamplingParams": "mvllm.messages.sampling_params",
+    "TextPrompt": "mvllm.messages.inputs",
+    "TokensPrompt": "mvllm.messages.inputs",
+    "RequestOutput": "mvllm.engine.outputs",
+    "CompletionOutput": "mvllm.engine.outputs",
+    "Logprob": "mvllm.engine.outputs",
+    "MvllmError": "mvllm.errors",
+    "RequestError": "mvllm.errors",
+    "ConfigError": "mvllm.errors",
+    "ModelError": "mvllm.errors",
+    "PlatformError": "mvllm.errors",
+}
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineArgs",
+    "LLMEngine",
+    "Logprob",
+    "ModelError",
+    "MvllmError",
+    "PlatformError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> object:
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module 'mvllm' has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""The engine's settings: built once from what the user asked and what the model folder says, then still."""

@@ -1,0 +1,124 @@
+"""The engine's settings as frozen values; a platform's `plan` is the only thing that replaces any of them, before start."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from mvllm.config.model import ModelConfig
+from mvllm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged KV cache.
+
+    Attributes:
+        block_size: Tokens per block; None lets the attention backend's first choice stand.
+        memory_utilization: Share of the device's memory that weights, activations and KV cache together may use.
+        kv_cache_memory_bytes: Bytes for the KV cache of each worker; None measures what is left.
+        dtype: Storage dtype of keys and values by name; `auto` is the model's.
+        enable_prefix_caching: Reuse the KV of equal prompt prefixes.
+        prefix_caching_seed: Makes block hashes reproducible across runs; None draws a random root.
+    """
+
+    block_size: int | None = None
+    memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    dtype: str = "auto"
+    enable_prefix_caching: bool = True
+    prefix_caching_seed: int | None = None
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Continuous batching.
+
+    Attributes:
+        max_num_seqs: Most sequences running at once, and most rows in one step.
+        max_num_batched_tokens: Token budget of one step.
+        enable_chunked_prefill: Let a prompt be computed over several steps.
+        policy: `fcfs` (first come, first served) or `priority`.
+        async_scheduling: Plan step N + 1 while step N runs.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enable_chunked_prefill: bool = True
+    policy: str = "fcfs"
+    async_scheduling: bool = False
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model is spread over devices.
+
+    Attributes:
+        tensor_parallel_size: Ranks that share each layer.
+        pipeline_parallel_size: Groups of ranks that each hold a run of layers.
+        data_parallel_size: Engine replicas.
+        distributed_executor_backend: `uni`, `mp`, `ray`, `external_launcher`, a dotted path, or None to choose.
+    """
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    distributed_executor_backend: str | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """Where the weights come from.
+
+    Attributes:
+        load_format: `auto` or `safetensors` read the checkpoint; `dummy` fills in small random weights.
+        use_tqdm: Show progress while loading.
+    """
+
+    load_format: str = "auto"
+    use_tqdm: bool = True
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything an engine is started with.
+
+    Attributes:
+        platform: Name of the platform asked for, or None to choose the only available one.
+        enforce_eager: Never capture graphs or compile.
+    """
+
+    model: ModelConfig
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    load: LoadConfig = LoadConfig()
+    platform: str | None = None
+    enforce_eager: bool = False
+
+
+def replace_field(config: EngineConfig, field: str, value: Any) -> EngineConfig:
+    """A copy of `config` with one setting changed.
+
+    Args:
+        field: Dotted name, for instance `cache.block_size`.
+        value: Its new value.
+
+    Raises:
+        ConfigError: There is no such field.
+    """
+    section_name, _, name = field.partition(".")
+    section = getattr(config, section_name, None)
+    if not name:
+        if section_name not in {f.name for f in dataclasses.fields(config)}:
+            raise ConfigError(f"There is no setting {field!r}.")
+        return dataclasses.replace(config, **{section_name: value})
+    if not dataclasses.is_dataclass(section) or name not in {f.name for f in dataclasses.fields(section)}:
+        raise ConfigError(f"There is no setting {field!r}.")
+    return dataclasses.replace(config, **{section_name: dataclasses.replace(section, **{name: value})})  # type: ignore[type-var]

@@ -1,0 +1,89 @@
+"""A checkpoint's `config.json`, read without importing any model library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mvllm.errors import ModelError
+
+_MISSING = object()
+
+
+class HFConfig:
+    """Read-only view of a `config.json` that names the file and the key when something is missing or of the wrong type.
+
+    Args:
+        values: The parsed JSON object.
+        source: The file it came from, for error messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self._values = dict(values)
+        self.source = source
+
+    @classmethod
+    def load(cls, folder: Path, overrides: Mapping[str, Any] | None = None) -> HFConfig:
+        """Reads `folder/config.json`.
+
+        Args:
+            folder: A Hugging Face model folder.
+            overrides: Keys to replace (`hf_overrides`).
+
+        Raises:
+            ModelError: The file is missing, is not JSON, or is not an object.
+        """
+        path = folder / "config.json"
+        if not path.is_file():
+            raise ModelError(
+                f"{folder} is not a model folder: it has no config.json. "
+                "Pass a folder written by save_pretrained() or a model name from the hub."
+            )
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, OSError) as e:
+            raise ModelError(f"{path} cannot be read as JSON: {e}") from e
+        if not isinstance(values, dict):
+            raise ModelError(f"{path} must hold a JSON object, found {type(values).__name__}.")
+        values.update(overrides or {})
+        return cls(values, str(path))
+
+    def __contains__(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of `key`, or `default` where the key is absent or null."""
+        value = self._values.get(key)
+        return default if value is None else value
+
+    def require(self, key: str, kind: type | tuple[type, ...] = object) -> Any:
+        """The value of `key`, which must be there and be an instance of `kind`.
+
+        Raises:
+            ModelError: Names the file, the key, what was expected and what was found.
+        """
+        value = self._values.get(key, _MISSING)
+        if value is _MISSING or value is None:
+            raise ModelError(f"{self.source} lacks the key {key!r}, which this architecture needs.")
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+            raise ModelError(f"{self.source}: {key!r} should be {kind}, found {value!r}.")
+        return value
+
+    def positive_int(self, key: str, default: int | None = None) -> int:
+        """An integer >= 1.
+
+        Raises:
+            ModelError: The key is absent (and no default is given), not an integer, or < 1.
+        """
+        if default is not None and key not in self:
+            return default
+        value = self.require(key, int)
+        if value < 1:
+            raise ModelError(f"{self.source}: {key!r} should be at least 1, found {value}.")
+        return int(value)
+
+    def as_dict(self) -> dict[str, Any]:
+        """A copy of the JSON object."""
+        return dict(self._values)

@@ -1,0 +1,54 @@
+"""Facts about the model that the whole engine needs, torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mvllm.config.hf_config import HFConfig
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One checkpoint as the engine will run it.
+
+    Attributes:
+        model: What the user asked for (folder or hub name).
+        path: The folder it was found in.
+        tokenizer: Folder or name of the tokenizer (None with `skip_tokenizer_init`).
+        hf_config: The parsed `config.json`.
+        architecture: The entry of `architectures` that a model class is registered for.
+        dtype: Compute dtype by name: `float32`, `bfloat16` or `float16`. `auto` until a platform plan has settled it.
+        max_model_len: Longest sequence, prompt and output together, in tokens.
+        vocab_size: Number of token ids that the embedding has.
+        hidden_size, num_layers, num_heads, num_kv_heads, head_size: The transformer's shape.
+        sliding_window: Attention span in tokens of the layers that have one, or None.
+        max_logprobs: Largest `logprobs` that a request may ask for.
+        generation_defaults: Sampling defaults from `generation_config.json` (only keys that SamplingParams has).
+        eos_token_ids: Tokens that end a sequence, from `generation_config.json` and `config.json`.
+        trust_remote_code: Whether code from the model folder may run.
+        revision: Revision asked for on the hub.
+        seed: Seed of everything random in the engine.
+    """
+
+    model: str
+    path: Path
+    tokenizer: str | None
+    hf_config: HFConfig
+    architecture: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    sliding_window: int | None = None
+    max_logprobs: int = 20
+    generation_defaults: dict[str, Any] = field(default_factory=dict)
+    eos_token_ids: tuple[int, ...] = ()
+    trust_remote_code: bool = False
+    revision: str | None = None
+    seed: int = 0

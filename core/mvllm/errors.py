@@ -1,0 +1,48 @@
+"""Every error that mvllm raises on purpose.
+
+The message of each says what was asked, what was found and what to do about it. The classes only say *whose* problem
+it is, so that a caller (an HTTP route, a command line, an embedding program) can answer with the right code.
+"""
+
+from __future__ import annotations
+
+
+class MvllmError(Exception):
+    """Root of all errors raised on purpose by the engine."""
+
+
+class RequestError(MvllmError, ValueError):
+    """One request is not acceptable; the engine is fine.
+
+    Args:
+        message: What is wrong, in the user's words.
+        parameter: The field of the request that is at fault, or None when it is the request as a whole.
+    """
+
+    def __init__(self, message: str, *, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class ConfigError(MvllmError, ValueError):
+    """The engine was asked for something that its settings, taken together, do not allow."""
+
+
+class ModelError(MvllmError, ValueError):
+    """A model folder is missing, incomplete, inconsistent or of a kind that is not supported."""
+
+
+class CacheError(ConfigError):
+    """The KV cache does not fit where it was asked to fit."""
+
+
+class PlatformError(MvllmError, RuntimeError):
+    """No platform plugin can be used, or the chosen one failed."""
+
+
+class ContractError(PlatformError):
+    """A platform plugin was built for another version of the contract than this core speaks."""
+
+
+class EngineDeadError(MvllmError, RuntimeError):
+    """The engine stopped because of an earlier error, which is kept as the cause."""

@@ -1,0 +1,34 @@
+"""One logger hierarchy, configured once by the entry points and left alone by everybody else.
+
+A line looks like `INFO 11-20 12:00:00 [scheduler.py:123] text`. `MVLLM_LOGGING_LEVEL` sets the level.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+_FORMAT = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
+_DATE_FORMAT = "%m-%d %H:%M:%S"
+
+
+def get_logger(name: str) -> logging.Logger:
+    """Returns the logger of module `name` (pass `__name__`)."""
+    return logging.getLogger(name)
+
+
+def configure_logging(level: str | None = None) -> None:
+    """Sends the `mvllm` loggers to stderr, unless the embedding program has already given them a handler.
+
+    Args:
+        level: A level name; the default is `MVLLM_LOGGING_LEVEL`, else `INFO`.
+    """
+    root = logging.getLogger("mvllm")
+    if not root.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter(_FORMAT, _DATE_FORMAT))
+        root.addHandler(handler)
+        root.propagate = False
+    wanted = (level or os.environ.get("MVLLM_LOGGING_LEVEL") or "INFO").upper()
+    root.setLevel(wanted if wanted in logging.getLevelNamesMapping() else "INFO")

@@ -1,0 +1,2 @@
+"""What crosses a process boundary, as plain typed structs without behaviour. Imports nothing else of this package
+except the error classes."""

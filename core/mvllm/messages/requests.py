@@ -1,0 +1,105 @@
+"""What the front end tells the engine core about a request, and what it hears back."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from mvllm.messages.sampling_params import SamplingParams
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended. The text form is what API users see."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class EngineCoreRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One sequence to be generated, validated and tokenized.
+
+    Attributes:
+        request_id: Unique among the requests that the engine core currently knows.
+        prompt_token_ids: Token ids of the prompt, at least one.
+        sampling_params: Always with n == 1; the front end splits a request for n sequences into n of these.
+        eos_token_ids: Tokens that end the sequence unless `ignore_eos` is set.
+        arrival_time: Seconds of the front end's monotonic clock.
+        priority: Lower is served earlier (priority policy only).
+        cache_salt: Only requests with the same salt share cached blocks.
+        sibling_group: Id shared by the n sequences of one prompt, which share the prompt's KV blocks even where prefix
+            caching is off. None for a request on its own.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    eos_token_ids: list[int] = []
+    arrival_time: float = 0.0
+    priority: int = 0
+    cache_salt: str | None = None
+    sibling_group: str | None = None
+
+
+class PositionLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities of one position: the token that stands there first, then the most probable ones.
+
+    Attributes:
+        token_ids: The token at the position, then the top-k in falling order (which may hold that token again).
+        logprobs: Natural logarithms, parallel to `token_ids`.
+        rank: Rank of the token at the position among the whole vocabulary, 1 = most probable.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What happened to one request since the last output about it.
+
+    Attributes:
+        request_id: As in the request.
+        new_token_ids: Tokens sampled since the last output (several, where outputs are not wanted each step).
+        finish_reason: Set on the last output of a request.
+        stop_reason: The stop token id that ended it, if one did (None for end-of-sequence tokens).
+        logprobs: One entry per new token, where asked for.
+        prompt_logprobs: Once per request, where asked for: one entry per prompt token but the first.
+        num_cached_tokens: Prompt tokens whose KV came from the prefix cache when the request was first scheduled.
+        error: What went wrong, when finish_reason is ERROR.
+        scheduled_time: Monotonic time at which the request was first scheduled.
+    """
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    prompt_logprobs: list[PositionLogprobs] | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+    scheduled_time: float = 0.0
+
+
+class SchedulerStats(msgspec.Struct, omit_defaults=True):
+    """The scheduler's state after a step; all counters since start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+
+
+class EngineCoreOutputs(msgspec.Struct, omit_defaults=True):
+    """Everything one step has to tell the front end."""
+
+    outputs: list[EngineCoreOutput] = []
+    stats: SchedulerStats | None = None
+    timestamp: float = 0.0

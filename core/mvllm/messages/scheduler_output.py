@@ -1,0 +1,85 @@
+"""What the scheduler asks the workers to do in one step, and what they answer.
+
+The idea: the scheduler gives every running request a *row*, a small integer that stays the same while the request runs.
+Workers keep one slot of state per row (token ids, block table, sampling state), so a step needs full data only for rows
+that begin, and a few integers for all others. A worker appends the tokens it samples to its own rows: a step can be
+planned before the tokens of the step before it have travelled back (asynchronous scheduling).
+
+    rows                  [3, 0, 7]      batch order
+    num_scheduled_tokens  [1, 1, 128]    how far each row advances
+    new_block_rows        [7, 7, 0]      row 7 got two blocks, row 0 one
+    new_block_ids         [40, 41, 12]
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from mvllm.messages.requests import PositionLogprobs
+from mvllm.messages.sampling_params import SamplingParams
+
+
+class NewRequestData(msgspec.Struct, array_like=True):
+    """A request that begins, or begins again after preemption, in the step that carries this.
+
+    Attributes:
+        request_id: For logs and errors only; the row identifies the request.
+        row: The row it occupies from this step on.
+        token_ids: All known tokens: the prompt, then what was generated before a preemption.
+        num_prompt_tokens: How many of `token_ids` are the prompt.
+        num_computed_tokens: How many leading tokens have their KV in the given blocks already.
+        block_ids: Its block table as of this step, including the blocks for the tokens scheduled in it.
+        sampling_params: How to sample.
+        eos_token_ids: Masked until `min_tokens` are generated.
+    """
+
+    request_id: str
+    row: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: list[int]
+    sampling_params: SamplingParams
+    eos_token_ids: list[int]
+
+
+class SchedulerOutput(msgspec.Struct, omit_defaults=True):
+    """One step's plan. Integers only; rows freed are named before rows are used again.
+
+    Attributes:
+        step: Counts from 0.
+        freed_rows: Rows whose request finished or was preempted since the last plan. Applied first.
+        new_requests: Rows that begin. Applied second.
+        new_block_rows, new_block_ids: Blocks appended to the tables of rows that were running already. Applied third.
+        rows: Rows that compute in this step, in batch order.
+        num_scheduled_tokens: Tokens each of `rows` computes, at least one.
+        total_num_scheduled_tokens: Their sum.
+    """
+
+    step: int
+    freed_rows: list[int] = []
+    new_requests: list[NewRequestData] = []
+    new_block_rows: list[int] = []
+    new_block_ids: list[int] = []
+    rows: list[int] = []
+    num_scheduled_tokens: list[int] = []
+    total_num_scheduled_tokens: int = 0
+
+
+class ModelRunnerOutput(msgspec.Struct, omit_defaults=True):
+    """What one step computed. Lists are parallel to `SchedulerOutput.rows`; dicts are keyed by position in it.
+
+    Attributes:
+        step: The plan's step.
+        sampled_token_ids: The sampled token of each row, or -1 where the row has not reached the end of its known tokens.
+        logprobs: Of the sampled token, for rows that asked.
+        prompt_logprobs: Of the prompt tokens that this step's positions predict, for rows that asked. Position p of the
+            prompt predicts token p + 1, so a step over positions [a, b) gives tokens [a + 1, min(b + 1, num_prompt)).
+        errors: Rows that failed alone (for instance NaN logits), with the reason.
+    """
+
+    step: int
+    sampled_token_ids: list[int] = []
+    logprobs: dict[int, PositionLogprobs] = {}
+    prompt_logprobs: dict[int, list[PositionLogprobs]] = {}
+    errors: dict[int, str] = {}

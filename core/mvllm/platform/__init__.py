@@ -1,0 +1,1 @@
+"""The platform contract, and how plugins that honour it are found, checked and chosen."""

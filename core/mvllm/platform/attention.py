@@ -1,0 +1,170 @@
+"""Attention over a paged KV cache: what core asks and what a platform's backend answers.
+
+The KV cache of a layer is a fixed number of blocks of `block_size` tokens. A request's tokens live in the blocks that
+its row of the block table names, in order:
+
+    block_table[r] = [7, 2, 9]   block_size = 4      token t of request r lives in slot
+    seq_lens[r]    = 10                              block_table[r][t // 4] * 4 + t % 4
+
+One step carries, for each request, `query_len` new tokens at the end of its sequence; queries see all earlier tokens of
+the same request (causal), no matter whether those were computed in this step, an earlier one, or for another request
+whose blocks are shared. `write_kv` therefore stores the whole step's keys and values before `forward` reads any.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One kind of attention layer, as this rank holds it.
+
+    Attributes:
+        num_heads: Query heads on this rank.
+        num_kv_heads: Key/value heads on this rank; divides `num_heads`.
+        head_size: Elements per head.
+        dtype: Compute dtype by name.
+        kv_dtype: Storage dtype of the cache by name.
+        scale: Factor on query-key products.
+        sliding_window: A query at position p sees keys at positions > p - sliding_window; None sees all.
+        soft_cap: Scores become soft_cap * tanh(score / soft_cap); None leaves them.
+        sinks: Each query head has a learned extra logit that takes part in the softmax and has no value.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    kv_dtype: str
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """How a backend stores one layer's KV cache.
+
+    Attributes:
+        block_sizes: Tokens per block that it accepts, the preferred one first.
+        bytes_per_token: Bytes one token takes in one layer, all tensors together.
+    """
+
+    block_sizes: tuple[int, ...]
+    bytes_per_token: int
+
+
+@dataclass
+class BatchLayout:
+    """Where the tokens of one step belong. All arrays are int32 and hold real rows only, unless padding is in force.
+
+    With R requests and T tokens in the step:
+
+    Attributes:
+        num_requests: R.
+        num_tokens: T.
+        max_query_len: Most new tokens of one request.
+        max_seq_len: Longest sequence, new tokens included.
+        block_size: Tokens per block.
+        query_start_loc: Host, [R + 1]: tokens of request r are [query_start_loc[r], query_start_loc[r + 1]).
+        seq_lens: Host, [R]: tokens of each sequence after this step.
+        block_table: Host, [R, max_blocks]: entries past a request's last block are unspecified.
+        slot_mapping: Host, [T]: slot in which each token's key and value are stored; -1 stores nothing (padding).
+        query_start_loc_device, seq_lens_device, block_table_device, slot_mapping_device: The same on the device.
+    """
+
+    num_requests: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_size: int
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    block_table: np.ndarray
+    slot_mapping: np.ndarray
+    query_start_loc_device: torch.Tensor
+    seq_lens_device: torch.Tensor
+    block_table_device: torch.Tensor
+    slot_mapping_device: torch.Tensor
+
+
+KVCache = Any
+"""One layer's cache as its backend made it: a tensor, or a tuple or list of tensors. Opaque to core."""
+
+AttentionMetadata = Any
+"""What `build_metadata` made for one step. Opaque to core."""
+
+
+class AttentionBackend(ABC):
+    """Paged attention of one platform for one AttentionSpec.
+
+    Phase: worker. Core makes one backend per distinct spec of the model and calls, in this order: `kv_layout` (before
+    memory is divided), `allocate` once per layer, then in each step `build_metadata` once and, per layer, `write_kv`
+    and `forward`.
+    """
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+
+    @classmethod
+    @abstractmethod
+    def validate(cls, spec: AttentionSpec) -> list[str]:
+        """Reasons why `spec` cannot run on this backend; empty when it can."""
+
+    @abstractmethod
+    def kv_layout(self) -> KVLayout:
+        """Storage needs of one layer; pure."""
+
+    @abstractmethod
+    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> KVCache:
+        """One layer's cache of `num_blocks` blocks. Contents are unspecified but finite.
+
+        Raises:
+            MemoryError: It does not fit.
+        """
+
+    @abstractmethod
+    def build_metadata(self, batch: BatchLayout) -> AttentionMetadata:
+        """Whatever `write_kv` and `forward` need for this step, for all layers. No synchronisation with the device."""
+
+    @abstractmethod
+    def write_kv(self, kv: KVCache, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata) -> None:
+        """Stores the step's keys and values.
+
+        Args:
+            kv: The layer's cache.
+            key, value: [T, num_kv_heads, head_size], compute dtype; rows may be strided.
+            metadata: From `build_metadata`.
+        """
+
+    @abstractmethod
+    def forward(
+        self,
+        query: torch.Tensor,
+        kv: KVCache,
+        metadata: AttentionMetadata,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of the step's queries over the cache.
+
+        Args:
+            query: [T, num_heads, head_size], compute dtype; rows may be strided.
+            kv: The layer's cache, `write_kv` already done for the whole step.
+            metadata: From `build_metadata`.
+            sinks: [num_heads], where the spec has sinks.
+
+        Returns:
+            [T, num_heads * head_size], compute dtype. Rows that are padding are unspecified but finite.
+        """
+
+    @abstractmethod
+    def copy_blocks(self, kv: KVCache, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Copies whole blocks within one layer's cache: `source[i]` to `destination[i]`, both int64 [n]."""

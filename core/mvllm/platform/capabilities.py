@@ -1,0 +1,55 @@
+"""What a platform can do: one frozen object, read by the engine and by the conformance suite alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Abilities of a platform. Whatever is optional defaults to "no"; an unknown name is an error.
+
+    Phase: any, once the platform object exists. Two reads must give equal values.
+
+    Attributes:
+        dtypes: Compute dtypes by name, the preferred one first (what `dtype=auto` becomes for a checkpoint whose own
+            dtype is not among them).
+        kv_dtypes: Storage dtypes of the KV cache by name.
+        max_head_size: Largest attention head, or None for any.
+        torch_device: Tensors are torch tensors on `DeviceRuntime.device`. A runtime without one brings its own worker.
+        lazy: Operations are recorded and run at `DeviceRuntime.step_mark`.
+        static_shapes: Every new shape costs a compilation, so steps are padded to ShapePolicy's buckets.
+        graphs: GraphBackend is there.
+        compile: CompileBackend is there.
+        pinned_memory: Host buffers may be page-locked for copies.
+        async_copies: `to_host` may return before the copy is done.
+        fork_safe: A process that has probed this platform may still be forked.
+        unified_memory: The device uses the host's memory.
+        devices_per_process: Most devices that one worker drives; None for any number.
+        collectives: Names among `all_reduce`, `all_gather`, `reduce_scatter`, `broadcast`, `send_recv`, `gather`,
+            `all_to_all`, `barrier` that its communicators offer.
+        prefix_caching, chunked_prefill: Whether attention may start from blocks computed in an earlier step.
+        sliding_window, soft_cap, sinks: Attention features of its backend.
+        deterministic: Equal inputs give bit-equal outputs, whatever else is in the batch.
+    """
+
+    dtypes: tuple[str, ...]
+    kv_dtypes: tuple[str, ...]
+    max_head_size: int | None = None
+    torch_device: bool = True
+    lazy: bool = False
+    static_shapes: bool = False
+    graphs: bool = False
+    compile: bool = False
+    pinned_memory: bool = False
+    async_copies: bool = False
+    fork_safe: bool = False
+    unified_memory: bool = False
+    devices_per_process: int | None = 1
+    collectives: frozenset[str] = frozenset()
+    prefix_caching: bool = False
+    chunked_prefill: bool = False
+    sliding_window: bool = False
+    soft_cap: bool = False
+    sinks: bool = False
+    deterministic: bool = False

@@ -1,0 +1,143 @@
+"""One device, as the worker that owns it sees it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+@dataclass(frozen=True)
+class MemoryInfo:
+    """Bytes on the device.
+
+    Attributes:
+        total: Physical memory.
+        free: What could still be allocated now, other processes considered.
+        used_by_me: What this process holds.
+        peak_by_me: Most that this process held since `reset_peak_memory`.
+    """
+
+    total: int
+    free: int
+    used_by_me: int
+    peak_by_me: int
+
+
+class HostCopy(Protocol):
+    """A copy from device to host under way."""
+
+    def wait(self) -> torch.Tensor:
+        """Blocks until the copy is done and returns the host tensor. May be called again."""
+
+
+class FinishedHostCopy:
+    """A copy that was done when it was asked for."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self) -> torch.Tensor:
+        return self._tensor
+
+
+class Event(Protocol):
+    """A point in a stream's order of work."""
+
+    def record(self) -> None: ...
+    def wait(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class NullEvent:
+    """The event of a device whose work is done when a call returns."""
+
+    def record(self) -> None: ...
+    def wait(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class DeviceRuntime(ABC):
+    """A bound device: memory, copies, ordering, health.
+
+    Phase: worker; every method, from the worker's thread. One instance per worker, returned by `Platform.init_device`.
+
+    Attributes:
+        device: What torch accepts as `device=`; opaque to core.
+    """
+
+    device: torch.device
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Returns when all work submitted so far is done."""
+
+    @abstractmethod
+    def memory(self) -> MemoryInfo:
+        """Current figures, in bytes."""
+
+    def reset_peak_memory(self) -> None:
+        """Starts `peak_by_me` anew from `used_by_me`."""
+
+    def release_cached_memory(self) -> None:
+        """Gives memory that an allocator holds back to the device."""
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor on the device.
+
+        Raises:
+            MemoryError: It does not fit.
+        """
+
+    @abstractmethod
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A host tensor that `to_device` copies from fast (page-locked where that helps)."""
+
+    @abstractmethod
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        """The same values on the device, ordered before later work.
+
+        The caller may change `host` only after the next `synchronize`, `to_host(...).wait()` or step. A device that
+        shares the host's memory may return `host` itself.
+        """
+
+    @abstractmethod
+    def to_host(self, tensor: torch.Tensor) -> HostCopy:
+        """Starts copying `tensor` to the host, after the work submitted so far."""
+
+    def from_numpy(self, array: np.ndarray) -> torch.Tensor:
+        """`to_device` for a NumPy array."""
+        import torch
+
+        return self.to_device(torch.from_numpy(array))
+
+    def event(self) -> Event:
+        """A new event; the null event where order of work equals order of calls."""
+        return NullEvent()
+
+    def stream(self) -> AbstractContextManager[None]:
+        """A context in which work is submitted to a second stream; a null context where there is only one."""
+        return nullcontext()
+
+    @abstractmethod
+    def seed(self, seed: int) -> None:
+        """Seeds the device's generators."""
+
+    def step_mark(self) -> None:
+        """Ends a step: a lazy device runs what it has recorded."""
+
+    def health(self) -> None:
+        """Returns if the device answers.
+
+        Raises:
+            PlatformError: It does not; the message says what was found.
+        """
+
+    def shutdown(self) -> None:
+        """Releases the device. Idempotent."""

@@ -1,0 +1,35 @@
+"""Shapes of a step: one notion that serves graph capture and compilers that want static shapes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ShapePolicy:
+    """Sizes that a step is padded up to. Core does the padding; None leaves a dimension free.
+
+    Attributes:
+        tokens: Allowed numbers of tokens, rising.
+        requests: Allowed numbers of requests, rising.
+        pages: Allowed widths of the block table, rising.
+    """
+
+    tokens: tuple[int, ...] | None = None
+    requests: tuple[int, ...] | None = None
+    pages: tuple[int, ...] | None = None
+
+    @staticmethod
+    def pad(size: int, buckets: tuple[int, ...] | None) -> int:
+        """The smallest bucket that holds `size`; `size` itself where shapes are free.
+
+        Raises:
+            ValueError: No bucket is large enough.
+        """
+        if buckets is None:
+            return size
+        i = bisect_left(buckets, size)
+        if i == len(buckets):
+            raise ValueError(f"No bucket holds {size}: the largest is {buckets[-1] if buckets else 'none'}.")
+        return buckets[i]

@@ -1,0 +1,74 @@
+"""Where workers run and what each of them is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class LaunchTopology:
+    """How a platform wants the workers of one engine to be launched.
+
+    Phase: frontend or engine; pure.
+
+    Attributes:
+        num_workers: Worker processes. World size need not equal this: one worker may drive several devices.
+        devices_per_worker: Devices each of them drives.
+        executors: Executors that may be used (`uni`, `mp`, `ray`, `external_launcher`), the preferred one first.
+        start_method: `spawn` or `fork`.
+        env_per_worker: Variables to set for each worker before it imports anything, one mapping per worker.
+        daemon: Whether workers may be daemons (a daemon cannot have children).
+    """
+
+    num_workers: int
+    devices_per_worker: int
+    executors: tuple[str, ...]
+    start_method: str = "spawn"
+    env_per_worker: tuple[Mapping[str, str], ...] = ()
+    daemon: bool = True
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """Who a worker is.
+
+    Attributes:
+        rank: Rank in the engine's world.
+        local_rank: Rank among the workers on this machine; a platform binds the device from it.
+        world_size: Ranks of the engine.
+        local_world_size: Ranks on this machine.
+        seed: Seed for the device's generators.
+        in_engine_process: The worker shares its process with the front end or the engine core.
+        options: Platform-specific options by name.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    seed: int = 0
+    in_engine_process: bool = True
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """A set of ranks that communicate.
+
+    Attributes:
+        name: For instance `tp` or `pp`.
+        ranks: Global ranks, in group order.
+        rank: The caller's global rank, one of `ranks`.
+        init_method: Rendezvous address, for instance `tcp://127.0.0.1:1234`.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    init_method: str | None = None
+
+    @property
+    def rank_in_group(self) -> int:
+        """The caller's position in `ranks`."""
+        return self.ranks.index(self.rank)

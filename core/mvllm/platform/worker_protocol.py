@@ -1,0 +1,56 @@
+"""What an executor may ask of a worker. A platform whose runtime has no torch device brings its own class for this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+
+
+@dataclass(frozen=True)
+class KVCacheNeeds:
+    """What one worker's KV cache costs.
+
+    Attributes:
+        bytes_per_token: Bytes that one token takes on this worker, over all its layers.
+        block_sizes: Tokens per block that all its attention backends accept, the preferred one first.
+    """
+
+    bytes_per_token: int
+    block_sizes: tuple[int, ...]
+
+
+@runtime_checkable
+class WorkerProtocol(Protocol):
+    """The life of a worker, in order. `collective_rpc` takes the name of one of these methods.
+
+    Every method is called from one thread. Errors travel back with type, message, traceback, rank and phase.
+    """
+
+    def init_device(self) -> None:
+        """Binds the process to its device and joins its groups."""
+
+    def load_model(self) -> None:
+        """Builds the model and loads this rank's share of the weights."""
+
+    def kv_cache_needs(self) -> KVCacheNeeds:
+        """After `load_model`: the cost of the KV cache."""
+
+    def available_kv_bytes(self) -> int:
+        """After `load_model`: bytes that a profiling step leaves for the KV cache. May be negative."""
+
+    def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
+        """Claims the KV cache."""
+
+    def warm_up(self) -> None:
+        """Compiles and captures what steps will need."""
+
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Runs one step."""
+
+    def check_health(self) -> None:
+        """Raises when the device does not answer."""
+
+    def shutdown(self) -> None:
+        """Releases everything. Idempotent."""

@@ -1,0 +1,119 @@
+"""All that a platform plugin may import from mvllm.
+
+Importing this module loads neither torch nor any device library. Names that need torch are resolved on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from mvllm.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    LoadConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from mvllm.config.model import ModelConfig
+from mvllm.errors import ConfigError, ContractError, MvllmError, PlatformError
+from mvllm.logging import get_logger
+from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from mvllm.platform.attention import AttentionBackend, AttentionMetadata, AttentionSpec, BatchLayout, KVCache, KVLayout
+from mvllm.platform.capabilities import Capabilities
+from mvllm.platform.communicator import Communicator
+from mvllm.platform.graphs import CompileBackend, GraphBackend
+from mvllm.platform.hookspecs import hookimpl
+from mvllm.platform.interface import Platform
+from mvllm.platform.op_provider import OpCase, OpProvider
+from mvllm.platform.phases import Phase, current_phase, require_phase
+from mvllm.platform.runtime import DeviceRuntime, Event, FinishedHostCopy, HostCopy, MemoryInfo, NullEvent
+from mvllm.platform.shapes import ShapePolicy
+from mvllm.platform.spec import (
+    CONTRACT,
+    Check,
+    CheckStatus,
+    ConfigChange,
+    DeviceInfo,
+    Plan,
+    PlatformSpec,
+    ProbeResult,
+    Refusal,
+    Refusals,
+)
+from mvllm.platform.topology import GroupSpec, LaunchTopology, WorkerContext
+from mvllm.platform.worker_protocol import KVCacheNeeds, WorkerProtocol
+
+if TYPE_CHECKING:
+    from mvllm.attention.reference import ReferenceAttention
+    from mvllm.distributed.torch_communicator import TorchCommunicator
+
+_LAZY = {
+    "ReferenceAttention": "mvllm.attention.reference",
+    "TorchCommunicator": "mvllm.distributed.torch_communicator",
+}
+
+__all__ = [
+    "CONTRACT",
+    "AttentionBackend",
+    "AttentionMetadata",
+    "AttentionSpec",
+    "BatchLayout",
+    "CacheConfig",
+    "Capabilities",
+    "Check",
+    "CheckStatus",
+    "Communicator",
+    "CompileBackend",
+    "ConfigChange",
+    "ConfigError",
+    "ContractError",
+    "DeviceInfo",
+    "DeviceRuntime",
+    "EngineConfig",
+    "Event",
+    "FinishedHostCopy",
+    "GraphBackend",
+    "GroupSpec",
+    "HostCopy",
+    "KVCache",
+    "KVCacheNeeds",
+    "KVLayout",
+    "LaunchTopology",
+    "LoadConfig",
+    "MemoryInfo",
+    "ModelConfig",
+    "ModelRunnerOutput",
+    "MvllmError",
+    "NewRequestData",
+    "NullEvent",
+    "OpCase",
+    "OpProvider",
+    "ParallelConfig",
+    "Phase",
+    "Plan",
+    "Platform",
+    "PlatformError",
+    "PlatformSpec",
+    "ProbeResult",
+    "ReferenceAttention",
+    "Refusal",
+    "Refusals",
+    "SchedulerConfig",
+    "SchedulerOutput",
+    "ShapePolicy",
+    "TorchCommunicator",
+    "WorkerContext",
+    "WorkerProtocol",
+    "current_phase",
+    "get_logger",
+    "hookimpl",
+    "require_phase",
+]
+
+
+def __getattr__(name: str) -> object:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module 'mvllm.plugin_api' has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)
