@@ -1,8 +1,8 @@
 """Builds mvllm-cpu's kernels: one optional shared library with a plain C interface, loaded by ctypes.
 
-The library is an accelerant, never a requirement. Without a compiler (or with one that fails) the installation succeeds,
-`_kernels.so` is absent, and the platform computes with torch alone. It links neither Python nor torch, so one build
-serves every Python version and every torch: hence the plain file name and the `py3-none-<machine>` wheel tag.
+The library makes things faster and is never a requirement. Without a compiler (or with one that fails) the installation
+succeeds, `_kernels.so` is absent, and the platform computes with torch alone. It links neither Python nor torch, so one
+build serves every Python version and every torch: hence the plain file name and the `py3-none-<machine>` wheel tag.
 Instruction sets are chosen when the library runs, not when it is built: a wheel may move to another machine.
 """
 

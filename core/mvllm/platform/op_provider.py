@@ -35,6 +35,8 @@ class OpProvider:
         function: The implementation.
         supports: Returns the reasons why a case is not supported; empty when it is.
         priority: Among several that support a case, the highest is taken.
+        prepare: For operations with a weight: turns the loaded weight into the form that `function` wants in its place
+            (packed, say), once, after loading; the original is dropped. None keeps the weight as it is.
     """
 
     op: str
@@ -42,3 +44,4 @@ class OpProvider:
     function: Callable[..., Any]
     supports: Callable[[OpCase], list[str]] = lambda case: []
     priority: int = 0
+    prepare: Callable[[Any], Any] | None = None
