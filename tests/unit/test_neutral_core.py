@@ -1,0 +1,134 @@
+"""The core names no hardware and reads nothing that can run code; and the check that says so can tell."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def load_checker():
+    spec = importlib.util.spec_from_file_location("neutral_core", REPOSITORY / "ci" / "neutral_core.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+checker = load_checker()
+
+
+def offences(source: str) -> list[str]:
+    return [offence.text for offence in checker.check_source(source)]
+
+
+def test_the_core_names_no_hardware():
+    modules = list(checker.CORE.rglob("*.py"))
+    assert len(modules) > 40, f"looked in the wrong place: {checker.CORE}"
+    assert checker.check_paths([checker.CORE]) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        ("import cuda", "cuda"),
+        ("from vendor import is_cuda_alike", "cuda"),
+        ("def is_rocm(): ...", "rocm"),
+        ("class CudaGraphRunner: ...", "cuda"),
+        ("class XPUWorker: ...", "xpu"),
+        ("environment['CUDA_VISIBLE_DEVICES'] = '0'", "cuda"),
+        ("pattern = 'torch_npu'", "npu"),
+        ("x = 1  # faster on NVIDIA", "nvidia"),
+        ('"""Works on TPUs as well."""', "tpu"),
+        ("def f():\n    '''Notes on Ascend.'''", "ascend"),
+        ("raise ValueError(f'no {n} GPU found')", "gpu"),
+        ("version = 'cuda12'", "cuda"),
+        ("backend = 'nccl'", "nccl"),
+        ("torch.mps.synchronize()", "mps"),
+        ("torch.backends.cudnn.enabled = False", "cudnn"),
+        ("f(intel=True)", "intel"),
+    ],
+)
+def test_a_vendor_is_seen_wherever_it_hides(source, word):
+    assert any(f"({word})" in text for text in offences(source)), offences(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "sign"),
+    [
+        ("torch.empty(1, device='cpu')", "device string"),
+        ("torch.device('cuda:0')", "device string"),
+        ("device = 'CPU'", "device string"),
+        ("if device.type == 'mps': ...", "device string"),
+        ("kind = f'{name}' or 'xla:1'", "device string"),
+        ("torch.accelerator.synchronize()", "torch.accelerator"),
+        ("from torch import accelerator", "torch.accelerator"),
+        ("torch.cpu.synchronize()", "torch.cpu"),
+        ("values = logits.cpu()", ".cpu()"),
+    ],
+)
+def test_a_device_is_never_spelt_out(source, sign):
+    assert any(sign in text for text in offences(source)), offences(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "sign"),
+    [
+        ("import pickle", "pickle"),
+        ("from cloudpickle import dumps", "cloudpickle"),
+        ("importlib.import_module('pickle')", "pickle"),
+        ("eval('1')", "eval()"),
+        ("exec(code)", "exec()"),
+        ("torch.load(path)", "torch.load()"),
+        ("torch.load(path, weights_only=True)", "torch.load()"),
+        ("from torch import load", "torch.load"),
+        ("yaml.load(text)", "yaml.load()"),
+        ("subprocess.run('ls', shell=True)", "shell="),
+        ("subprocess.run('ls', shell=flag)", "shell="),
+        ("os.system('ls')", "os.system()"),
+    ],
+)
+def test_nothing_is_read_that_can_run_code(source, sign):
+    assert any(sign in text for text in offences(source)), offences(source)
+
+
+@pytest.mark.parametrize("source", ["import core.mvllm", "from core import mvllm", "from core.mvllm.errors import X"])
+def test_the_second_copy_of_the_package_is_banned(source):
+    assert any("second copy" in text for text in offences(source))
+
+
+@pytest.mark.parametrize("source", ["import mvllm_cpu", "from mvllm_acme.plugin import x"])
+def test_the_core_imports_no_plugin(source):
+    assert any("imports no plugin" in text for text in offences(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "chip, ship, whip = tip(relationship)",
+        "x = model.eval()",
+        "regex.compile(r'a')",
+        "num = os.cpu_count()",
+        "'''On a cpu this is slow.'''",
+        "text = 'the cpu is busy'",
+        "config.gpu_memory_utilization = 0.9",
+        "torch.load_inline",
+        "re.exec_count",
+        "subprocess.run(['ls'], shell=False)",
+        "amdahl, intelligence, ascending = 1, 2, 3",
+        "tokens_per_input = helper('input')",
+        "import core_utils",
+    ],
+)
+def test_innocent_code_passes(source):
+    assert offences(source) == []
+
+
+def test_an_offence_says_where_it_is():
+    [offence] = checker.check_source("a = 1\n\nb = '''x\nand NVIDIA\n'''\n")
+    assert offence.line == 4
