@@ -1,0 +1,69 @@
+"""Which executor carries an engine."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.errors import ConfigError
+from mvllm.executor.interface import Executor
+from mvllm.platform.interface import Platform
+from mvllm.platform.topology import LaunchTopology
+
+ENTRY_POINT_GROUP = "mvllm.executors"
+
+_BUILT_IN = {"uni": "mvllm.executor.uniproc:UniProcExecutor"}
+
+
+def make_executor(config: EngineConfig, platform: Platform) -> Executor:
+    """Builds the executor that was asked for, or the one that fits the number of workers.
+
+    Raises:
+        ConfigError: The choice is unknown, or the platform does not allow it, or it cannot run this many workers.
+    """
+    topology = platform.topology(config.parallel)
+    name = config.parallel.distributed_executor_backend or _default(topology, config)
+    if name in _BUILT_IN:
+        if name not in topology.executors:
+            raise ConfigError(
+                f"distributed_executor_backend {name!r} was asked for, but the platform {platform.spec.name!r} "
+                f"allows only {', '.join(topology.executors)} for this configuration."
+            )
+        if topology.num_workers > 1:
+            raise ConfigError(
+                f"The executor {name!r} runs one worker; this configuration needs {topology.num_workers}. "
+                "Set tensor_parallel_size and pipeline_parallel_size to 1."
+            )
+    executor: Executor = _load(name)(config, platform)
+    return executor
+
+
+def _default(topology: LaunchTopology, config: EngineConfig) -> str:
+    if topology.num_workers == 1:
+        return "uni"
+    raise ConfigError(
+        f"{topology.num_workers} workers were asked for (tensor_parallel_size {config.parallel.tensor_parallel_size} × "
+        f"pipeline_parallel_size {config.parallel.pipeline_parallel_size}), but this version of mvllm runs one worker "
+        "per engine. Set both to 1, or name an installed executor with distributed_executor_backend."
+    )
+
+
+def _load(name: str) -> type[Executor]:
+    for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name):
+        return _checked(name, entry_point.load())
+    path = _BUILT_IN.get(name, name)
+    module, _, attribute = path.replace(":", ".").rpartition(".")
+    try:
+        return _checked(name, getattr(importlib.import_module(module), attribute))
+    except (ImportError, AttributeError, ValueError) as e:
+        raise ConfigError(
+            f"distributed_executor_backend {name!r} is neither built in ({', '.join(sorted(_BUILT_IN))}), nor an entry "
+            f"point of {ENTRY_POINT_GROUP}, nor an importable dotted path: {e}"
+        ) from e
+
+
+def _checked(name: str, cls: object) -> type[Executor]:
+    if not (isinstance(cls, type) and issubclass(cls, Executor)):
+        raise ConfigError(f"distributed_executor_backend {name!r} names {cls!r}, which is not an Executor class.")
+    return cls

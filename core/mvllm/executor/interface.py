@@ -1,0 +1,89 @@
+"""Executors: how one engine core reaches its workers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, overload
+
+from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.platform.worker_protocol import KVCacheNeeds
+
+
+class Executor(ABC):
+    """Runs WorkerProtocol methods on every worker of one engine.
+
+    Used from one thread, the engine core's. A worker's error is raised where its result is asked for.
+    """
+
+    @overload
+    def collective_rpc(
+        self,
+        method: str,
+        args: tuple[Any, ...] = (),
+        *,
+        timeout: float | None = None,
+        ranks: Sequence[int] | None = None,
+        non_block: Literal[False] = False,
+    ) -> list[Any]: ...
+
+    @overload
+    def collective_rpc(
+        self,
+        method: str,
+        args: tuple[Any, ...] = (),
+        *,
+        timeout: float | None = None,
+        ranks: Sequence[int] | None = None,
+        non_block: Literal[True],
+    ) -> Future[list[Any]]: ...
+
+    @abstractmethod
+    def collective_rpc(
+        self,
+        method: str,
+        args: tuple[Any, ...] = (),
+        *,
+        timeout: float | None = None,
+        ranks: Sequence[int] | None = None,
+        non_block: bool = False,
+    ) -> list[Any] | Future[list[Any]]:
+        """Calls a WorkerProtocol method on all workers, or on `ranks`.
+
+        Args:
+            method: Name of a declared method; anything else is refused.
+            args: Its arguments.
+            timeout: Seconds to wait for all answers, or None for no limit.
+            ranks: Workers to call, or None for all.
+            non_block: Return a future instead of waiting.
+
+        Returns:
+            The answers in rank order.
+        """
+
+    @abstractmethod
+    def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        """Starts one step. Steps run in the order of the calls; the result comes from one rank."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Ends all workers. Idempotent."""
+
+    def start(self) -> None:
+        """Brings every worker up to a loaded model."""
+        self.collective_rpc("init_device")
+        self.collective_rpc("load_model")
+
+    def kv_cache_needs(self) -> list[KVCacheNeeds]:
+        """Each worker's cost of KV cache, in rank order."""
+        return self.collective_rpc("kv_cache_needs")
+
+    def available_kv_bytes(self) -> list[int]:
+        """What a profiling step leaves on each worker, in rank order."""
+        return self.collective_rpc("available_kv_bytes")
+
+    def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
+        """Claims the KV cache on every worker, then lets them warm up."""
+        self.collective_rpc("allocate_kv_cache", (num_blocks, block_size))
+        self.collective_rpc("warm_up")

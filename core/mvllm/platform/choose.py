@@ -1,0 +1,133 @@
+"""Picks the platform: the one asked for, or the single available one; otherwise an error that says all it knows."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mvllm.errors import PlatformError
+from mvllm.logging import get_logger
+from mvllm.platform.discovery import Candidate, PluginSource, discover, find_sources, load_attribute
+from mvllm.platform.interface import Platform
+from mvllm.platform.phases import Phase, enter_phase
+
+logger = get_logger(__name__)
+
+ENVIRONMENT_VARIABLE = "MVLLM_PLATFORM"
+
+
+@dataclass(frozen=True)
+class ChosenPlatform:
+    """A platform and the plugin it came from."""
+
+    platform: Platform
+    source: PluginSource
+
+    def __str__(self) -> str:
+        return f"{self.source.name}, from {self.source}"
+
+
+def choose_platform(name: str | None = None) -> ChosenPlatform:
+    """The platform to run on.
+
+    Args:
+        name: What the user asked for; the default is the environment variable `MVLLM_PLATFORM`. With a name, only that
+            plugin is imported.
+
+    Raises:
+        PlatformError: None or several can be used, the one asked for is not there or not usable, or, without a name,
+            an installed plugin is broken: going on without it could mean running on the wrong device unnoticed.
+        ContractError: The plugin asked for speaks another contract.
+    """
+    name = name or os.environ.get(ENVIRONMENT_VARIABLE) or None
+    candidates = discover(only=name)
+    chosen = _named(name, candidates) if name else _single(candidates)
+    return ChosenPlatform(_build(chosen), chosen.source)
+
+
+def installable_platforms() -> list[str]:
+    """Packages with platforms that this distribution's metadata knows of (its extras), for error messages."""
+    try:
+        requirements = importlib.metadata.requires("mvllm") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    names = (re.match(r"(mvllm-[a-z0-9-]+)", r) for r in requirements if "extra ==" in r)
+    return sorted({m.group(1) for m in names if m})
+
+
+def describe(candidate: Candidate) -> str:
+    """A few lines about one candidate: what it is, and why it cannot be used or what it offers."""
+    lines = [f"  {candidate.source}"]
+    if candidate.failure:
+        lines.append(f"    broken at {candidate.failure.stage}: {candidate.failure.message}")
+        lines.append(f"    remedy: {candidate.failure.remedy}")
+    elif candidate.probe:
+        lines.append(f"    {'available' if candidate.available else 'not available'}: {candidate.probe.reason}")
+        if candidate.probe.remedy and not candidate.available:
+            lines.append(f"    remedy: {candidate.probe.remedy}")
+    return "\n".join(lines)
+
+
+def _named(name: str, candidates: Sequence[Candidate]) -> Candidate:
+    if not candidates:
+        installed = ", ".join(sorted({s.name for s in find_sources()})) or "none"
+        raise PlatformError(
+            f"The platform {name!r} was asked for, but no installed plugin has that name (installed: {installed}).\n"
+            f"Run: pip install mvllm-{name}, or choose an installed one with --platform."
+        )
+    candidate = candidates[0]
+    if candidate.failure or not candidate.available:
+        error = candidate.failure.error if candidate.failure else None
+        message = f"The platform {name!r} was asked for, but it cannot be used:\n{describe(candidate)}"
+        raise (type(error) if isinstance(error, PlatformError) else PlatformError)(message) from error
+    return candidate
+
+
+def _single(candidates: Sequence[Candidate]) -> Candidate:
+    listing = "\n".join(describe(c) for c in candidates)
+    if not candidates:
+        known = installable_platforms()
+        example = f", for instance: pip install {known[0]}" if known else ""
+        choices = f" Known platform packages: {', '.join(known)}." if known else ""
+        raise PlatformError(
+            f"No platform plugin is installed, so there is nothing to run on. Install one{example}.{choices}"
+        )
+    available = [c for c in candidates if c.available]
+    broken = [c for c in candidates if c.failure]
+    if broken:
+        way_on = (
+            f"To go on without {'it' if len(broken) == 1 else 'them'}: "
+            f"--platform {available[0].name} or {ENVIRONMENT_VARIABLE}={available[0].name}."
+            if available
+            else "No other platform is available."
+        )
+        raise PlatformError(f"An installed platform plugin is broken:\n{listing}\n{way_on}") from broken[0].failure.error  # type: ignore[union-attr]
+    if not available:
+        raise PlatformError(f"None of the installed platforms can be used on this machine:\n{listing}")
+    if len(available) > 1:
+        names = " or ".join(f"--platform {c.name}" for c in available)
+        raise PlatformError(
+            f"Several platforms are available; choose one with {names} (or {ENVIRONMENT_VARIABLE}):\n{listing}"
+        )
+    return available[0]
+
+
+def _build(candidate: Candidate) -> Platform:
+    assert candidate.spec is not None
+    with enter_phase(Phase.FRONTEND):
+        try:
+            platform = load_attribute(candidate.spec.factory)()
+        except Exception as e:
+            raise PlatformError(
+                f"The platform {candidate.name!r} ({candidate.source}) failed while it was being built: "
+                f"{type(e).__name__}: {e}"
+            ) from e
+    if not isinstance(platform, Platform):
+        raise PlatformError(
+            f"{candidate.spec.factory} of {candidate.source} must return a mvllm.plugin_api.Platform, "
+            f"got {type(platform).__name__}."
+        )
+    return platform
