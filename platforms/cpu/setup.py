@@ -36,6 +36,12 @@ class BuildSharedLibrary(build_ext):
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".so"
 
+    def copy_extensions_to_source(self) -> None:
+        """For editable installs. An older library goes first: none is better than one of other sources."""
+        for stale in HERE.glob("src/mvllm_cpu/_kernels*.so"):
+            stale.unlink()  # not overwritten: a running process may have it mapped
+        super().copy_extensions_to_source()
+
     def get_export_symbols(self, ext: Extension) -> list[str]:
         return list(ext.export_symbols)
 

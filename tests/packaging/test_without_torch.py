@@ -7,6 +7,7 @@ from email.parser import Parser
 
 import pytest
 from packaging.requirements import Requirement
+
 from tests.packaging.conftest import REPOSITORY
 
 

@@ -1,0 +1,90 @@
+"""mvllm-cpu builds with and without a compiler, without torch in its build, and carries no leftovers."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.packaging.conftest import REPOSITORY
+
+PROJECT = REPOSITORY / "platforms" / "cpu"
+ANSWER = """
+#include "answer.h"
+extern "C" int mvllm_answer() {
+    int sum = 0;
+#pragma omp parallel for reduction(+ : sum)
+    for (int i = 0; i < ANSWER; i++) sum += 1;
+    return sum;
+}
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    """The distribution's frame around one small source file, with a library that an earlier build left behind."""
+    folder = tmp_path / "cpu"
+    package = folder / "src" / "mvllm_cpu"
+    package.mkdir(parents=True)
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE"):
+        shutil.copy(PROJECT / name, folder / name)
+    (package / "__init__.py").touch()
+    (package / "py.typed").touch()
+    (package / "_kernels.so").write_bytes(b"left behind")
+    (folder / "csrc").mkdir()
+    (folder / "csrc" / "answer.cpp").write_text(ANSWER)
+    (folder / "csrc" / "answer.h").write_text("#define ANSWER 42\n")
+    return folder
+
+
+def build(project, kind, **variables):
+    """Builds a `wheel` or `sdist`, returns its path; CC and CXX choose the compiler."""
+    command = [sys.executable, "-m", "build", "--no-isolation", f"--{kind}", "--outdir", project / "dist", project]
+    done = subprocess.run(
+        [str(part) for part in command], env={**os.environ, **variables}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [built] = (project / "dist").glob("*.whl" if kind == "wheel" else "*.tar.gz")
+    return built
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
+def test_a_compiler_gives_a_library_that_any_python_loads(project, tmp_path):
+    wheel = build(project, "wheel")
+    assert "-py3-none-" in wheel.name and not wheel.name.endswith("-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extract("mvllm_cpu/_kernels.so", tmp_path)
+    assert ctypes.CDLL(str(tmp_path / "mvllm_cpu" / "_kernels.so")).mvllm_answer() == 42
+
+
+@pytest.mark.parametrize("compiler", ["/nonexistent/c++", "false"])
+def test_without_a_working_compiler_it_installs_and_the_library_is_absent(project, compiler):
+    wheel = build(project, "wheel", CC=compiler, CXX=compiler)
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert "mvllm_cpu/py.typed" in names
+    assert not [name for name in names if name.endswith(".so")], "an older library must not be shipped as a new one"
+
+
+def test_the_source_archive_holds_the_sources_and_nothing_built(project):
+    with tarfile.open(build(project, "sdist")) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"csrc/answer.cpp", "csrc/answer.h", "setup.py", "LICENSE"} <= names
+    assert not [name for name in names if name.endswith((".so", ".o"))]
+
+
+def test_torch_is_a_floor_and_no_part_of_the_build():
+    declared = tomllib.loads((PROJECT / "pyproject.toml").read_text())
+    required = {Requirement(text).name: Requirement(text) for text in declared["project"]["dependencies"]}
+    assert {specifier.operator for specifier in required["torch"].specifier} == {">="}
+    assert required["mvllm"].specifier.contains("0.1.0")
+    assert [Requirement(text).name for text in declared["build-system"]["requires"]] == ["setuptools"]
+    assert declared["project"]["entry-points"]["mvllm.platforms"] == {"cpu": "mvllm_cpu.plugin"}
