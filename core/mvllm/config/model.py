@@ -20,6 +20,7 @@ class ModelConfig:
         hf_config: The parsed `config.json`.
         architecture: The entry of `architectures` that a model class is registered for.
         dtype: Compute dtype by name: `float32`, `bfloat16` or `float16`. `auto` until a platform plan has settled it.
+        checkpoint_dtype: The dtype that `config.json` says the weights are stored in.
         max_model_len: Longest sequence, prompt and output together, in tokens.
         vocab_size: Number of token ids that the embedding has.
         hidden_size, num_layers, num_heads, num_kv_heads, head_size: The transformer's shape.
@@ -52,3 +53,4 @@ class ModelConfig:
     trust_remote_code: bool = False
     revision: str | None = None
     seed: int = 0
+    checkpoint_dtype: str = "float32"

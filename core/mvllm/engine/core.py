@@ -1,0 +1,136 @@
+"""The engine core: a scheduler, an executor, and `step()`.
+
+`step()` is the architecture in a few lines. It is written as two halves, `_launch` and `_collect`, with a queue of steps
+in between: with asynchronous scheduling the next step is launched before the last one is collected, and nothing else
+changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.engine.kv_sizing import CacheSummary, choose_block_size, size_kv_cache
+from mvllm.errors import EngineDeadError
+from mvllm.executor.choose import make_executor
+from mvllm.kv_cache.manager import KVCacheManager
+from mvllm.logging import get_logger
+from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest
+from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.platform.interface import Platform
+from mvllm.scheduler.scheduler import Scheduler
+
+logger = get_logger(__name__)
+
+
+class EngineCore:
+    """Turns requests into tokens, one step at a time. Used from one thread.
+
+    Args:
+        config: The settled configuration.
+        platform: Where to run.
+
+    Attributes:
+        cache_summary: The KV cache as it was sized.
+        start_seconds: Seconds per start-up phase, by name.
+    """
+
+    def __init__(self, config: EngineConfig, platform: Platform) -> None:
+        self.config = config
+        self.start_seconds: dict[str, float] = {}
+        self._dead: BaseException | None = None
+        self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
+        self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
+        self._executor = make_executor(config, platform)
+        try:
+            self._timed("load model", self._executor.start)
+            self.cache_summary = self._timed("size KV cache", self._size_kv_cache)
+            self._timed("allocate KV cache", self._allocate_kv_cache)
+        except BaseException:
+            self._executor.shutdown()
+            raise
+        self.scheduler = Scheduler(
+            config.scheduler,
+            max_model_len=config.model.max_model_len,
+            kv_cache=KVCacheManager(
+                num_blocks=self.cache_summary.num_blocks,
+                block_size=self.cache_summary.block_size,
+                enable_caching=config.cache.enable_prefix_caching,
+                hash_seed=config.cache.prefix_caching_seed,
+            ),
+        )
+        logger.info("%s", self.cache_summary)
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queues a validated request."""
+        self.scheduler.add_request(request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Drops requests in whatever state they are; unknown ids are ignored. No output follows for them."""
+        self.scheduler.abort_requests(request_ids)
+
+    def has_requests(self) -> bool:
+        """Whether a call of `step` would have work."""
+        return bool(self._in_flight) or self.scheduler.has_requests()
+
+    def step(self) -> EngineCoreOutputs:
+        """Plans a step, starts it, and returns what the oldest step under way has to tell.
+
+        Raises:
+            EngineDeadError: A step failed as a whole, now or earlier; the cause is kept.
+        """
+        if self._dead is not None:
+            raise EngineDeadError(f"The engine stopped after an earlier error: {self._dead}") from self._dead
+        while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
+            if not self._launch():
+                break
+        return self._collect() if self._in_flight else EngineCoreOutputs()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False when requests still use some blocks."""
+        return self.scheduler.reset_prefix_cache()
+
+    def check_health(self) -> None:
+        """Raises unless every worker answers."""
+        self._executor.collective_rpc("check_health")
+
+    def shutdown(self) -> None:
+        """Ends the workers. Idempotent."""
+        self._executor.shutdown()
+
+    def _launch(self) -> bool:
+        """Plans and starts one step; False when there is nothing to compute until a step under way has been collected."""
+        plan = self.scheduler.schedule()
+        if not plan.rows and self._in_flight:
+            self.scheduler.return_plan(plan)
+            return False
+        self._in_flight.append((plan, self._executor.execute_model(plan)))
+        return True
+
+    def _collect(self) -> EngineCoreOutputs:
+        plan, future = self._in_flight.popleft()
+        try:
+            output = future.result()
+        except Exception as e:
+            self._dead = e
+            raise EngineDeadError(f"Step {plan.step} failed: {type(e).__name__}: {e}") from e
+        return self.scheduler.update_from_output(plan, output)
+
+    def _size_kv_cache(self) -> CacheSummary:
+        needs = self._executor.kv_cache_needs()
+        given = self.config.cache.kv_cache_memory_bytes
+        choose_block_size(self.config, needs)
+        available = [given] * len(needs) if given is not None else self._executor.available_kv_bytes()
+        return size_kv_cache(self.config, needs, available)
+
+    def _allocate_kv_cache(self) -> None:
+        self._executor.allocate_kv_cache(self.cache_summary.num_blocks, self.cache_summary.block_size)
+
+    def _timed(self, phase: str, action):  # type: ignore[no-untyped-def]
+        start = time.perf_counter()
+        result = action()
+        self.start_seconds[phase] = time.perf_counter() - start
+        return result

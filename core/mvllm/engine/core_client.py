@@ -1,0 +1,71 @@
+"""How a front end reaches an engine core. Today the core lives in the caller's process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.engine.core import EngineCore
+from mvllm.engine.kv_sizing import CacheSummary
+from mvllm.engine.planning import settle_config
+from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest
+from mvllm.platform.choose import choose_platform
+
+
+class InprocClient:
+    """Calls the engine core directly.
+
+    Attributes:
+        config: The configuration the engine runs with, after the platform's plan.
+        platform_summary: The platform's name and the plugin it came from.
+    """
+
+    def __init__(self, core: EngineCore, platform_summary: str) -> None:
+        self._core = core
+        self.config = core.config
+        self.platform_summary = platform_summary
+
+    @property
+    def cache_summary(self) -> CacheSummary:
+        """The KV cache as it was sized."""
+        return self._core.cache_summary
+
+    @property
+    def start_seconds(self) -> dict[str, float]:
+        """Seconds per start-up phase."""
+        return self._core.start_seconds
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queues a validated request."""
+        self._core.add_request(request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Drops requests; unknown ids are ignored."""
+        self._core.abort_requests(request_ids)
+
+    def has_requests(self) -> bool:
+        """Whether `step` has work."""
+        return self._core.has_requests()
+
+    def step(self) -> EngineCoreOutputs:
+        """Runs one step."""
+        return self._core.step()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes."""
+        return self._core.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Ends the engine. Idempotent."""
+        self._core.shutdown()
+
+
+def make_client(config: EngineConfig) -> InprocClient:
+    """Chooses the platform, settles the configuration with it, and starts an engine core.
+
+    Raises:
+        PlatformError, ConfigError, ModelError: The engine cannot be started as asked.
+    """
+    chosen = choose_platform(config.platform)
+    settled = settle_config(config, chosen.platform)
+    return InprocClient(EngineCore(settled, chosen.platform), str(chosen))

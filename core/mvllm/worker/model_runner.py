@@ -1,0 +1,231 @@
+"""Runs the model: the one place where a plan of integers becomes tensors, and tensors become tokens.
+
+`execute_model` is the whole story: bring the rows up to the plan, build the inputs, run the model, sample where a row
+has reached the end of its known tokens, remember the samples. It is the same for every platform; what differs comes in
+through the runtime, the attention backends and the op providers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.distributed.group import GroupCoordinator
+from mvllm.errors import CacheError
+from mvllm.layers.context import BuildContext, ForwardStep
+from mvllm.messages.requests import PositionLogprobs
+from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.models.registry import resolve_model_class
+from mvllm.models.weights import load_weights
+from mvllm.ops.dtypes import torch_dtype
+from mvllm.ops.registry import OpTable
+from mvllm.platform.attention import AttentionBackend, AttentionSpec, BatchLayout
+from mvllm.platform.interface import Platform
+from mvllm.platform.runtime import DeviceRuntime
+from mvllm.platform.worker_protocol import KVCacheNeeds
+from mvllm.sampling.sampler import Sampler, prompt_logprobs
+from mvllm.sampling.state import SamplingState
+from mvllm.worker.rows import RowTable
+from mvllm.worker.step_inputs import StepInputBuilder, StepInputs
+
+if TYPE_CHECKING:
+    from mvllm.layers.attention import Attention
+
+_PROMPT_LOGPROB_CHUNK = 256
+"""Prompt positions whose logits exist at one time: [256, vocabulary] rather than [prompt, vocabulary]."""
+
+
+class ModelRunner:
+    """One rank's model, its KV cache and its rows.
+
+    Args:
+        config: The engine's configuration.
+        platform: Gives attention backends, op providers and buckets.
+        runtime: The bound device.
+        tp, pp: The rank's tensor-parallel and pipeline-parallel groups.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        platform: Platform,
+        runtime: DeviceRuntime,
+        tp: GroupCoordinator,
+        pp: GroupCoordinator,
+    ) -> None:
+        self._config = config
+        self._platform = platform
+        self._runtime = runtime
+        self._tp, self._pp = tp, pp
+        self._backends: dict[AttentionSpec, AttentionBackend] = {}
+        self._layers: list[Attention] = []
+        self._sampler = Sampler()
+
+    def load_model(self) -> None:
+        """Builds the model on the device and loads this rank's weights."""
+        config = self._config.model
+        dtype = torch_dtype(config.dtype)
+        kv_dtype = config.dtype if self._config.cache.dtype == "auto" else self._config.cache.dtype
+        context = BuildContext(
+            dtype=dtype,
+            device=self._runtime.device,
+            ops=OpTable.resolve(self._platform.ops()),
+            attention=self._backend_for,
+            tp=self._tp,
+            pp=self._pp,
+            kv_dtype=kv_dtype,
+        )
+        model_class = resolve_model_class(config.architecture)
+        self.model = model_class(config, context)
+        load_weights(
+            self.model,
+            config.path,
+            load_format=self._config.load.load_format,
+            use_tqdm=self._config.load.use_tqdm,
+            seed=config.seed,
+        )
+        self.model.after_load()
+        self.model.eval()
+        self._layers = self.model.attention_layers()
+
+    def kv_cache_needs(self) -> KVCacheNeeds:
+        """What one token costs over all layers, and the block sizes that all backends accept.
+
+        Raises:
+            CacheError: The backends have no block size in common.
+        """
+        layouts = [layer.backend.kv_layout() for layer in self._layers]
+        common = [size for size in layouts[0].block_sizes if all(size in layout.block_sizes for layout in layouts)]
+        if not common:
+            offers = "; ".join(sorted({str(layout.block_sizes) for layout in layouts}))
+            raise CacheError(f"The attention backends of this model accept no common block size: {offers}.")
+        return KVCacheNeeds(sum(layout.bytes_per_token for layout in layouts), tuple(common))
+
+    def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
+        """Claims the KV cache of every layer and readies the rows."""
+        self._allocate_layers(num_blocks, block_size)
+        scheduler, model = self._config.scheduler, self._config.model
+        state = SamplingState(scheduler.max_num_seqs, model.vocab_size, model.seed)
+        self.rows = RowTable(scheduler.max_num_seqs, model.max_model_len, block_size, state)
+        self._inputs = StepInputBuilder(
+            self.rows,
+            block_size=block_size,
+            max_tokens=scheduler.max_num_batched_tokens,
+            max_rows=scheduler.max_num_seqs,
+            runtime=self._runtime,
+            shapes=self._platform.shapes(),
+        )
+
+    @torch.inference_mode()
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Runs one step."""
+        self.rows.apply(plan)
+        if not plan.rows:
+            return ModelRunnerOutput(step=plan.step)
+        inputs = self._inputs.build(plan)
+        hidden = self._forward(inputs.token_ids, inputs.positions, inputs.layout)
+        output = ModelRunnerOutput(step=plan.step)
+        if self.rows.prompt_logprobs:
+            output.prompt_logprobs = self._prompt_logprobs(inputs, hidden)
+        self._sample(inputs, hidden, output)
+        self.rows.num_computed[inputs.rows] += inputs.num_scheduled
+        self._runtime.step_mark()
+        return output
+
+    @torch.inference_mode()
+    def profile(self) -> None:
+        """Runs the largest step that the limits allow, on a one-block KV cache that it does not write.
+
+        The caller reads the runtime's peak memory before and after. The cache is dropped again at the end.
+        """
+        block_size = self.kv_cache_needs().block_sizes[0]
+        self._allocate_layers(1, block_size)
+        scheduler = self._config.scheduler
+        num_tokens = scheduler.max_num_batched_tokens
+        hidden = self._forward(*_profile_inputs(num_tokens, block_size, self._runtime))
+        logits = self.model.compute_logits(hidden[: scheduler.max_num_seqs])
+        torch.softmax(logits, dim=-1, dtype=torch.float32)
+        self._runtime.synchronize()
+        for layer in self._layers:
+            layer.kv_cache = None
+
+    def _backend_for(self, spec: AttentionSpec) -> AttentionBackend:
+        if spec not in self._backends:
+            self._backends[spec] = self._platform.attention_backend(spec)
+        return self._backends[spec]
+
+    def _allocate_layers(self, num_blocks: int, block_size: int) -> None:
+        for layer in self._layers:
+            layer.kv_cache = layer.backend.allocate(num_blocks, block_size, self._runtime.device)
+
+    def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
+        metadata = {spec: backend.build_metadata(layout) for spec, backend in self._backends.items()}
+        hidden: torch.Tensor = self.model(token_ids, positions, ForwardStep(metadata))
+        return hidden
+
+    def _sample(self, inputs: StepInputs, hidden: torch.Tensor, output: ModelRunnerOutput) -> None:
+        """Samples for the rows that have reached the end of their known tokens, and appends the tokens to them."""
+        tokens = np.full(len(inputs.rows), -1, dtype=np.int64)
+        at = inputs.sampling
+        if len(at):
+            rows = inputs.rows[at]
+            everything = len(at) == hidden.shape[0]
+            logits = self.model.compute_logits(hidden if everything else hidden.index_select(0, inputs.logits_at))
+            sampled = self._sampler.sample(logits, rows, self.rows.sampling, self.rows.history)
+            token_ids = self._runtime.to_host(sampled.token_ids).wait().numpy()
+            tokens[at] = token_ids
+            self.rows.append(rows, token_ids)
+            output.logprobs = {int(at[i]): entry for i, entry in sampled.logprobs.items()}
+            output.errors = {int(at[i]): text for i, text in sampled.errors.items()}
+        output.sampled_token_ids = tokens.tolist()
+
+    def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, list[PositionLogprobs]]:
+        """Log-probabilities of the prompt tokens that this step's positions predict, for the rows that asked."""
+        history, found = self.rows.history, {}
+        starts = inputs.layout.query_start_loc
+        for i, row in enumerate(inputs.rows.tolist()):
+            wanted = self.rows.prompt_logprobs.get(row)
+            first, prompt_len = int(inputs.first_positions[i]), int(history.num_prompt_tokens[row])
+            last = min(first + int(inputs.num_scheduled[i]), prompt_len - 1)
+            if wanted is None or first >= last:
+                continue
+            targets = torch.from_numpy(history.token_ids[row, first + 1 : last + 1].astype(np.int64))
+            states = hidden[int(starts[i]) : int(starts[i]) + last - first]
+            found[i] = [
+                entry
+                for chunk, ids in zip(
+                    states.split(_PROMPT_LOGPROB_CHUNK), targets.split(_PROMPT_LOGPROB_CHUNK), strict=True
+                )
+                for entry in prompt_logprobs(self.model.compute_logits(chunk), self._runtime.to_device(ids), wanted)
+            ]
+        return found
+
+
+def _profile_inputs(
+    num_tokens: int, block_size: int, runtime: DeviceRuntime
+) -> tuple[torch.Tensor, torch.Tensor, BatchLayout]:
+    """Inputs of `num_tokens` tokens, in requests of one block each, that all read block 0 and write nothing."""
+    num_requests = -(-num_tokens // block_size)
+    starts = np.minimum(np.arange(num_requests + 1, dtype=np.int32) * block_size, num_tokens).astype(np.int32)
+    host = {
+        "query_start_loc": starts,
+        "seq_lens": np.diff(starts).astype(np.int32),
+        "block_table": np.zeros((num_requests, 1), dtype=np.int32),
+        "slot_mapping": np.full(num_tokens, -1, dtype=np.int32),
+    }
+    device = {f"{name}_device": runtime.from_numpy(array) for name, array in host.items()}
+    layout = BatchLayout(
+        num_requests=num_requests,
+        num_tokens=num_tokens,
+        max_query_len=min(block_size, num_tokens),
+        max_seq_len=min(block_size, num_tokens),
+        block_size=block_size,
+        **host,
+        **device,
+    )
+    token_ids = runtime.from_numpy(np.zeros(num_tokens, dtype=np.int32))
+    positions = runtime.from_numpy((np.arange(num_tokens) % block_size).astype(np.int32))
+    return token_ids, positions, layout

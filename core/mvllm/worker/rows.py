@@ -1,0 +1,86 @@
+"""What a worker remembers about running requests: one row of host arrays per request, kept for as long as it runs.
+
+Nothing here is rebuilt in a step. A step changes a few integers; everything it computes with is gathered from these
+arrays by NumPy, whole batches at a time.
+
+    row   history.token_ids      num_tokens  num_computed  block_table
+    0     [11, 40, 7, 9, ...]    4           3             [5, 2, ...]
+    1     free
+    2     [11, 40, 8, ...]       3           0             [5, 6, ...]
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mvllm.messages.scheduler_output import NewRequestData, SchedulerOutput
+from mvllm.sampling.state import SamplingState, TokenHistory
+
+
+class RowTable:
+    """State of the running requests, by row.
+
+    Args:
+        max_rows: Most requests running at once.
+        max_model_len: Longest sequence in tokens.
+        block_size: Tokens per KV block.
+        sampling: Sampling state, kept in step with the rows.
+
+    Attributes:
+        history: Token ids, with `num_tokens` and `num_prompt_tokens` per row.
+        num_computed: int32 [max_rows]; leading tokens whose KV is computed or scheduled.
+        block_table: int32 [max_rows, max_blocks].
+        num_blocks: int32 [max_rows]; entries of `block_table` in use.
+        prompt_logprobs: How many the row's request asked for, by row, for the few that did.
+    """
+
+    def __init__(self, max_rows: int, max_model_len: int, block_size: int, sampling: SamplingState) -> None:
+        max_blocks = -(-max_model_len // block_size) + 1
+        self.history = TokenHistory(max_rows, max_model_len + 1)
+        self.num_computed = np.zeros(max_rows, dtype=np.int32)
+        self.block_table = np.zeros((max_rows, max_blocks), dtype=np.int32)
+        self.num_blocks = np.zeros(max_rows, dtype=np.int32)
+        self.prompt_logprobs: dict[int, int] = {}
+        self.sampling = sampling
+
+    def apply(self, plan: SchedulerOutput) -> None:
+        """Brings the rows up to the plan: frees, then begins, then appends blocks."""
+        for row in plan.freed_rows:
+            self._free(row)
+        for request in plan.new_requests:
+            self._begin(request)
+        num_blocks = self.num_blocks
+        for row, block in zip(plan.new_block_rows, plan.new_block_ids, strict=True):
+            self.block_table[row, num_blocks[row]] = block
+            num_blocks[row] += 1
+
+    def append(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
+        """Adds one sampled token to each of `rows`."""
+        num_tokens = self.history.num_tokens
+        self.history.token_ids[rows, num_tokens[rows]] = token_ids
+        num_tokens[rows] += 1
+
+    def _begin(self, request: NewRequestData) -> None:
+        row, params = request.row, request.sampling_params
+        tokens, blocks = request.token_ids, request.block_ids
+        self.history.token_ids[row, : len(tokens)] = tokens
+        self.history.num_tokens[row] = len(tokens)
+        self.history.num_prompt_tokens[row] = request.num_prompt_tokens
+        self.num_computed[row] = request.num_computed_tokens
+        self.block_table[row, : len(blocks)] = blocks
+        self.num_blocks[row] = len(blocks)
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs[row] = params.prompt_logprobs
+        self.sampling.set_row(
+            row,
+            params,
+            eos_token_ids=request.eos_token_ids,
+            request_id=request.request_id,
+            num_prompt_tokens=request.num_prompt_tokens,
+        )
+
+    def _free(self, row: int) -> None:
+        self.history.num_tokens[row] = 0
+        self.num_blocks[row] = 0
+        self.prompt_logprobs.pop(row, None)
+        self.sampling.clear_row(row)

@@ -1,0 +1,147 @@
+"""Builds one step's inputs on the host, in one buffer, and copies them to the device once.
+
+    int32 buffer:  | token_ids T | positions T | slots T | query_start_loc R+1 | seq_lens R | logits_at S | block_table R*P |
+
+T tokens, R requests, S rows that sample, P pages (width of the block table): each padded up to the platform's buckets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mvllm.messages.scheduler_output import SchedulerOutput
+from mvllm.platform.attention import BatchLayout
+from mvllm.platform.runtime import DeviceRuntime
+from mvllm.platform.shapes import ShapePolicy
+from mvllm.worker.rows import RowTable
+
+
+@dataclass
+class StepInputs:
+    """What one step computes with.
+
+    Attributes:
+        rows: int64 [R], host: the rows in batch order.
+        num_scheduled: int32 [R], host.
+        first_positions: int32 [R], host: position of each row's first token in this step.
+        sampling: int64 [S], host: positions in the batch of the rows that reach the end of their known tokens.
+        token_ids, positions: int32 [T], device.
+        logits_at: int32 [S], device: index among the T tokens of each sampling row's last token.
+        layout: For the attention backends.
+    """
+
+    rows: np.ndarray
+    num_scheduled: np.ndarray
+    first_positions: np.ndarray
+    sampling: np.ndarray
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    logits_at: torch.Tensor
+    layout: BatchLayout
+
+
+class StepInputBuilder:
+    """Turns a plan into StepInputs.
+
+    Args:
+        rows: The worker's rows.
+        block_size: Tokens per KV block.
+        max_tokens: Most tokens in one step.
+        max_rows: Most requests in one step.
+        runtime: The device.
+        shapes: The platform's buckets.
+    """
+
+    def __init__(
+        self,
+        rows: RowTable,
+        *,
+        block_size: int,
+        max_tokens: int,
+        max_rows: int,
+        runtime: DeviceRuntime,
+        shapes: ShapePolicy,
+    ) -> None:
+        self._rows = rows
+        self._block_size = block_size
+        self._runtime = runtime
+        self._shapes = shapes
+        max_tokens = ShapePolicy.pad(max_tokens, shapes.tokens)
+        max_rows = ShapePolicy.pad(max_rows, shapes.requests)
+        max_pages = ShapePolicy.pad(rows.block_table.shape[1], shapes.pages)
+        capacity = 3 * max_tokens + 3 * max_rows + 1 + max_rows * max_pages
+        # Two buffers in turn: a copy of the step before may still be under way while this step's is filled.
+        self._buffers = [runtime.host_buffer((capacity,), torch.int32) for _ in range(2)]
+        self._turn = 0
+
+    def build(self, plan: SchedulerOutput) -> StepInputs:
+        """The inputs of `plan`, whose changes have been applied to the rows already."""
+        table, history = self._rows, self._rows.history
+        rows = np.array(plan.rows, dtype=np.int64)
+        num_scheduled = np.array(plan.num_scheduled_tokens, dtype=np.int32)
+        first = table.num_computed[rows]
+        seq_lens = first + num_scheduled
+        sampling = np.flatnonzero(seq_lens == history.num_tokens[rows])
+        num_requests, num_tokens = len(rows), plan.total_num_scheduled_tokens
+        max_query_len, max_seq_len = int(num_scheduled.max()), int(seq_lens.max())
+
+        padded_tokens = ShapePolicy.pad(num_tokens, self._shapes.tokens)
+        padded_requests = ShapePolicy.pad(num_requests, self._shapes.requests)
+        pages = ShapePolicy.pad(-(-max_seq_len // self._block_size), self._shapes.pages)
+
+        sizes = (padded_tokens,) * 3 + (padded_requests + 1, padded_requests, len(sampling), padded_requests * pages)
+        ends = np.cumsum(sizes).tolist()
+        self._turn ^= 1
+        buffer = self._buffers[self._turn]
+        host = buffer.numpy()
+        begins = [0, *ends[:-1]]
+        token_ids, positions, slots, query_start_loc, lens, logits_at, block_table = (
+            host[a:b] for a, b in zip(begins, ends, strict=True)
+        )
+        block_table = block_table.reshape(padded_requests, pages)
+
+        query_start_loc[0] = 0
+        np.cumsum(num_scheduled, out=query_start_loc[1 : num_requests + 1])
+        lens[:num_requests] = seq_lens
+        logits_at[:] = query_start_loc[sampling + 1] - 1
+        np.take(table.block_table[:, :pages], rows, axis=0, out=block_table[:num_requests], mode="clip")
+        if max_query_len == 1:
+            row_of_token, position = rows, first
+        else:
+            row_of_token = np.repeat(rows, num_scheduled)
+            offsets = np.arange(num_tokens, dtype=np.int32) - np.repeat(query_start_loc[:num_requests], num_scheduled)
+            position = np.repeat(first, num_scheduled) + offsets
+        token_ids[:num_tokens] = history.token_ids[row_of_token, position]
+        positions[:num_tokens] = position
+        block = table.block_table[row_of_token, position // self._block_size]
+        slots[:num_tokens] = block * self._block_size + position % self._block_size
+        if padded_tokens > num_tokens:
+            token_ids[num_tokens:] = 0
+            positions[num_tokens:] = 0
+            slots[num_tokens:] = -1
+        if padded_requests > num_requests:
+            query_start_loc[num_requests + 1 :] = num_tokens
+            lens[num_requests:] = 0
+            block_table[num_requests:] = 0
+
+        device = self._runtime.to_device(buffer[: ends[-1]])
+        views = [device[a:b] for a, b in zip(begins, ends, strict=True)]
+        layout = BatchLayout(
+            num_requests=padded_requests,
+            num_tokens=padded_tokens,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            block_size=self._block_size,
+            query_start_loc=query_start_loc,
+            seq_lens=lens,
+            block_table=block_table,
+            slot_mapping=slots,
+            query_start_loc_device=views[3],
+            seq_lens_device=views[4],
+            block_table_device=views[6].view(padded_requests, pages),
+            slot_mapping_device=views[2],
+        )
+        return StepInputs(rows, num_scheduled, first, sampling, views[0], views[1], views[5], layout)

@@ -1,0 +1,89 @@
+"""The worker: binds the device, loads its share of the model, divides the memory, runs steps."""
+
+from __future__ import annotations
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.distributed.group import GroupCoordinator
+from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.platform.interface import Platform
+from mvllm.platform.runtime import DeviceRuntime
+from mvllm.platform.topology import GroupSpec, WorkerContext
+from mvllm.platform.worker_protocol import KVCacheNeeds
+from mvllm.worker.model_runner import ModelRunner
+
+
+class Worker:
+    """WorkerProtocol for every platform whose tensors are torch tensors.
+
+    Args:
+        config: The engine's configuration.
+        platform: The platform that owns the device.
+        ctx: Which worker this is.
+    """
+
+    def __init__(self, config: EngineConfig, platform: Platform, ctx: WorkerContext) -> None:
+        self._config = config
+        self._platform = platform
+        self._ctx = ctx
+        self._runtime: DeviceRuntime | None = None
+        self._runner: ModelRunner | None = None
+
+    def init_device(self) -> None:
+        self._runtime = self._platform.init_device(self._ctx)
+        alone = (self._ctx.rank,)
+        self._runner = ModelRunner(
+            self._config,
+            self._platform,
+            self._runtime,
+            tp=GroupCoordinator(GroupSpec("tp", alone, self._ctx.rank)),
+            pp=GroupCoordinator(GroupSpec("pp", alone, self._ctx.rank)),
+        )
+
+    def load_model(self) -> None:
+        self.runner.load_model()
+
+    def kv_cache_needs(self) -> KVCacheNeeds:
+        return self.runner.kv_cache_needs()
+
+    def available_kv_bytes(self) -> int:
+        """Bytes left for the KV cache: the allowed share of the device, less what is taken, less a step's peak.
+
+        total ├── reserve (1 - utilization) ──┤── taken now ──┤── peak of a step ──┤── KV cache ──┤
+        """
+        runtime = self.runtime
+        runtime.synchronize()
+        runtime.reset_peak_memory()
+        before = runtime.memory()
+        self.runner.profile()
+        peak = max(0, runtime.memory().peak_by_me - before.used_by_me)
+        runtime.release_cached_memory()
+        reserve = int(before.total * (1 - self._config.cache.memory_utilization))
+        return before.free - reserve - peak
+
+    def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
+        self.runner.allocate_kv_cache(num_blocks, block_size)
+
+    def warm_up(self) -> None:
+        """Nothing to prepare: no graphs are captured and nothing is compiled ahead of the first step."""
+
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        return self.runner.execute_model(plan)
+
+    def check_health(self) -> None:
+        self.runtime.health()
+
+    def shutdown(self) -> None:
+        self._runner = None
+        if self._runtime is not None:
+            self._runtime.shutdown()
+            self._runtime = None
+
+    @property
+    def runtime(self) -> DeviceRuntime:
+        assert self._runtime is not None, "init_device comes first"
+        return self._runtime
+
+    @property
+    def runner(self) -> ModelRunner:
+        assert self._runner is not None, "init_device comes first"
+        return self._runner
