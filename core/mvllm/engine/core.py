@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from typing import TypeVar
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.kv_sizing import CacheSummary, choose_block_size, size_kv_cache
@@ -24,6 +25,8 @@ from mvllm.platform.interface import Platform
 from mvllm.scheduler.scheduler import Scheduler
 
 logger = get_logger(__name__)
+
+_T = TypeVar("_T")
 
 
 class EngineCore:
@@ -85,8 +88,7 @@ class EngineCore:
         if self._dead is not None:
             raise EngineDeadError(f"The engine stopped after an earlier error: {self._dead}") from self._dead
         while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
-            if not self._launch():
-                break
+            self._launch()
         return self._collect() if self._in_flight else EngineCoreOutputs()
 
     def reset_prefix_cache(self) -> bool:
@@ -101,14 +103,10 @@ class EngineCore:
         """Ends the workers. Idempotent."""
         self._executor.shutdown()
 
-    def _launch(self) -> bool:
-        """Plans and starts one step; False when there is nothing to compute until a step under way has been collected."""
+    def _launch(self) -> None:
+        """Plans a step and starts it."""
         plan = self.scheduler.schedule()
-        if not plan.rows and self._in_flight:
-            self.scheduler.return_plan(plan)
-            return False
         self._in_flight.append((plan, self._executor.execute_model(plan)))
-        return True
 
     def _collect(self) -> EngineCoreOutputs:
         plan, future = self._in_flight.popleft()
@@ -129,7 +127,7 @@ class EngineCore:
     def _allocate_kv_cache(self) -> None:
         self._executor.allocate_kv_cache(self.cache_summary.num_blocks, self.cache_summary.block_size)
 
-    def _timed(self, phase: str, action):  # type: ignore[no-untyped-def]
+    def _timed(self, phase: str, action: Callable[[], _T]) -> _T:
         start = time.perf_counter()
         result = action()
         self.start_seconds[phase] = time.perf_counter() - start
