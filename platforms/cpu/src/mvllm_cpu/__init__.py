@@ -1,0 +1,1 @@
+"""mvllm on the processor: the CPU platform plugin."""

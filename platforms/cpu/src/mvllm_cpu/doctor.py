@@ -1,0 +1,46 @@
+"""What `mvllm doctor` asks the CPU platform."""
+
+from __future__ import annotations
+
+from mvllm.plugin_api import Check, CheckStatus
+from mvllm_cpu import kernels, machine
+
+LOW_MEMORY = 1 << 30
+
+
+def checks() -> list[Check]:
+    """Kernels, threads and memory, in this order."""
+    return [_kernels(), _threads(), _memory()]
+
+
+def _kernels() -> Check:
+    loaded = kernels.load()
+    if loaded.library is not None:
+        return Check("platform.cpu.kernels", CheckStatus.OK, f"Compiled kernels, running with {loaded.isa}.")
+    found = f"Attention runs in plain torch, which is slower: {loaded.reason}"
+    return Check("platform.cpu.kernels", CheckStatus.WARNING, found, loaded.remedy)
+
+
+def _threads() -> Check:
+    cores, asked, quota = len(machine.physical_cores()), machine.threads_asked_for(), machine.cpu_quota()
+    found = f"{machine.usable_threads()} threads on {cores} physical cores of {machine.processor_name()}"
+    if quota is not None:
+        found += f", of which the control group grants {quota:g}"
+    if asked is not None and asked > cores:
+        return Check(
+            "platform.cpu.threads",
+            CheckStatus.WARNING,
+            f"{found}: OMP_NUM_THREADS={asked} asks for more threads than there are cores.",
+            f"Unset OMP_NUM_THREADS or set it to at most {cores}.",
+        )
+    return Check("platform.cpu.threads", CheckStatus.OK, f"{found}.")
+
+
+def _memory() -> Check:
+    total, free = machine.memory_total(), machine.memory_free()
+    found = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB."
+    if free < LOW_MEMORY:
+        return Check(
+            "platform.cpu.memory", CheckStatus.WARNING, found, "Stop other programs or raise the memory limit."
+        )
+    return Check("platform.cpu.memory", CheckStatus.OK, found)

@@ -1,0 +1,64 @@
+"""The compiled kernels: finding and opening their library, and saying why they are not there.
+
+The library is plain C called through ctypes: pointers in, nothing out, neither Python nor torch inside. It shares
+torch's OpenMP runtime, which is why torch is imported before it is opened.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ABI_VERSION = 1
+LIBRARY = Path(__file__).parent / "_kernels.so"
+NO_COMPILER_REMEDY = (
+    "Install a C++ compiler (g++) and reinstall mvllm-cpu: pip install --force-reinstall --no-deps mvllm-cpu"
+)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The opened library, or the reason why there is none.
+
+    Attributes:
+        library: None when it is not used.
+        isa: Instruction set that its kernels run with.
+        reason: Why `library` is None.
+        remedy: What to do about that.
+    """
+
+    library: ctypes.CDLL | None
+    isa: str = ""
+    reason: str = ""
+    remedy: str | None = None
+
+
+def load() -> Kernels:
+    """The kernels, opened on first use. `MVLLM_CPU_KERNELS=0` leaves them closed."""
+    if os.environ.get("MVLLM_CPU_KERNELS", "1") == "0":
+        return Kernels(None, reason="MVLLM_CPU_KERNELS=0 is set.", remedy="Unset MVLLM_CPU_KERNELS.")
+    return _open()
+
+
+@cache
+def _open() -> Kernels:
+    if not LIBRARY.exists():
+        return Kernels(None, reason=f"{LIBRARY} was not built.", remedy=NO_COMPILER_REMEDY)
+    import torch  # noqa: F401  its OpenMP runtime has to be in the process first
+
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        found = int(library.mvllm_cpu_abi_version())
+    except (OSError, AttributeError) as e:
+        return Kernels(None, reason=f"{LIBRARY} cannot be used: {e}", remedy=NO_COMPILER_REMEDY)
+    if found != ABI_VERSION:
+        return Kernels(
+            None,
+            reason=f"{LIBRARY} speaks version {found} of the kernels' interface, this package {ABI_VERSION}.",
+            remedy=NO_COMPILER_REMEDY,
+        )
+    library.mvllm_cpu_isa.restype = ctypes.c_char_p
+    return Kernels(library, isa=library.mvllm_cpu_isa().decode())

@@ -1,0 +1,124 @@
+"""The CPU platform: hosts without an accelerator, and every developer's first machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mvllm.plugin_api import (
+    AttentionBackend,
+    AttentionSpec,
+    CacheConfig,
+    Capabilities,
+    Check,
+    Communicator,
+    ConfigChange,
+    DeviceRuntime,
+    EngineConfig,
+    GroupSpec,
+    LaunchTopology,
+    OpProvider,
+    ParallelConfig,
+    Plan,
+    Platform,
+    PlatformError,
+    PlatformSpec,
+    Refusal,
+    Refusals,
+    WorkerContext,
+    get_logger,
+)
+from mvllm_cpu import machine
+from mvllm_cpu.plugin import SPEC
+
+if TYPE_CHECKING:
+    import torch
+
+logger = get_logger("mvllm.cpu.platform")
+
+DTYPES = ("float32", "bfloat16", "float16")
+HOST_MEMORY_SHARE = 0.5
+"""Share of memory taken when the user names none: the host's memory also serves everything else that runs here."""
+
+CAPABILITIES = Capabilities(
+    dtypes=DTYPES,
+    kv_dtypes=DTYPES,
+    unified_memory=True,
+    fork_safe=True,
+    collectives=frozenset(
+        {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv", "gather", "all_to_all", "barrier"}
+    ),
+    prefix_caching=True,
+    chunked_prefill=True,
+    sliding_window=True,
+    soft_cap=True,
+    sinks=True,
+)
+
+
+def make_platform() -> Platform:
+    """The factory that the plugin's PlatformSpec names."""
+    return CPUPlatform()
+
+
+class CPUPlatform(Platform):
+    """Workers on the host's processor."""
+
+    @property
+    def spec(self) -> PlatformSpec:
+        return SPEC
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return CAPABILITIES
+
+    def plan(self, config: EngineConfig) -> Plan | Refusals:
+        refusals = [
+            Refusal(field, f"{name} is not supported on this platform", f"Use one of: auto, {', '.join(DTYPES)}.")
+            for field, name in (("model.dtype", config.model.dtype), ("cache.dtype", config.cache.dtype))
+            if name not in ("auto", *DTYPES)
+        ]
+        if refusals:
+            return Refusals(tuple(refusals))
+        changes = []
+        if config.cache.memory_utilization == CacheConfig.memory_utilization:
+            reason = "the host's memory also serves everything else on this machine; set it yourself to take more"
+            changes.append(ConfigChange("cache.memory_utilization", HOST_MEMORY_SHARE, reason))
+        return Plan(tuple(changes))
+
+    def topology(self, parallel: ParallelConfig) -> LaunchTopology:
+        num_workers = parallel.world_size
+        across = ("mp", "ray", "external_launcher")
+        shares = [machine.core_share(rank, num_workers) for rank in range(num_workers)]
+        return LaunchTopology(
+            num_workers=num_workers,
+            devices_per_worker=1,
+            executors=("uni", *across) if num_workers == 1 else across,
+            env_per_worker=tuple({"OMP_NUM_THREADS": str(share.threads)} for share in shares),
+        )
+
+    def init_device(self, ctx: WorkerContext) -> DeviceRuntime:
+        from mvllm_cpu.runtime import CPURuntime
+
+        return CPURuntime(ctx)
+
+    def communicator(self, group: GroupSpec, device: torch.device) -> Communicator:
+        from mvllm.plugin_api import TorchCommunicator
+
+        return TorchCommunicator(group, device=device, backend="gloo")
+
+    def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
+        from mvllm_cpu.torch_attention import TorchAttention
+
+        problems = TorchAttention.validate(spec)
+        if problems:
+            raise PlatformError(f"The CPU platform has no attention for this model: {'; '.join(problems)}.")
+        return TorchAttention(spec)
+
+    def ops(self) -> Sequence[OpProvider]:
+        return ()
+
+    def doctor(self) -> Sequence[Check]:
+        from mvllm_cpu import doctor
+
+        return doctor.checks()

@@ -1,0 +1,20 @@
+"""Entry point of the CPU platform: who it is, before anything heavy is imported."""
+
+from __future__ import annotations
+
+from mvllm.plugin_api import PlatformSpec, hookimpl
+
+SPEC = PlatformSpec(
+    name="cpu",
+    vendor="mvllm",
+    contract=(1, 0),
+    probe="mvllm_cpu.probe:probe",
+    factory="mvllm_cpu.platform:make_platform",
+    torch_floor="2.6",
+)
+
+
+@hookimpl
+def mvllm_platform() -> PlatformSpec:
+    """The CPU platform's identity card."""
+    return SPEC

@@ -1,0 +1,22 @@
+"""Whether this machine can run the CPU platform. It can if torch is installed; torch itself is not imported here."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from mvllm.plugin_api import DeviceInfo, ProbeResult
+from mvllm_cpu import machine
+
+
+def probe() -> ProbeResult:
+    """Looks for torch and describes the processor."""
+    if importlib.util.find_spec("torch") is None:
+        return ProbeResult(
+            available=False,
+            reason="torch is not installed in this environment.",
+            remedy="Install it: pip install torch --index-url of a CPU build, or reinstall mvllm-cpu.",
+        )
+    threads = machine.usable_threads()
+    device = DeviceInfo(index=0, name=machine.processor_name(), memory_bytes=machine.memory_total())
+    found = f"{device.name}, {threads} {'core' if threads == 1 else 'cores'}"
+    return ProbeResult(available=True, reason=found, devices=(device,))

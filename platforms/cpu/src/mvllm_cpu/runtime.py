@@ -1,0 +1,75 @@
+"""The processor as a device: its memory is the host's, and work is done when a call returns."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from mvllm.plugin_api import DeviceRuntime, FinishedHostCopy, MemoryInfo, WorkerContext, get_logger
+from mvllm_cpu import machine
+
+if TYPE_CHECKING:
+    from mvllm.plugin_api import HostCopy
+
+logger = get_logger("mvllm.cpu.runtime")
+
+
+def bind_threads(ctx: WorkerContext) -> None:
+    """Gives this worker its share of the cores.
+
+    A worker with a process of its own is bound to its cores. One that lives in a caller's process never is: the
+    caller's other threads would be bound with it. There the thread count is only lowered (to a control group's
+    quota, say), and left alone where the user has set OMP_NUM_THREADS.
+    """
+    if ctx.in_engine_process:
+        if machine.threads_asked_for() is None:
+            torch.set_num_threads(min(torch.get_num_threads(), machine.usable_threads()))
+        return
+    share = machine.core_share(ctx.local_rank, ctx.local_world_size)
+    if hasattr(os, "sched_setaffinity"):
+        try:
+            os.sched_setaffinity(0, share.cpus)
+        except OSError as e:
+            logger.warning("Worker %d runs unbound: binding to cores %s failed: %s", ctx.rank, share.cpus, e)
+    torch.set_num_threads(share.threads)
+
+
+class CPURuntime(DeviceRuntime):
+    """The processor, bound and seeded."""
+
+    def __init__(self, ctx: WorkerContext) -> None:
+        bind_threads(ctx)
+        self.device = torch.device("cpu")
+        self.seed(ctx.seed)
+
+    def synchronize(self) -> None:
+        pass
+
+    def memory(self) -> MemoryInfo:
+        resident, peak = machine.resident_memory()
+        return MemoryInfo(
+            total=machine.memory_total(), free=machine.memory_free(), used_by_me=resident, peak_by_me=peak
+        )
+
+    def reset_peak_memory(self) -> None:
+        machine.reset_peak_resident_memory()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return torch.empty(shape, dtype=dtype)
+        except RuntimeError as e:
+            raise MemoryError(f"A tensor of shape {shape} and {dtype} does not fit: {e}") from e
+
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        return host
+
+    def to_host(self, tensor: torch.Tensor) -> HostCopy:
+        return FinishedHostCopy(tensor)
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
