@@ -149,8 +149,8 @@ REMEDIES = (
     (r"ensurepip", "install your system's venv package (Debian, Ubuntu: apt install python3-venv)"),
     (r"No space left on device", "free some disk: the environment takes about 1.2 GB in .venv"),
     (
-        r"No matching distribution|Could not find a version|ConnectionError|ConnectTimeout|ReadTimeout|name resolution",
-        "pip could not get a package: check the network, pip's index settings (pip config list) and the Python version",
+        r"No matching distribution|ResolutionImpossible|ConnectionError|ConnectTimeout|ReadTimeout|name resolution",
+        "pip could not get the pinned version: check the network, pip's settings (pip config list), Python's version",
     ),
     (r"Read-only file system|Permission denied", "make the repository's folder writable for you"),
 )
@@ -311,6 +311,7 @@ def lint() -> int:
         finish(f"{title} ...", f"{'ok' if status == 0 else 'FAILED'} ({time.monotonic() - started:.1f} s)")
         if status != 0:
             failed += 1
+            output = output[max(output.find("Broken contracts"), 0) :]  # import-linter opens with a page of ornament
             print(output.strip(), f"\n  command: {shlex.join(str(part) for part in command)}\n", flush=True)
         summary.append(f"{title}: {'ok' if status == 0 else 'FAILED'}")
     print(f"lint: {', '.join(summary)}", flush=True)
@@ -326,7 +327,7 @@ def test(arguments: list[str], *, fast: bool) -> int:
     setup()
     lint_status = lint()
     chosen = any(not argument.startswith("-") and (ROOT / argument.split("::")[0]).exists() for argument in arguments)
-    what = arguments if chosen else ["tests", "--ignore=tests/perf", *arguments]
+    what = arguments if chosen else ["--ignore=tests/perf", *arguments]  # pytest's own `testpaths` say where
     if fast:
         what = [*what, "--ignore=tests/e2e", "--ignore=tests/packaging"]
     workers = str(max(2, min(8, os.cpu_count() or 2)))

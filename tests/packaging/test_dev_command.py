@@ -1,0 +1,184 @@
+"""ci/dev.py: an environment is made once, made again when it was abandoned, and a failure fits one screen."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.packaging.conftest import REPOSITORY
+
+TOOLS = ("python", "mvllm", "pytest", "ruff", "mypy", "lint-imports")
+
+
+@pytest.fixture
+def frame(tmp_path):
+    """A copy of what ci/dev.py reads, in a folder of its own."""
+    for name in ("ci/dev.py", "ci/constraints/cpu.txt", "pyproject.toml", "platforms/cpu/pyproject.toml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    shutil.copy(REPOSITORY / "platforms/cpu/setup.py", tmp_path / "platforms/cpu/setup.py")
+    (tmp_path / "platforms/cpu/csrc").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def dev(frame, monkeypatch):
+    """The module of that copy. Its commands are recorded, not run; making an environment makes empty files."""
+    spec = importlib.util.spec_from_file_location("dev_of_a_copy", frame / "ci" / "dev.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    module.commands = []
+    module.failing = None
+
+    def capture(command, cwd):
+        words = [str(word) for word in command]
+        module.commands.append(" ".join(words))
+        if module.failing and module.failing in module.commands[-1]:
+            return "it broke", 1
+        if "venv" in words:
+            module.BIN.mkdir(parents=True)
+            for tool in TOOLS:
+                (module.BIN / tool).touch()
+        return "", 0
+
+    monkeypatch.setattr(module, "capture", capture)
+    return module
+
+
+def made_anew(dev):
+    return any("-m venv" in command for command in dev.commands)
+
+
+def test_a_first_setup_makes_the_environment_with_the_pinned_torch_first(dev):
+    dev.setup()
+    installs = [command for command in dev.commands if " pip install " in command]
+    assert made_anew(dev)
+    assert installs[0].endswith(f"torch=={dev.pinned('torch')}")
+    assert all(f"-c {dev.CONSTRAINTS}" in command for command in installs)
+    assert "--no-build-isolation" in installs[-1]
+
+
+def test_a_second_setup_does_nothing(dev, capsys):
+    dev.setup()
+    dev.commands.clear()
+    capsys.readouterr()
+    dev.setup()
+    assert dev.commands == []
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "file", ["pyproject.toml", "platforms/cpu/pyproject.toml", "platforms/cpu/setup.py", "ci/constraints/cpu.txt"]
+)
+def test_a_changed_input_brings_the_environment_up_to_date_without_making_it_anew(dev, frame, file):
+    dev.setup()
+    dev.commands.clear()
+    with open(frame / file, "a") as changed:
+        changed.write("\n# changed\n")
+    dev.setup()
+    assert not made_anew(dev)
+    assert any(" pip install " in command for command in dev.commands)
+
+
+def test_a_new_source_file_of_the_kernels_rebuilds(dev, frame):
+    dev.setup()
+    dev.commands.clear()
+    (frame / "platforms/cpu/csrc/new.cpp").write_text("int x;")
+    dev.setup()
+    assert any("platforms/cpu" in command for command in dev.commands)
+
+
+def test_an_environment_abandoned_half_way_is_made_anew(dev):
+    dev.failing = "torch=="
+    with pytest.raises(dev.StepFailed):
+        dev.setup()
+    dev.failing = None
+    dev.commands.clear()
+    dev.setup()
+    assert made_anew(dev)
+
+
+def test_an_environment_that_lost_a_part_is_made_anew(dev):
+    dev.setup()
+    dev.commands.clear()
+    (dev.BIN / "mvllm").unlink()
+    dev.setup()
+    assert made_anew(dev)
+
+
+def test_an_environment_of_the_developers_own_is_used_not_deleted(dev):
+    dev.BIN.mkdir(parents=True)
+    for tool in TOOLS:
+        (dev.BIN / tool).touch()
+    (dev.VENV / "precious").touch()
+    dev.setup()
+    assert not made_anew(dev)
+    assert (dev.VENV / "precious").exists()
+
+
+def test_a_folder_that_is_no_environment_is_replaced(dev):
+    dev.VENV.mkdir()
+    dev.setup()
+    assert made_anew(dev)
+
+
+def test_a_failure_names_the_command_shows_the_end_of_its_output_and_fits_a_screen(dev):
+    output = "\n".join(f"line {number}" for number in range(1000)) + "\nOSError: No space left on device"
+    screen = dev.failure_screen("torch", ["pip", "install", "a b"], 1, output)
+    assert "pip install 'a b'" in screen
+    assert "line 999" in screen and "line 900" not in screen
+    assert "free some disk" in screen
+    assert len(screen.splitlines()) < 40
+
+
+def test_it_works_from_any_folder_and_a_failed_step_ends_it_with_one_screen(frame, tmp_path_factory):
+    done = subprocess.run(
+        [sys.executable, str(frame / "ci" / "dev.py"), "run"],
+        cwd=tmp_path_factory.mktemp("elsewhere"),
+        env={**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "[2/4] torch" in done.stdout and "FAILED" in done.stdout
+    assert "command: " in done.stderr and "pip install" in done.stderr and "remedy: " in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert len(done.stderr.splitlines()) < 40
+
+
+# --------------------------------------------------------------------------------------- the end of a run of tests
+
+
+@pytest.mark.parametrize(
+    ("closings", "total"),
+    [
+        (["5 passed in 1.50s", "2 passed, 1 skipped in 0.50s"], "7 passed, 1 skipped in 2.00s"),
+        (["1 failed, 5 passed in 1.00s", "3 deselected in 0.10s"], "1 failed, 5 passed in 1.10s"),
+        (["===== 5 passed, 2 warnings in 61.00s (0:01:01) ====="], "5 passed, 2 warnings in 61.00s"),
+        (["no tests ran in 0.01s", "4 passed in 1.00s"], "4 passed in 1.01s"),
+        (["3 deselected in 0.10s"], "no tests ran in 0.10s"),
+    ],
+)
+def test_the_closing_lines_of_all_passes_add_up(dev, closings, total):
+    assert dev.closing_line(closings) == total
+
+
+@pytest.mark.parametrize(
+    ("statuses", "verdict"), [([0, 5], 0), ([5, 0], 0), ([5, 5], 5), ([0, 1], 1), ([1, 0], 1), ([2], 2), ([0, 0], 0)]
+)
+def test_one_failing_pass_fails_and_an_empty_one_does_not(dev, statuses, verdict):
+    assert dev.verdict(statuses) == verdict
+
+
+def test_a_failing_linter_fails_the_command_and_is_named(dev, capsys):
+    dev.failing = "mypy"
+    assert dev.lint() == 1
+    assert "mypy: FAILED" in capsys.readouterr().out.splitlines()[-1]
+    dev.failing = None
+    assert dev.lint() == 0
