@@ -1,0 +1,55 @@
+"""Random-weight checkpoints for the benchmarks, written once by transformers into a folder that is kept.
+
+    small   Llama, 162 M parameters: 12 layers of width 768 (the shape of the public llama-160m)
+    tiny    one layer of width 64: next to no arithmetic, so that what is measured is the engine around the model
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+SHAPES = {
+    "small": {
+        "vocab_size": 32000,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "max_position_embeddings": 4096,
+    },
+    "tiny": {
+        "vocab_size": 2048,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+    },
+}
+
+
+def checkpoint(name: str) -> Path:
+    """The folder of benchmark model `name`, made on first use under MVLLM_BENCH_MODELS or the temporary directory."""
+    root = Path(os.environ.get("MVLLM_BENCH_MODELS", Path(tempfile.gettempdir()) / "mvllm-bench-models"))
+    folder = root / name
+    if (folder / "complete").exists():
+        return folder
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(20260)
+    config = LlamaConfig(**SHAPES[name], tie_word_embeddings=False, bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        # Wide enough logits that the greedy choice has a margin.
+        model.lm_head.weight.normal_(0, 4.0 / config.hidden_size**0.5)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}))
+    (folder / "complete").touch()
+    return folder
