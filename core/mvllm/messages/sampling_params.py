@@ -1,10 +1,39 @@
-"""How the tokens of one request are chosen."""
+"""How the tokens of one request are chosen, and which settings are acceptable.
+
+Bounds that need no model are checked when a `SamplingParams` comes to be, however it does: built by a user, decoded
+from a message in another process, or copied with changes. Bounds that depend on the model and the prompt are checked
+once, at the door, by `validate_for_model`. Either way a refusal is a `RequestError` that names field, value and
+permitted range.
+
+Most fields of most requests hold their defaults, so checking starts with one identity comparison per field.
+"""
 
 from __future__ import annotations
 
 import enum
+import math
+import numbers
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
+
+from mvllm.errors import RequestError
+
+MAX_N = 128
+"""Sequences per prompt. Each takes a row and blocks of its own: one request must not be able to ask for thousands."""
+
+MAX_STOP_STRINGS = 128
+MAX_STOP_STRING_LENGTH = 1024
+MAX_STOP_TOKEN_IDS = 1024
+"""Stop conditions are looked for after every token, so their number and their length are limited."""
+
+MIN_TEMPERATURE = 0.01
+"""The lowest temperature that samples. What lies between 0 and this is raised to it: logits over less would overflow."""
+
+_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
+_LARGEST_FLOAT = sys.float_info.max
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -19,27 +48,31 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Sampling settings of one request; the names and defaults are the field's usual ones.
 
     Attributes:
-        n: Number of sequences to generate from the prompt, at least 1.
-        temperature: Finite and >= 0; 0 takes the most probable token (greedy).
+        n: Number of sequences to generate from the prompt, 1 to 128; 1 when temperature is 0, as all would be equal.
+        temperature: Finite and >= 0; 0 takes the most probable token (greedy), between 0 and 0.01 counts as 0.01.
         top_p: In (0, 1]: keep the smallest set of most probable tokens whose probability reaches this.
-        top_k: Keep this many most probable tokens; 0 or -1 keeps all.
+        top_k: Keep this many most probable tokens; 0 or -1 keeps all. Tokens tied with the last one kept stay, too.
         min_p: In [0, 1]: drop tokens less probable than this fraction of the most probable one.
         presence_penalty: In [-2, 2], subtracted once from the logit of each token generated so far.
         frequency_penalty: In [-2, 2], subtracted once per occurrence among the generated tokens.
         repetition_penalty: > 0; divides positive and multiplies negative logits of tokens in prompt or output.
-        seed: Makes the request's samples reproducible whatever else is in the batch; -1 means None.
-        stop: Text or texts that end the output.
+        seed: A signed 64-bit integer; makes the request's samples reproducible whatever else is in the batch. -1 means
+            None.
+        stop: Text or texts that end the output, none empty; kept as a list. Needs `detokenize`.
         stop_token_ids: Tokens that end the output.
         include_stop_str_in_output: Keep the stop text in the output.
         ignore_eos: Go on after the end-of-sequence token.
         max_tokens: Tokens to generate at most; None means as many as the context holds.
-        min_tokens: No end or stop token before this many tokens.
+        min_tokens: No end-of-sequence token (unless `ignore_eos`) and no stop token before this many tokens.
         logprobs: Return the log-probabilities of the sampled token and of this many most probable ones; -1 for all.
         prompt_logprobs: Likewise for each prompt token. Such a request does not read the prefix cache.
         detokenize: Turn the output into text.
         skip_special_tokens: Leave special tokens out of the text.
         spaces_between_special_tokens: Put spaces between special tokens in the text.
         output_kind: What each output of the engine carries.
+
+    Raises:
+        RequestError: A value has the wrong type or lies outside its range.
     """
 
     n: int = 1
@@ -63,3 +96,224 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        for name, default, check in _CHECKS:
+            value = getattr(self, name)
+            if value is not default:
+                setattr(self, name, check(name, value))
+        self._check_combinations()
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each token is simply the most probable one."""
+        return self.temperature == 0.0
+
+    def clone(self) -> SamplingParams:
+        """Returns an independent copy."""
+        return msgspec.structs.replace(self)
+
+    def _check_combinations(self) -> None:
+        if self.n > 1 and self.temperature == 0.0:
+            _refuse("n", self.n, "1 when temperature is 0, since greedy sequences would all be equal")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _refuse("min_tokens", self.min_tokens, f"an integer from 0 to max_tokens, which is {self.max_tokens}")
+        if self.stop and not self.detokenize:
+            _refuse("stop", self.stop, "unset when detokenize is False, since stop strings are looked for in the text")
+
+
+def validate_for_model(
+    params: SamplingParams, *, vocab_size: int, max_model_len: int, max_logprobs: int, prompt_len: int
+) -> SamplingParams:
+    """Checks what only the model and the prompt can tell, and settles how many tokens there can be.
+
+    Args:
+        params: Left as it is.
+        vocab_size: Tokens that the model knows.
+        max_model_len: Longest sequence, prompt included.
+        max_logprobs: Largest `logprobs` and `prompt_logprobs` allowed; -1 allows the whole vocabulary.
+        prompt_len: Tokens in the prompt.
+
+    Returns:
+        `params`, or a copy in which `max_tokens` is what the context has room for, where it was None or more than that.
+
+    Raises:
+        RequestError: A value is out of range, or the prompt leaves no room for a token.
+    """
+    room = max_model_len - prompt_len
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {prompt_len} tokens, which leaves no room to generate any: the model's context "
+            f"(max_model_len) holds {max_model_len}. Shorten the prompt",
+            parameter="prompt",
+        )
+    for token_id in params.stop_token_ids or ():
+        if not 0 <= token_id < vocab_size:
+            _refuse("stop_token_ids", token_id, f"token ids from 0 to {vocab_size - 1}, the model's vocabulary")
+    _check_num_logprobs("logprobs", params.logprobs, vocab_size, max_logprobs)
+    _check_num_logprobs("prompt_logprobs", params.prompt_logprobs, vocab_size, max_logprobs)
+    if params.min_tokens > room:
+        _refuse("min_tokens", params.min_tokens, f"an integer from 0 to {room}, the room that the prompt leaves")
+    if params.max_tokens is None or params.max_tokens > room:
+        return msgspec.structs.replace(params, max_tokens=room)
+    return params
+
+
+def _check_num_logprobs(name: str, value: int | None, vocab_size: int, max_logprobs: int) -> None:
+    if value is None:
+        return
+    unlimited = max_logprobs == -1 or max_logprobs >= vocab_size
+    limit = vocab_size if unlimited else max_logprobs
+    if value > limit or (value == -1 and not unlimited):
+        allowed = "or -1 (the whole vocabulary)" if unlimited else "which is the engine's max_logprobs"
+        _refuse(name, value, f"an integer from 0 to {limit}, {allowed}")
+
+
+# --- checks of single fields: each takes the field's name and a value that is not the default, and returns what to keep
+
+_Check = Callable[[str, Any], Any]
+
+
+def _refuse(name: str, value: object, expected: str) -> Any:
+    raise RequestError(f"{name} must be {expected}; got {_show(value)}", parameter=name)
+
+
+def _show(value: object) -> str:
+    """Renders any value in few characters, without calling code of types that we do not know."""
+    kind = type(value)
+    if kind is str:
+        text = value[:40] + "..." if len(value) > 40 else value  # type: ignore[index, arg-type]
+        return repr(text).encode("ascii", "backslashreplace").decode()
+    if kind is int:
+        return str(value) if abs(value) < 2**128 else f"an integer of {value.bit_length()} bits"  # type: ignore
+    if kind in (list, tuple, set, dict):
+        return f"a {kind.__name__} of {len(value)} items"  # type: ignore[arg-type]
+    return repr(value) if kind in (bool, float, type(None), RequestOutputKind) else f"a {kind.__name__}"
+
+
+def _as_int(value: object) -> int | None:
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        return None
+    return int(value)
+
+
+def _as_float(value: object) -> float | None:
+    if type(value) is float:
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an integer that no float can hold: as good as infinite
+        return math.inf
+
+
+def _integer(
+    low: int, high: int, *, means_unset: int | None = None, unset: int | None = None, optional: bool = False
+) -> _Check:
+    """An integer in [low, high], where `means_unset` is another way to say `unset`; None only if `optional`."""
+    span = f"from {low} to {high}" if high < _INT64_MAX else f">= {low} (in 64 bits)"
+    expected = f"an integer {span}" + (" or None" if optional else "")
+
+    def check(name: str, value: object) -> int | None:
+        if value is None and optional:
+            return None
+        number = _as_int(value)
+        if number is None or not low <= number <= high:
+            return _refuse(name, value, expected)
+        return unset if number == means_unset and means_unset is not None else number
+
+    return check
+
+
+def _number(low: float, high: float, *, above: bool = False) -> _Check:
+    """A finite number in [low, high], or in (low, high] if `above`. NaN compares false, so it is refused, too."""
+    left = f"> {low:g}" if above else f">= {low:g}"
+    expected = f"a finite number {left}" if high == _LARGEST_FLOAT else f"a number {left} and <= {high:g}"
+
+    def check(name: str, value: object) -> float:
+        number = _as_float(value)
+        if number is None or not low <= number <= high or (above and number == low):
+            return _refuse(name, value, expected)
+        return number
+
+    return check
+
+
+_non_negative = _number(0.0, _LARGEST_FLOAT)
+
+
+def _temperature(name: str, value: object) -> float:
+    temperature: float = _non_negative(name, value)
+    return max(temperature, MIN_TEMPERATURE) if temperature > 0.0 else 0.0
+
+
+def _boolean(name: str, value: object) -> bool:
+    return value if isinstance(value, bool) else _refuse(name, value, "True or False")
+
+
+def _stop(name: str, value: object) -> list[str] | None:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or len(texts) > MAX_STOP_STRINGS:
+        return _refuse(name, value, f"a string or a list of at most {MAX_STOP_STRINGS} strings")
+    for text in texts:
+        if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_STRING_LENGTH:
+            _refuse(name, text, f"made of strings of 1 to {MAX_STOP_STRING_LENGTH} characters")
+        if not _is_unicode(text):
+            _refuse(name, text, "valid Unicode, without lone surrogates")
+    return [str(text) for text in texts] or None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _stop_token_ids(name: str, value: object) -> list[int] | None:
+    if not isinstance(value, list | tuple) or len(value) > MAX_STOP_TOKEN_IDS:
+        return _refuse(name, value, f"a list of at most {MAX_STOP_TOKEN_IDS} token ids")
+    token_ids = dict.fromkeys(_token_id(name, item) for item in value)
+    return list(token_ids) or None
+
+
+_token_id = _integer(0, 2**31 - 1)
+
+
+def _output_kind(name: str, value: object) -> RequestOutputKind:
+    number = _as_int(value)
+    if number is None or number not in RequestOutputKind.__members__.values():
+        return _refuse(name, value, "a RequestOutputKind")
+    return RequestOutputKind(number)
+
+
+_CHECK_OF_FIELD: dict[str, _Check] = {
+    "n": _integer(1, MAX_N),
+    "temperature": _temperature,
+    "top_p": _number(0.0, 1.0, above=True),
+    "top_k": _integer(-1, _INT64_MAX, means_unset=-1, unset=0),
+    "min_p": _number(0.0, 1.0),
+    "presence_penalty": _number(-2.0, 2.0),
+    "frequency_penalty": _number(-2.0, 2.0),
+    "repetition_penalty": _number(0.0, _LARGEST_FLOAT, above=True),
+    "seed": _integer(_INT64_MIN, _INT64_MAX, means_unset=-1, optional=True),
+    "stop": _stop,
+    "stop_token_ids": _stop_token_ids,
+    "include_stop_str_in_output": _boolean,
+    "ignore_eos": _boolean,
+    "max_tokens": _integer(1, _INT64_MAX, optional=True),
+    "min_tokens": _integer(0, _INT64_MAX),
+    "logprobs": _integer(-1, _INT64_MAX, optional=True),
+    "prompt_logprobs": _integer(-1, _INT64_MAX, optional=True),
+    "detokenize": _boolean,
+    "skip_special_tokens": _boolean,
+    "spaces_between_special_tokens": _boolean,
+    "output_kind": _output_kind,
+}
+_CHECKS = tuple(
+    (field.name, field.default, _CHECK_OF_FIELD[field.name]) for field in msgspec.structs.fields(SamplingParams)
+)
