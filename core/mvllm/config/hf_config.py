@@ -10,6 +10,14 @@ from typing import Any
 from mvllm.errors import ModelError
 
 _MISSING = object()
+_KIND_NAMES = {
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
 
 
 class HFConfig:
@@ -43,7 +51,7 @@ class HFConfig:
             )
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, OSError) as e:
+        except (ValueError, RecursionError, OSError) as e:
             raise ModelError(f"{path} cannot be read as JSON: {e}") from e
         if not isinstance(values, dict):
             raise ModelError(f"{path} must hold a JSON object, found {type(values).__name__}.")
@@ -68,7 +76,7 @@ class HFConfig:
         if value is _MISSING or value is None:
             raise ModelError(f"{self.source} lacks the key {key!r}, which this architecture needs.")
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-            raise ModelError(f"{self.source}: {key!r} should be {kind}, found {value!r}.")
+            raise ModelError(f"{self.source}: {key!r} should be {_in_words(kind)}, found {value!r}.")
         return value
 
     def positive_int(self, key: str, default: int | None = None) -> int:
@@ -87,3 +95,8 @@ class HFConfig:
     def as_dict(self) -> dict[str, Any]:
         """A copy of the JSON object."""
         return dict(self._values)
+
+
+def _in_words(kind: type | tuple[type, ...]) -> str:
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    return " or ".join(_KIND_NAMES.get(k, k.__name__) for k in kinds)

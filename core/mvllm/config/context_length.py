@@ -1,0 +1,106 @@
+"""How long a sequence may be: what the model was built for, stretched by its rotary scaling, cut by the user's wish."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mvllm.config.hf_config import HFConfig
+from mvllm.errors import ConfigError, ModelError
+
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
+
+# These scalings stretch `max_position_embeddings`. All others (llama3, longrope, ...) are written into the config
+# together with a `max_position_embeddings` that is already the long one.
+_STRETCHING = ("linear", "dynamic", "yarn")
+
+
+@dataclass(frozen=True)
+class ContextLength:
+    """A number of tokens and the reason for it, in words."""
+
+    num_tokens: int
+    reason: str
+
+
+def settle_max_model_len(hf_config: HFConfig, asked: int | None) -> int:
+    """The longest sequence that the engine will accept, prompt and output together.
+
+    Args:
+        asked: What the user wants, or None for all that the model can do.
+
+    Raises:
+        ConfigError: More was asked than the model can do.
+        ModelError: The config doesn't say what the model can do, and nothing was asked.
+    """
+    derived = derive_context_length(hf_config)
+    if derived is None:
+        if asked is None:
+            raise ModelError(
+                f"{hf_config.source} has none of the keys {', '.join(_LENGTH_KEYS)}, so the longest sequence is not "
+                "known. Pass max_model_len."
+            )
+        return asked
+    if asked is None:
+        return derived.num_tokens
+    if asked > derived.num_tokens:
+        raise ConfigError(
+            f"max_model_len is {asked}, but the model takes at most {derived.num_tokens} tokens ({derived.reason} in "
+            f"{hf_config.source}). Lower max_model_len to {derived.num_tokens}, or, if the model is known to do more, "
+            "change that key with hf_overrides."
+        )
+    return asked
+
+
+def derive_context_length(hf_config: HFConfig) -> ContextLength | None:
+    """The longest sequence that the config promises, or None where it says nothing.
+
+    Raises:
+        ModelError: One of the keys it depends on holds something impossible.
+    """
+    key = next((k for k in _LENGTH_KEYS if k in hf_config), None)
+    if key is None:
+        return None
+    base = hf_config.positive_int(key)
+    rope = rope_parameters(hf_config)
+    rope_type = rope.get("rope_type", rope.get("type"))
+    factor = rope.get("factor")
+    if rope_type not in _STRETCHING or factor is None:
+        return ContextLength(base, f"{key} = {base}")
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < float("inf"):
+        raise ModelError(
+            f"{hf_config.source}: the {rope_type} rope scaling's 'factor' should be > 0, found {factor!r}."
+        )
+    if rope_type == "yarn":
+        # YaRN is stated relative to the length the model was trained for; `max_position_embeddings` beside it is the
+        # short length in some checkpoints and the long one in others.
+        original = rope.get("original_max_position_embeddings")
+        if original is not None:
+            if isinstance(original, bool) or not isinstance(original, int) or original < 1:
+                raise ModelError(
+                    f"{hf_config.source}: 'original_max_position_embeddings' of the rope scaling should be an integer "
+                    f">= 1, found {original!r}."
+                )
+            key, base = "original_max_position_embeddings", original
+    return ContextLength(int(base * factor), f"{key} = {base} times the {rope_type} rope scaling's factor {factor:g}")
+
+
+def rope_parameters(hf_config: HFConfig) -> Mapping[str, Any]:
+    """The rotary settings, written as `rope_parameters` or as the older `rope_scaling`; empty if there are none.
+
+    Where each layer type has its own, those of full attention are meant.
+
+    Raises:
+        ModelError: The key holds something other than an object.
+    """
+    for key in ("rope_parameters", "rope_scaling"):
+        value = hf_config.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, dict):
+            raise ModelError(f"{hf_config.source}: {key!r} should be a JSON object, found {value!r}.")
+        if value and all(isinstance(v, dict) for v in value.values()):
+            return value.get("full_attention") or next(iter(value.values()))
+        return value
+    return {}

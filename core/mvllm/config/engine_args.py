@@ -1,0 +1,336 @@
+"""What a user may set, and how it becomes the engine's configuration.
+
+Each field below is declared once, with its help, group and permitted values; the command line is generated from these
+declarations (`EngineArgs.options()`), and `create_engine_config` checks against them before it looks at any file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mvllm.config.engine_config import CacheConfig, EngineConfig, LoadConfig, ParallelConfig, SchedulerConfig
+from mvllm.config.hub import find_model, find_tokenizer
+from mvllm.config.model import ModelConfig
+from mvllm.config.model_builder import build_model_config
+from mvllm.config.option import Option, option, options_of
+from mvllm.errors import ConfigError
+
+DEFAULT_NUM_BATCHED_TOKENS = 2048
+BACKENDS = ("uni", "mp", "ray", "external_launcher")
+_LARGEST_SEED = 2**63 - 1
+
+
+@dataclass
+class EngineArgs:
+    """Keyword arguments of the engine, under the field's usual names."""
+
+    model: str = option(
+        help="Model folder, name on the Hugging Face hub, or 'demo' for the small model that ships with the package.",
+        group="model",
+    )
+    tokenizer: str | None = option(
+        None, help="Folder or hub name of the tokenizer, where it is not the model's own.", group="model"
+    )
+    skip_tokenizer_init: bool = option(
+        False, help="Load no tokenizer: prompts and outputs are token ids only.", group="model"
+    )
+    trust_remote_code: bool = option(False, help="Permit running Python code that comes with the model.", group="model")
+    revision: str | None = option(
+        None, help="Branch, tag or commit on the hub, for every file of the model.", group="model"
+    )
+    tokenizer_revision: str | None = option(
+        None, help="Branch, tag or commit of a tokenizer named apart from the model.", group="model"
+    )
+    hf_token: str | None = option(
+        None, help="Token for the hub; without it, HF_TOKEN or the stored login is used.", group="model"
+    )
+    hf_overrides: dict[str, Any] | None = option(  # noqa: RUF009  (gives a field, as dataclasses.field does)
+        None, help="Keys of config.json to replace, as a JSON object.", group="model"
+    )
+    dtype: str = option(
+        "auto",
+        help="Compute dtype; 'auto' takes the checkpoint's if the platform offers it.",
+        group="model",
+        choices=("auto", "float32", "bfloat16", "float16", "half", "float"),
+    )
+    max_model_len: int | None = option(
+        None,
+        help="Longest sequence in tokens, prompt and output together; by default all that the model can do.",
+        group="model",
+        minimum=1,
+    )
+    seed: int = option(
+        0, help="Seed of everything random in the engine.", group="model", minimum=0, maximum=_LARGEST_SEED
+    )
+    max_logprobs: int = option(
+        20, help="Largest number of log-probabilities a request may ask for; -1 for all.", group="model", minimum=-1
+    )
+    generation_config: str = option(
+        "auto",
+        help="Where sampling defaults come from: 'auto' (the model's generation_config.json), 'none', or a folder.",
+        group="model",
+    )
+    enforce_eager: bool = option(False, help="Never capture graphs or compile.", group="model")
+
+    memory_utilization: float = option(
+        0.9,
+        help="Share of the device's memory for weights, activations and KV cache together.",
+        group="cache",
+        minimum=0,
+        above=True,
+        maximum=1,
+        aliases=("gpu_memory_utilization",),
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None, help="Bytes for the KV cache of each worker, instead of measuring what is left.", group="cache", minimum=1
+    )
+    kv_cache_dtype: str = option(
+        "auto", help="Storage dtype of the KV cache; 'auto' is the compute dtype.", group="cache"
+    )
+    block_size: int | None = option(
+        None,
+        help="Tokens per KV cache block; by default what the attention backend likes best.",
+        group="cache",
+        minimum=1,
+        maximum=1024,
+    )
+    enable_prefix_caching: bool = option(True, help="Reuse the KV of equal prompt prefixes.", group="cache")
+    prefix_caching_seed: int | None = option(
+        None,
+        help="Makes block hashes the same in every run; by default they are rooted in a random number.",
+        group="cache",
+        minimum=0,
+        maximum=_LARGEST_SEED,
+    )
+
+    max_num_seqs: int = option(256, help="Most sequences running at once.", group="scheduler", minimum=1, maximum=65536)
+    max_num_batched_tokens: int | None = option(
+        None,
+        help=f"Token budget of one step; by default {DEFAULT_NUM_BATCHED_TOKENS}, or more where other settings need it.",
+        group="scheduler",
+        minimum=1,
+    )
+    enable_chunked_prefill: bool = option(True, help="Let a prompt be computed over several steps.", group="scheduler")
+    scheduling_policy: str = option(
+        "fcfs",
+        help="Who goes first: 'fcfs' (first come, first served) or 'priority'.",
+        group="scheduler",
+        choices=("fcfs", "priority"),
+    )
+    async_scheduling: bool = option(False, help="Plan step N + 1 while step N runs.", group="scheduler")
+
+    tensor_parallel_size: int = option(
+        1, help="Ranks that share each layer.", group="parallel", minimum=1, maximum=1024
+    )
+    pipeline_parallel_size: int = option(
+        1, help="Groups of ranks that each hold a run of layers.", group="parallel", minimum=1, maximum=1024
+    )
+    data_parallel_size: int = option(1, help="Engine replicas.", group="parallel", minimum=1, maximum=1024)
+    distributed_executor_backend: str | None = option(
+        None,
+        help=f"How workers run: {', '.join(BACKENDS)}, or a dotted path to an executor class; by default chosen.",
+        group="parallel",
+    )
+
+    load_format: str = option(
+        "auto",
+        help="'auto' and 'safetensors' read the checkpoint; 'dummy' fills in small random weights.",
+        group="load",
+        choices=("auto", "safetensors", "dummy"),
+    )
+    use_tqdm_on_load: bool = option(True, help="Show progress while loading weights.", group="load")
+
+    platform: str | None = option(
+        None, help="Platform plugin to run on; by default the only available one.", group="platform"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("model", "tokenizer", "generation_config"):
+            value = getattr(self, name)
+            if isinstance(value, os.PathLike):
+                setattr(self, name, os.fspath(value))
+        self.dtype = str(self.dtype).removeprefix("torch.")  # a dtype object of torch is welcome too
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
+        """Builds from keyword arguments, under their usual names or their aliases.
+
+        Raises:
+            ConfigError: A keyword does not exist (the nearest one is named), is given under two names with different
+                values, or has a value that is not permitted.
+        """
+        names = {name: o.name for o in cls.options() for name in (o.name, *o.aliases)}
+        given: dict[str, Any] = {}
+        for keyword, value in kwargs.items():
+            name = names.get(keyword)
+            if name is None:
+                raise ConfigError(_unknown(keyword, names))
+            if name in given and given[name] != value:
+                raise ConfigError(f"{keyword} and {name} mean the same, but {value!r} and {given[name]!r} were given.")
+            given[name] = value
+        if "model" not in given:
+            raise ConfigError("model must be given: a folder, a name from the hub, or 'demo'.")
+        args = cls(**given)
+        args.validate()
+        return args
+
+    @classmethod
+    @functools.cache
+    def options(cls) -> tuple[Option, ...]:
+        """Every setting, in the order of declaration."""
+        return options_of(cls)
+
+    def validate(self) -> None:
+        """Brings every value into its kind and checks it, and those that depend on each other.
+
+        Raises:
+            ConfigError: Names the setting, the value and what is permitted.
+        """
+        for setting in self.options():
+            setattr(self, setting.name, setting.checked(getattr(self, setting.name)))
+        backend = self.distributed_executor_backend
+        if backend is not None and backend not in BACKENDS and "." not in backend:
+            raise ConfigError(
+                f"distributed_executor_backend must be one of {', '.join(BACKENDS)}, a dotted path to an executor "
+                f"class, or None, found {backend!r}."
+            )
+        budget = self.max_num_batched_tokens
+        if budget is not None and budget < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {budget}, but must be at least max_num_seqs ({self.max_num_seqs}): every "
+                "running sequence needs one token per step. Raise the one or lower the other."
+            )
+
+    def create_engine_config(self) -> EngineConfig:
+        """Finds the model, reads its config and settles everything that needs no device.
+
+        Raises:
+            ConfigError: A setting is not permitted, alone or together with the others or the model.
+            ModelError: The model cannot be found or is not usable.
+        """
+        self.validate()
+        model = self.create_model_config()
+        self._check_parallel(model)
+        return EngineConfig(
+            model=model,
+            cache=CacheConfig(
+                block_size=self.block_size,
+                memory_utilization=self.memory_utilization,
+                kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+                dtype=self.kv_cache_dtype,
+                enable_prefix_caching=self.enable_prefix_caching,
+                prefix_caching_seed=self.prefix_caching_seed,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self._token_budget(model.max_model_len),
+                enable_chunked_prefill=self.enable_chunked_prefill,
+                policy=self.scheduling_policy,
+                async_scheduling=self.async_scheduling,
+            ),
+            parallel=ParallelConfig(
+                tensor_parallel_size=self.tensor_parallel_size,
+                pipeline_parallel_size=self.pipeline_parallel_size,
+                data_parallel_size=self.data_parallel_size,
+                distributed_executor_backend=self.distributed_executor_backend,
+            ),
+            load=LoadConfig(load_format=self.load_format, use_tqdm=self.use_tqdm_on_load),
+            platform=self.platform,
+            enforce_eager=self.enforce_eager,
+        )
+
+    def create_model_config(self) -> ModelConfig:
+        """The model's part of the configuration.
+
+        Raises:
+            ConfigError, ModelError: As `create_engine_config`.
+        """
+        self.validate()
+        folder = find_model(
+            self.model,
+            revision=self.revision,
+            token=self.hf_token,
+            trust_remote_code=self.trust_remote_code,
+            with_weights=self.load_format != "dummy",
+        )
+        return build_model_config(
+            model=self.model,
+            folder=folder,
+            tokenizer=self._tokenizer_folder(folder),
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            hf_overrides=self.hf_overrides,
+            generation_config=self._generation_folder(folder),
+            max_logprobs=self.max_logprobs,
+            trust_remote_code=self.trust_remote_code,
+            revision=self.revision,
+            seed=self.seed,
+        )
+
+    def _tokenizer_folder(self, model_folder: Path) -> str | None:
+        if self.skip_tokenizer_init:
+            return None
+        if self.tokenizer is None or (self.tokenizer == self.model and self.tokenizer_revision is None):
+            return str(model_folder)
+        # A pinned model pins its tokenizer too, where both come from the same place.
+        revision = self.tokenizer_revision or (self.revision if self.tokenizer == self.model else None)
+        found = find_tokenizer(
+            self.tokenizer, revision=revision, token=self.hf_token, trust_remote_code=self.trust_remote_code
+        )
+        return str(found)
+
+    def _generation_folder(self, model_folder: Path) -> Path | None:
+        if self.generation_config == "auto":
+            return model_folder
+        if self.generation_config == "none":
+            return None
+        folder = Path(self.generation_config).expanduser()
+        if not (folder / "generation_config.json").is_file():
+            raise ConfigError(
+                "generation_config must be 'auto', 'none', or a folder with a generation_config.json, found "
+                f"{self.generation_config!r}."
+            )
+        return folder
+
+    def _token_budget(self, max_model_len: int) -> int:
+        """`max_num_batched_tokens`, given or derived; without chunked prefill it must hold the longest prompt."""
+        needed = self.max_num_seqs if self.enable_chunked_prefill else max(self.max_num_seqs, max_model_len)
+        given = self.max_num_batched_tokens
+        if given is None:
+            return max(DEFAULT_NUM_BATCHED_TOKENS, needed)
+        if given < needed:
+            raise ConfigError(
+                f"max_num_batched_tokens is {given}, but without chunked prefill it must be at least max_model_len "
+                f"({max_model_len}): a prompt is computed in one step. Raise the one, lower the other, or set "
+                "enable_chunked_prefill=True."
+            )
+        return given
+
+    def _check_parallel(self, model: ModelConfig) -> None:
+        tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
+        if model.num_heads % tp:
+            raise ConfigError(
+                f"tensor_parallel_size is {tp}, which does not divide the model's {model.num_heads} attention heads."
+            )
+        if model.num_kv_heads % tp and tp % model.num_kv_heads:
+            raise ConfigError(
+                f"tensor_parallel_size is {tp}, which neither divides the model's {model.num_kv_heads} key-value heads "
+                "nor is a multiple of them."
+            )
+        if pp > model.num_layers:
+            raise ConfigError(f"pipeline_parallel_size is {pp}, but the model has only {model.num_layers} layers.")
+
+
+def _unknown(keyword: str, names: dict[str, str]) -> str:
+    nearest = difflib.get_close_matches(keyword, names, n=1, cutoff=0.0)
+    return f"There is no engine setting {keyword!r}. The nearest is {nearest[0]!r}; all of them: {', '.join(_all())}."
+
+
+def _all() -> list[str]:
+    return [field.name for field in dataclasses.fields(EngineArgs)]

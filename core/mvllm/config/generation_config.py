@@ -1,0 +1,97 @@
+"""What a checkpoint's `generation_config.json` says: how it likes to be sampled, and which tokens end a sequence."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mvllm.config.hf_config import HFConfig
+from mvllm.errors import ModelError
+from mvllm.logging import get_logger
+
+logger = get_logger(__name__)
+
+# key in the file -> (field of SamplingParams, kind, what is permitted in words and as a test)
+_DEFAULTS: dict[str, tuple[str, type, str, Callable[[Any], bool]]] = {
+    "temperature": ("temperature", float, ">= 0", lambda v: v >= 0),
+    "top_p": ("top_p", float, "in (0, 1]", lambda v: 0 < v <= 1),
+    "top_k": ("top_k", int, ">= -1", lambda v: v >= -1),
+    "min_p": ("min_p", float, "in [0, 1]", lambda v: 0 <= v <= 1),
+    "repetition_penalty": ("repetition_penalty", float, "> 0", lambda v: v > 0),
+    "max_new_tokens": ("max_tokens", int, ">= 1", lambda v: v >= 1),
+}
+
+
+def load_generation_config(folder: Path) -> HFConfig:
+    """Reads `folder/generation_config.json`; a folder without one gives an empty config.
+
+    Raises:
+        ModelError: The file is there but is not a JSON object.
+    """
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return HFConfig({}, str(path))
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as e:
+        raise ModelError(f"{path} cannot be read as JSON: {e}") from e
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} must hold a JSON object, found {type(values).__name__}.")
+    return HFConfig(values, str(path))
+
+
+def sampling_defaults(generation: HFConfig) -> dict[str, Any]:
+    """The fields of SamplingParams that the checkpoint has a wish about.
+
+    Raises:
+        ModelError: A value that no request could use; names file, key, value and permitted range.
+    """
+    defaults: dict[str, Any] = {}
+    for key, (field, kind, permitted, test) in _DEFAULTS.items():
+        value = generation.get(key)
+        if value is None:
+            continue
+        numeric = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+        whole = isinstance(value, int) or (isinstance(value, float) and numeric and value.is_integer())
+        if isinstance(value, bool) or not numeric or (kind is int and not whole) or not test(value):
+            raise ModelError(
+                f"{generation.source}: {key!r} should be {'an integer' if kind is int else 'a number'} {permitted}, "
+                f"found {value!r}. Mend the file, or pass generation_config='none' to go without it."
+            )
+        defaults[field] = kind(value)
+    return defaults
+
+
+def end_token_ids(generation: HFConfig, hf_config: HFConfig, vocab_size: int) -> tuple[int, ...]:
+    """Tokens that end a sequence: those of `generation_config.json`, then those that only `config.json` names.
+
+    Raises:
+        ModelError: `eos_token_id` is neither an integer nor a list of integers.
+    """
+    ids: list[int] = []
+    for config in (generation, hf_config):
+        value = config.get("eos_token_id")
+        found = [] if value is None else value if isinstance(value, list) else [value]
+        for token_id in found:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise ModelError(
+                    f"{config.source}: 'eos_token_id' should be an integer or a list of integers, found {value!r}."
+                )
+            if not 0 <= token_id < vocab_size:
+                logger.warning(
+                    "%s: eos_token_id %d is outside the vocabulary of %d tokens and is ignored.",
+                    config.source,
+                    token_id,
+                    vocab_size,
+                )
+            elif token_id not in ids:
+                ids.append(token_id)
+    return tuple(ids)
+
+
+def describe_defaults(defaults: Mapping[str, Any]) -> str:
+    """`temperature=0.6, top_p=0.9`, for the log."""
+    return ", ".join(f"{name}={value}" for name, value in defaults.items())

@@ -1,0 +1,274 @@
+"""From a model folder to a ModelConfig: each fact is read once, checked against the others, and named when wrong.
+
+Families write the same facts under different keys (`hidden_size` or `n_embd`), so each fact is looked up under all the
+names it is known by. Composite checkpoints keep the language model's facts in `text_config`; that part is laid over the
+rest, so that everything behind this module sees one flat config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mvllm.config.context_length import settle_max_model_len
+from mvllm.config.generation_config import (
+    describe_defaults,
+    end_token_ids,
+    load_generation_config,
+    sampling_defaults,
+)
+from mvllm.config.hf_config import HFConfig
+from mvllm.config.model import ModelConfig
+from mvllm.errors import ConfigError, ModelError
+from mvllm.logging import get_logger
+
+logger = get_logger(__name__)
+
+_ARCHITECTURE_OF_TYPE = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "opt": "OPTForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+
+_HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+
+# What transformers assumes where the key is absent altogether (null means the same as for the other families).
+_ABSENT_HEAD_DIM = {"qwen3": 128}
+_ABSENT_SLIDING_WINDOW = {"mistral": 4096}
+
+# Families that attend to everything even where the key `sliding_window` was left in their config.
+_NEVER_SLIDING = ("llama", "opt", "gpt2")
+# Families whose `sliding_window` counts only with `use_sliding_window`, which is off by default.
+_SLIDING_ON_REQUEST = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class TransformerShape:
+    """The sizes that every part of the engine depends on."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+
+
+def build_model_config(
+    *,
+    model: str,
+    folder: Path,
+    tokenizer: str | None,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    hf_overrides: Mapping[str, Any] | None = None,
+    generation_config: Path | None = None,
+    max_logprobs: int = 20,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    seed: int = 0,
+) -> ModelConfig:
+    """Reads `folder` and settles everything about the model that needs no device.
+
+    Args:
+        model: What the user asked for, for messages.
+        folder: Where it was found.
+        generation_config: Folder whose `generation_config.json` gives the sampling defaults; None goes without.
+        max_logprobs: -1 permits the whole vocabulary.
+
+    Raises:
+        ModelError: A file or key is missing, wrong, or contradicts another.
+        ConfigError: What the user asked for goes beyond the model.
+    """
+    hf_config = load_hf_config(folder, hf_overrides)
+    refuse_quantization(hf_config)
+    shape = transformer_shape(hf_config)
+    if max_logprobs > shape.vocab_size:
+        raise ConfigError(f"max_logprobs is {max_logprobs}, but the vocabulary has only {shape.vocab_size} tokens.")
+    own_generation = load_generation_config(folder)
+    return ModelConfig(
+        model=model,
+        path=folder,
+        tokenizer=tokenizer,
+        hf_config=hf_config,
+        architecture=architecture_of(hf_config),
+        dtype=DTYPE_ALIASES.get(dtype, dtype),
+        checkpoint_dtype=checkpoint_dtype(hf_config),
+        max_model_len=settle_max_model_len(hf_config, max_model_len),
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
+        sliding_window=sliding_window(hf_config),
+        max_logprobs=shape.vocab_size if max_logprobs == -1 else max_logprobs,
+        generation_defaults=_defaults_from(generation_config),
+        eos_token_ids=end_token_ids(own_generation, hf_config, shape.vocab_size),
+        trust_remote_code=trust_remote_code,
+        revision=revision,
+        seed=seed,
+    )
+
+
+def load_hf_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> HFConfig:
+    """`folder/config.json` with the language model's part of a composite config laid over it, then `overrides`.
+
+    Raises:
+        ModelError: The file is missing or not what it should be.
+    """
+    outer = HFConfig.load(folder)
+    text = outer.get("text_config", {})
+    if not isinstance(text, dict):
+        raise ModelError(f"{outer.source}: 'text_config' should be a JSON object, found {text!r}.")
+    flat = outer.as_dict()
+    flat.pop("text_config", None)
+    # The outer config names the architecture of the whole checkpoint; the inner one rarely names any.
+    inner = {key: value for key, value in text.items() if key != "architectures" or "architectures" not in outer}
+    return HFConfig({**flat, **inner, **(overrides or {})}, outer.source)
+
+
+def architecture_of(hf_config: HFConfig) -> str:
+    """The name that a model class is registered under.
+
+    Raises:
+        ModelError: The config doesn't tell.
+    """
+    names = hf_config.get("architectures")
+    if names is not None:
+        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+            raise ModelError(
+                f"{hf_config.source}: 'architectures' should be a list of class names, for instance "
+                f"['LlamaForCausalLM'], found {names!r}."
+            )
+        return names[0]
+    model_type = hf_config.get("model_type")
+    if isinstance(model_type, str) and model_type in _ARCHITECTURE_OF_TYPE:
+        return _ARCHITECTURE_OF_TYPE[model_type]
+    raise ModelError(
+        f"{hf_config.source} has no key 'architectures', and its 'model_type' ({model_type!r}) is none of "
+        f"{', '.join(_ARCHITECTURE_OF_TYPE)}. Add 'architectures', for instance ['LlamaForCausalLM']."
+    )
+
+
+def transformer_shape(hf_config: HFConfig) -> TransformerShape:
+    """The model's sizes, checked against each other.
+
+    Raises:
+        ModelError: A size is missing, not a positive integer, or contradicts another.
+    """
+    hidden_size = _size(hf_config, _HIDDEN_SIZE)
+    num_heads = _size(hf_config, _NUM_HEADS)
+    num_kv_heads = _size(hf_config, _NUM_KV_HEADS, default=num_heads)
+    if num_heads % num_kv_heads:
+        raise ModelError(
+            f"{hf_config.source}: {_key(hf_config, _NUM_HEADS)!r} is {num_heads}, which is not a multiple of "
+            f"{_key(hf_config, _NUM_KV_HEADS)!r} = {num_kv_heads}; query heads share key-value heads in equal groups."
+        )
+    return TransformerShape(
+        vocab_size=hf_config.positive_int("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=_size(hf_config, _NUM_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=_head_size(hf_config, hidden_size, num_heads),
+    )
+
+
+def sliding_window(hf_config: HFConfig) -> int | None:
+    """Attention span in tokens of the layers that have one; None when every layer attends to everything.
+
+    Raises:
+        ModelError: The span is not a positive integer.
+    """
+    model_type = hf_config.get("model_type")
+    if model_type in _NEVER_SLIDING:
+        return None
+    if not hf_config.get("use_sliding_window", model_type not in _SLIDING_ON_REQUEST):
+        return None
+    if "sliding_window" not in hf_config.as_dict():
+        return _ABSENT_SLIDING_WINDOW.get(str(model_type))
+    return hf_config.positive_int("sliding_window") if "sliding_window" in hf_config else None
+
+
+def checkpoint_dtype(hf_config: HFConfig) -> str:
+    """The dtype the weights are said to be stored in; `float32` where nothing is said.
+
+    Raises:
+        ModelError: It is not one that weights can be computed in.
+    """
+    key = "dtype" if "dtype" in hf_config else "torch_dtype"
+    value = hf_config.get(key, "float32")
+    name = value.removeprefix("torch.") if isinstance(value, str) else value
+    name = DTYPE_ALIASES.get(name, name) if isinstance(name, str) else name
+    if name not in _DTYPES:
+        raise ModelError(
+            f"{hf_config.source}: {key!r} should be one of {', '.join(_DTYPES)}, found {value!r}. "
+            f"Mend the file or pass hf_overrides={{{key!r}: 'float32'}}."
+        )
+    return str(name)
+
+
+def refuse_quantization(hf_config: HFConfig) -> None:
+    """Says so at once when the weights are stored in a quantized form, which the loader cannot read yet.
+
+    Raises:
+        ModelError: The config announces a quantization method.
+    """
+    for key in ("quantization_config", "compression_config"):
+        value = hf_config.get(key)
+        if value:
+            method = value.get("quant_method") if isinstance(value, dict) else None
+            raise ModelError(
+                f"{hf_config.source}: the checkpoint is quantized ({key}, method {str(method or 'not named')!r}), which "
+                "is not supported yet. Use the unquantized checkpoint (float32, bfloat16 or float16) of the same model."
+            )
+
+
+def _size(hf_config: HFConfig, keys: tuple[str, ...], default: int | None = None) -> int:
+    return hf_config.positive_int(_key(hf_config, keys), default)
+
+
+def _key(hf_config: HFConfig, keys: tuple[str, ...]) -> str:
+    """The first of `keys` that is there, else the first (the one to complain about)."""
+    return next((key for key in keys if key in hf_config), keys[0])
+
+
+def _head_size(hf_config: HFConfig, hidden_size: int, num_heads: int) -> int:
+    if "head_dim" in hf_config:
+        return hf_config.positive_int("head_dim")
+    absent = _ABSENT_HEAD_DIM.get(str(hf_config.get("model_type")))
+    if absent is not None and "head_dim" not in hf_config.as_dict():
+        return absent
+    if hidden_size % num_heads:
+        raise ModelError(
+            f"{hf_config.source}: {_key(hf_config, _HIDDEN_SIZE)!r} is {hidden_size}, which "
+            f"{_key(hf_config, _NUM_HEADS)!r} = {num_heads} does not divide, and there is no 'head_dim' to say how "
+            "large a head is."
+        )
+    return hidden_size // num_heads
+
+
+def _defaults_from(generation_folder: Path | None) -> dict[str, Any]:
+    if generation_folder is None:
+        return {}
+    generation = load_generation_config(generation_folder)
+    defaults = sampling_defaults(generation)
+    if defaults:
+        logger.info(
+            "Sampling defaults from %s: %s (generation_config='none' goes without).",
+            generation.source,
+            describe_defaults(defaults),
+        )
+    return defaults

@@ -1,0 +1,145 @@
+"""One setting that a user may give: its meaning, kind and permitted values, stated where the field is declared.
+
+`option(...)` puts these facts into a dataclass field's metadata; `options_of` reads them back, so that the command
+line, the reference pages and the checks all come from the one declaration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from mvllm.errors import ConfigError
+
+_KIND_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text", dict: "a JSON object"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """A declared setting.
+
+    Attributes:
+        name: The keyword; on a command line, with dashes for underscores.
+        kind: `int`, `float`, `bool`, `str` or `dict`.
+        nullable: Whether None may be given.
+        default: What stands when it is not given (`dataclasses.MISSING` when it must be given).
+        help: One sentence for `--help`.
+        group: `model`, `cache`, `scheduler`, `parallel`, `load` or `platform`.
+        choices: The permitted texts; empty when any will do.
+        minimum, maximum: Permitted range, ends included, unless `above` excludes the lower end.
+        above: Whether `minimum` itself is not permitted.
+        aliases: Other names under which it is accepted.
+    """
+
+    name: str
+    kind: type
+    nullable: bool
+    default: Any
+    help: str
+    group: str
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    above: bool = False
+    aliases: tuple[str, ...] = ()
+
+    def checked(self, value: Any) -> Any:
+        """`value` as this setting keeps it.
+
+        Raises:
+            ConfigError: Names the setting, the value and what is permitted.
+        """
+        if value is None:
+            if self.nullable:
+                return None
+            raise ConfigError(f"{self.name} must be {self.permitted()}, found None.")
+        value = self._of_kind(value)
+        if self.choices and value not in self.choices:
+            raise ConfigError(f"{self.name} must be {self.permitted()}, found {value!r}.")
+        if isinstance(value, int | float) and not isinstance(value, bool) and not self._in_range(value):
+            raise ConfigError(f"{self.name} must be {self.permitted()}, found {value!r}.")
+        return value
+
+    def permitted(self) -> str:
+        """The permitted values, in words."""
+        if self.choices:
+            text = "one of " + ", ".join(repr(choice) for choice in self.choices)
+        else:
+            text = _KIND_NAMES[self.kind]
+            if self.minimum is not None:
+                text += f" {'>' if self.above else '>='} {self.minimum}"
+            if self.maximum is not None:
+                text += f"{' and' if self.minimum is not None else ''} <= {self.maximum}"
+        return text + (" or None" if self.nullable else "")
+
+    def _of_kind(self, value: Any) -> Any:
+        refusal = ConfigError(f"{self.name} must be {self.permitted()}, found {value!r}.")
+        if self.kind in (int, float) and isinstance(value, bool):
+            raise refusal
+        if self.kind is int:
+            try:
+                return operator.index(value)
+            except TypeError:
+                raise refusal from None
+        if self.kind is float:
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise refusal
+            return float(value)
+        if not isinstance(value, self.kind):
+            raise refusal
+        return value
+
+    def _in_range(self, value: float) -> bool:
+        if self.minimum is not None and (value < self.minimum or (self.above and value == self.minimum)):
+            return False
+        return self.maximum is None or value <= self.maximum
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    *,
+    help: str,
+    group: str,
+    choices: tuple[str, ...] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: bool = False,
+    aliases: tuple[str, ...] = (),
+) -> Any:
+    """A dataclass field that is a setting; the arguments are those of `Option`."""
+    facts = {
+        "help": help,
+        "group": group,
+        "choices": choices,
+        "minimum": minimum,
+        "maximum": maximum,
+        "above": above,
+        "aliases": aliases,
+    }
+    return dataclasses.field(default=default, metadata=facts)
+
+
+def options_of(cls: type) -> tuple[Option, ...]:
+    """The settings that a dataclass declares with `option`, in the order of declaration."""
+    hints = typing.get_type_hints(cls)
+    options = []
+    for field in dataclasses.fields(cls):
+        if "group" in field.metadata:
+            kind, nullable = _kind_of(hints[field.name])
+            options.append(Option(field.name, kind, nullable, field.default, **field.metadata))
+    return tuple(options)
+
+
+def _kind_of(annotation: Any) -> tuple[type, bool]:
+    """`int | None` -> (int, True); `dict[str, Any]` -> (dict, False)."""
+    members = [annotation]
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        members = list(typing.get_args(annotation))
+    nullable = type(None) in members
+    [member] = [m for m in members if m is not type(None)]
+    return typing.get_origin(member) or member, nullable
