@@ -30,7 +30,7 @@ MAX_STOP_TOKEN_IDS = 1024
 """Stop conditions are looked for after every token, so their number and their length are limited."""
 
 MIN_TEMPERATURE = 0.01
-"""The lowest temperature that samples. What lies between 0 and this is raised to it: logits over less would overflow."""
+"""The lowest temperature that samples. What lies between 0 and this is raised to it: logits over less overflow."""
 
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 _LARGEST_FLOAT = sys.float_info.max

@@ -1,0 +1,81 @@
+"""Log-probabilities as users see them: of the model's own distribution, before penalties, temperature and filters."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from mvllm.messages.requests import PositionLogprobs
+
+_CHUNK_ELEMENTS = 1 << 24
+"""Logits turned into float32 at a time, so that long prompts with large vocabularies do not exhaust memory."""
+
+
+def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> torch.Tensor:
+    """Gathers what `read_logprobs` turns into structs, without waiting for the device.
+
+    Args:
+        logits: [m, vocab], any floating dtype.
+        token_ids: int64 [m]; the token that stands at each position.
+        num_logprobs: Most probable tokens to add, 0 to vocab.
+
+    Returns:
+        float32 [m, 2 + 2 * num_logprobs]: the token's log-probability, its rank, then the log-probabilities and the
+        ids of the most probable tokens in falling order, lower ids first where they tie.
+    """
+    logits = logits.float()
+    normalizer = torch.logsumexp(logits, dim=1, keepdim=True)
+    chosen = logits.gather(1, token_ids.unsqueeze(1))
+    rank = (logits > chosen).sum(dim=1, keepdim=True) + 1
+    parts = [chosen - normalizer, rank.float()]
+    if num_logprobs:
+        values, ids = _most_probable(logits, num_logprobs)
+        parts += [values - normalizer, ids.float()]
+    return torch.cat(parts, dim=1)
+
+
+def read_logprobs(gathered: np.ndarray, token_id: int, num_logprobs: int) -> PositionLogprobs:
+    """Makes the struct for one position.
+
+    Args:
+        gathered: A row of what `gather_logprobs` returned, on the host.
+        token_id: The token that stands at the position.
+        num_logprobs: How many of the most probable tokens to keep.
+    """
+    most = (len(gathered) - 2) // 2
+    values, ids = gathered[2 : 2 + num_logprobs], gathered[2 + most : 2 + most + num_logprobs]
+    return PositionLogprobs(
+        token_ids=[token_id, *ids.astype(np.int64).tolist()],
+        logprobs=[float(gathered[0]), *values.tolist()],
+        rank=int(gathered[1]),
+    )
+
+
+def prompt_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> list[PositionLogprobs]:
+    """Returns the log-probabilities of given tokens.
+
+    Args:
+        logits: [m, vocab], any floating dtype; row i predicts token i.
+        token_ids: int64 [m] on the same device.
+        num_logprobs: Most probable tokens to add to each; -1, or more than there are, for the whole vocabulary.
+
+    Returns:
+        One entry per row.
+    """
+    vocab_size = logits.shape[1]
+    count = vocab_size if num_logprobs == -1 else min(num_logprobs, vocab_size)
+    chunk = max(1, _CHUNK_ELEMENTS // vocab_size)
+    found: list[PositionLogprobs] = []
+    for some_logits, some_ids in zip(logits.split(chunk), token_ids.split(chunk), strict=True):
+        gathered = gather_logprobs(some_logits, some_ids, count).cpu().numpy()
+        ids = some_ids.tolist()
+        found += [read_logprobs(row, token_id, count) for row, token_id in zip(gathered, ids, strict=True)]
+    return found
+
+
+def _most_probable(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest logits and their ids. Devices order ties as they like, so a few more are taken and put in order."""
+    num_candidates = min(count + 8, logits.shape[1])
+    ids = logits.topk(num_candidates, dim=1).indices.sort(dim=1).values
+    values, order = logits.gather(1, ids).sort(dim=1, descending=True, stable=True)
+    return values[:, :count], ids.gather(1, order)[:, :count]

@@ -1,0 +1,78 @@
+"""The tokens of one step, still on the device until somebody looks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from mvllm.messages.requests import PositionLogprobs
+from mvllm.sampling.logprobs import read_logprobs
+
+
+@dataclass(frozen=True)
+class GatheredLogprobs:
+    """Log-probabilities of some rows of a batch.
+
+    Attributes:
+        rows: int64 [m] on the host; indices into the batch.
+        num_logprobs: int64 [m] on the host; most probable tokens that each row asked for.
+        gathered: float32 [m, ...] on the device, as `gather_logprobs` returns.
+    """
+
+    rows: np.ndarray
+    num_logprobs: np.ndarray
+    gathered: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class SamplerOutput:
+    """What was sampled. `token_ids` may be used on the device at once; the rest waits for it when first read.
+
+    Attributes:
+        token_ids: int64 [n] on the device; always ids of the vocabulary, without meaning for the rows in `errors`.
+        peaks: [n] on the device; the largest logit that each row could choose from. Finite unless something is wrong.
+    """
+
+    token_ids: torch.Tensor
+    peaks: torch.Tensor
+    gathered_logprobs: GatheredLogprobs | None = None
+
+    def tolist(self) -> list[int]:
+        """Returns `token_ids` as Python integers."""
+        return self._host[0].astype(np.int64).tolist()
+
+    @cached_property
+    def errors(self) -> dict[int, str]:
+        """What went wrong, for the indices into the batch that failed."""
+        peaks = self._host[1]
+        return {int(index): _complaint(float(peaks[index])) for index in np.flatnonzero(~np.isfinite(peaks))}
+
+    @cached_property
+    def logprobs(self) -> dict[int, PositionLogprobs]:
+        """Log-probabilities, for the indices into the batch that asked and did not fail."""
+        found = self.gathered_logprobs
+        if found is None:
+            return {}
+        token_ids, host = self.tolist(), found.gathered.cpu().numpy()
+        return {
+            index: read_logprobs(row, token_ids[index], count)
+            for index, count, row in zip(found.rows.tolist(), found.num_logprobs.tolist(), host, strict=True)
+            if index not in self.errors
+        }
+
+    @cached_property
+    def _host(self) -> np.ndarray:
+        """float32 [2, n]: token ids and peaks, in one copy (ids are exact, see MAX_VOCAB_SIZE)."""
+        return torch.stack((self.token_ids.float(), self.peaks.float())).cpu().numpy()
+
+
+def _complaint(peak: float) -> str:
+    if math.isnan(peak):
+        return "the model produced NaN logits for this request"
+    if peak > 0:
+        return "the model produced infinite logits for this request"
+    return "no token can be sampled for this request: the logits of all tokens are minus infinity or masked out"

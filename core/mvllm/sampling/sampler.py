@@ -1,0 +1,241 @@
+"""Chooses the next token of each row of a batch.
+
+First the host decides, with NumPy and without looking at the logits, which rows need what; everything the device needs
+to know goes there in one copy. Then each group of rows takes the cheapest way that serves it:
+
+    plain    greedy, nothing to change            largest logit, in the logits' own dtype
+    edited   mask, min_tokens or penalties        float32 copy, changed in place; then as greedy or random
+    random   temperature > 0                      thresholds, weights, draw (filters.py, draw.py)
+
+No row's result depends on another row. The device is not waited for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mvllm.sampling.draw import draw
+from mvllm.sampling.filters import Filters, filtered_weights
+from mvllm.sampling.logprobs import gather_logprobs
+from mvllm.sampling.output import GatheredLogprobs, SamplerOutput
+from mvllm.sampling.penalties import apply_penalties
+from mvllm.sampling.state import LOGPROBS, MIN_TOKENS, PENALTIES, RANDOM, SamplingState, TokenHistory
+from mvllm.sampling.uniforms import uniforms
+from mvllm.sampling.upload import Selection, Upload
+
+_MAX_CANDIDATES = 1024
+"""Up to this top_k, picking out candidates beats sorting the vocabulary."""
+
+
+class Sampler:
+    """Has no state of its own; see the module's text."""
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: np.ndarray,
+        state: SamplingState,
+        history: TokenHistory,
+        mask: torch.Tensor | None = None,
+    ) -> SamplerOutput:
+        """Samples one token for each of `rows`.
+
+        Args:
+            logits: [n, vocab], any floating dtype; left as they are.
+            rows: int [n] on the host; the row that each line of logits belongs to.
+            state: Settings of the rows.
+            history: Tokens of the rows so far; read for penalties, `min_tokens` and the position of the draw.
+            mask: bool [n, vocab] on the device; tokens that may be chosen. None allows all.
+
+        Returns:
+            Tokens, and for rows that asked their log-probabilities. Rows without a usable logit (NaN, infinite, all
+            masked) are in its `errors`; the others are not affected by them.
+        """
+        flags = state.flags[rows]
+        if mask is None and not flags.any():
+            peaks, token_ids = logits.max(dim=1)
+            return SamplerOutput(token_ids, peaks)
+        batch = _Batch(logits, rows, state, history, flags, mask)
+        token_ids, peaks = batch.choose()
+        return SamplerOutput(token_ids, peaks, batch.logprobs_of(token_ids))
+
+
+@dataclass
+class _Edits:
+    """Keys of the uploaded lists of places to change."""
+
+    blocked_rows: int
+    blocked_ids: int
+    penalty_rows: int
+    penalty_ids: int
+    penalty_factors: int
+    penalty_amounts: int
+
+
+class _Batch:
+    """One batch: decided on the host by the constructor, computed on the device by the methods."""
+
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        rows: np.ndarray,
+        state: SamplingState,
+        history: TokenHistory,
+        flags: np.ndarray,
+        mask: torch.Tensor | None,
+    ) -> None:
+        self.logits, self.rows, self.state, self.history, self.mask = logits, rows, state, history, mask
+        too_short = history.num_tokens[rows] < state.min_length[rows]
+        is_blocked = (flags & MIN_TOKENS).astype(bool) & too_short
+        is_penalized = (flags & PENALTIES).astype(bool)
+        is_random = (flags & RANDOM).astype(bool)
+        is_edited = is_blocked | is_penalized | (mask is not None)
+        is_plain = ~(is_edited | is_random)
+
+        self.upload = upload = Upload()
+        self.plain, self.work = upload.select(is_plain), upload.select(~is_plain)
+        in_work = self.work.indices
+        self.greedy, self.random = upload.select(~is_random[in_work]), upload.select(is_random[in_work])
+        self.edits = self._add_edits(is_blocked[in_work], is_penalized[in_work]) if is_edited.any() else None
+        self.random_keys = self._add_random(in_work[self.random.indices]) if len(self.random) else None
+        self.with_logprobs = upload.select((flags & LOGPROBS).astype(bool))
+        upload.send(logits.device)
+
+    def choose(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns token ids, int64 [n], and the largest logit that each could have been, float32 [n]."""
+        num_rows = len(self.rows)
+        token_ids = torch.zeros(num_rows, dtype=torch.int64, device=self.logits.device)
+        peaks = torch.zeros(num_rows, dtype=torch.float32, device=self.logits.device)
+        if len(self.plain):
+            values, ids = self.plain.take(self.logits).max(dim=1)
+            token_ids, peaks = self.plain.put(token_ids, ids), self.plain.put(peaks, values.float())
+        if len(self.work):
+            ids, values = self._choose_work(self._edited_logits())
+            token_ids, peaks = self.work.put(token_ids, ids), self.work.put(peaks, values)
+        return token_ids, peaks
+
+    def logprobs_of(self, token_ids: torch.Tensor) -> GatheredLogprobs | None:
+        """Gathers the log-probabilities of the chosen tokens, for the rows that asked."""
+        chosen = self.with_logprobs
+        if not len(chosen):
+            return None
+        num_logprobs = np.minimum(self.state.num_logprobs[self.rows[chosen.indices]], self.logits.shape[1])
+        most = int(num_logprobs.max())
+        gathered = gather_logprobs(chosen.take(self.logits), chosen.take(token_ids), most)
+        return GatheredLogprobs(chosen.indices, num_logprobs, gathered)
+
+    # --- on the device
+
+    def _edited_logits(self) -> torch.Tensor:
+        """float32 [w, vocab]: logits of the rows that are not plain, with mask, min_tokens and penalties applied."""
+        taken = self.work.take(self.logits)
+        if self.edits is None:
+            return taken.float()
+        logits = taken.to(torch.float32, copy=taken is self.logits)
+        upload, edits = self.upload, self.edits
+        if self.mask is not None:
+            logits.masked_fill_(~self.work.take(self.mask), -torch.inf)
+        blocked = upload.get_ids(edits.blocked_rows), upload.get_ids(edits.blocked_ids)
+        if blocked[0].numel():
+            logits[blocked] = -torch.inf
+        penalized = upload.get_ids(edits.penalty_rows), upload.get_ids(edits.penalty_ids)
+        if penalized[0].numel():
+            apply_penalties(logits, *penalized, upload.get(edits.penalty_factors), upload.get(edits.penalty_amounts))
+        return logits
+
+    def _choose_work(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.random_keys is None:
+            values, ids = logits.max(dim=1)
+            return ids, values
+        peaks = logits.amax(dim=1)
+        token_ids = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        if len(self.greedy):
+            token_ids = self.greedy.put(token_ids, self.greedy.take(logits).argmax(dim=1))
+        filters, coarse, fine = self._random_tensors(self.random_keys, logits.shape[1])
+        weights = filtered_weights(self.random.take(logits), self.random.take(peaks), filters)
+        return self.random.put(token_ids, draw(weights, coarse, fine)), peaks
+
+    def _random_tensors(self, keys: _RandomKeys, vocab_size: int) -> tuple[Filters, torch.Tensor, torch.Tensor]:
+        get = self.upload.get
+        filters = Filters(
+            inv_temperature=get(keys.inv_temperature),
+            min_p_gap=get(keys.min_p_gap),
+            top_k=self.upload.get_ids(keys.top_k),
+            top_p=get(keys.top_p),
+            narrow=keys.narrow,
+            num_candidates=min(keys.num_candidates, vocab_size),
+            wide=keys.wide,
+            any_top_p=keys.any_top_p,
+        )
+        return filters, get(keys.coarse), get(keys.fine)
+
+    # --- on the host
+
+    def _add_edits(self, is_blocked: np.ndarray, is_penalized: np.ndarray) -> _Edits:
+        """Lists the places to change, as (row among the work rows, token id)."""
+        upload, state, history = self.upload, self.state, self.history
+        blocked_rows, blocked_ids = [_EMPTY], [_EMPTY]
+        for index in np.flatnonzero(is_blocked).tolist():
+            ids = state.end_tokens[int(self.rows[self.work.indices[index]])]
+            blocked_rows.append(np.full(len(ids), index))
+            blocked_ids.append(ids)
+        penalty_rows, penalty_ids, factors, amounts = [_EMPTY], [_EMPTY], [_EMPTY], [_EMPTY]
+        for index in np.flatnonzero(is_penalized).tolist():
+            row = int(self.rows[self.work.indices[index]])
+            counts = state.counts[row]
+            counts.update(history.token_ids[row, : history.num_tokens[row]], int(history.num_prompt_tokens[row]))
+            generated = counts.counts
+            penalty_rows.append(np.full(len(generated), index))
+            penalty_ids.append(counts.token_ids)
+            factors.append(np.full(len(generated), state.repetition[row]))
+            amounts.append(state.frequency[row] * generated + state.presence[row] * (generated > 0))
+        lists = blocked_rows, blocked_ids, penalty_rows, penalty_ids, factors, amounts
+        return _Edits(*(upload.add(np.concatenate(parts)) for parts in lists))
+
+    def _add_random(self, in_batch: np.ndarray) -> _RandomKeys:
+        """Adds the parameters of the random rows, given as indices into the batch."""
+        upload, state, vocab_size = self.upload, self.state, self.logits.shape[1]
+        rows = self.rows[in_batch]
+        temperature, top_k, top_p = state.temperature[rows], state.top_k[rows], state.top_p[rows]
+        has_top_k = (top_k > 0) & (top_k < vocab_size)
+        is_narrow = has_top_k & (top_k <= _MAX_CANDIDATES)
+        is_wide = ~is_narrow & (has_top_k | (top_p < 1.0))
+        with np.errstate(divide="ignore"):
+            min_p_gap = temperature * np.log(state.min_p[rows])
+        positions = self.history.num_tokens[rows] - self.history.num_prompt_tokens[rows]
+        coarse, fine = uniforms(state.seeds[rows], positions)
+        largest = int(top_k[is_narrow].max(initial=1))
+        return _RandomKeys(
+            inv_temperature=upload.add(1.0 / temperature),
+            min_p_gap=upload.add(min_p_gap),
+            top_k=upload.add(np.where(has_top_k, top_k, vocab_size)),
+            top_p=upload.add(top_p),
+            coarse=upload.add(coarse),
+            fine=upload.add(fine),
+            narrow=upload.select(is_narrow),
+            wide=upload.select(is_wide),
+            num_candidates=max(64, 1 << (largest - 1).bit_length()),
+            any_top_p=bool((top_p < 1.0).any()),
+        )
+
+
+@dataclass
+class _RandomKeys:
+    """Keys of the uploaded parameters of the random rows, and what the host knows about them."""
+
+    inv_temperature: int
+    min_p_gap: int
+    top_k: int
+    top_p: int
+    coarse: int
+    fine: int
+    narrow: Selection
+    wide: Selection
+    num_candidates: int
+    any_top_p: bool
+
+
+_EMPTY = np.empty(0, dtype=np.int64)

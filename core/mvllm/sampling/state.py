@@ -1,0 +1,146 @@
+"""What sampling remembers between steps: one entry per row, in host arrays.
+
+A row's entry is written whole when a request takes the row, so that nothing of the request before it is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mvllm.messages.sampling_params import SamplingParams
+from mvllm.sampling.penalties import TokenCounts
+from mvllm.sampling.uniforms import stream_seed
+
+RANDOM, PENALTIES, MIN_TOKENS, LOGPROBS = 1, 2, 4, 8
+"""Bits of `SamplingState.flags`: what a row needs beyond the most probable token."""
+
+MAX_VOCAB_SIZE = 1 << 24
+"""Token ids travel to and from the device beside float32 parameters; up to here float32 holds every integer."""
+
+_DECISIVE = 1e6
+"""Repetition penalties beyond this factor change no distribution any more, but would overflow float32."""
+
+
+class TokenHistory:
+    """All known tokens of each row: the prompt, then what was generated.
+
+    Whoever runs the model owns it and writes it; sampling reads it.
+
+    Attributes:
+        token_ids: int32 [max_rows, max_len]; only the first `num_tokens` of a row mean something.
+        num_tokens: int32 [max_rows].
+        num_prompt_tokens: int32 [max_rows]; how many of them are the prompt.
+    """
+
+    def __init__(self, max_rows: int, max_len: int) -> None:
+        self.token_ids = np.zeros((max_rows, max_len), dtype=np.int32)
+        self.num_tokens = np.zeros(max_rows, dtype=np.int32)
+        self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)
+
+    def set_row(self, row: int, token_ids: Sequence[int] | np.ndarray, num_prompt_tokens: int) -> None:
+        """Begins a row with its known tokens."""
+        self.token_ids[row, : len(token_ids)] = token_ids
+        self.num_tokens[row] = len(token_ids)
+        self.num_prompt_tokens[row] = num_prompt_tokens
+
+    def append(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
+        """Adds one token to each of `rows`, which are distinct."""
+        self.token_ids[rows, self.num_tokens[rows]] = token_ids
+        self.num_tokens[rows] += 1
+
+    def clear_row(self, row: int) -> None:
+        """Forgets a row."""
+        self.num_tokens[row] = 0
+        self.num_prompt_tokens[row] = 0
+
+
+class SamplingState:
+    """Sampling settings by row, ready to be gathered for a batch.
+
+    Args:
+        max_rows: Rows are 0 to max_rows - 1.
+        vocab_size: Tokens in a row of logits.
+        engine_seed: Decides the samples of requests without a seed, together with their ids.
+
+    Attributes:
+        flags: uint8 [max_rows]; RANDOM, PENALTIES, MIN_TOKENS and LOGPROBS.
+        temperature, top_p, min_p, presence, frequency, repetition: float32 [max_rows].
+        top_k: int64 [max_rows]; 0 where off.
+        seeds: uint64 [max_rows].
+        min_length: int64 [max_rows]; no token that ends the sequence before it has this many, prompt included.
+        end_tokens: The tokens that would end it, for rows with MIN_TOKENS.
+        num_logprobs: int64 [max_rows]; most probable tokens to report, for rows with LOGPROBS.
+        counts: Token counts of the rows with PENALTIES.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int, engine_seed: int) -> None:
+        if vocab_size > MAX_VOCAB_SIZE:
+            raise ValueError(f"the sampler handles vocabularies of up to {MAX_VOCAB_SIZE} tokens, not {vocab_size}")
+        self.vocab_size = vocab_size
+        self.engine_seed = engine_seed
+        self.flags = np.zeros(max_rows, dtype=np.uint8)
+        self.temperature = np.zeros(max_rows, dtype=np.float32)
+        self.top_p = np.ones(max_rows, dtype=np.float32)
+        self.top_k = np.zeros(max_rows, dtype=np.int64)
+        self.min_p = np.zeros(max_rows, dtype=np.float32)
+        self.presence = np.zeros(max_rows, dtype=np.float32)
+        self.frequency = np.zeros(max_rows, dtype=np.float32)
+        self.repetition = np.ones(max_rows, dtype=np.float32)
+        self.seeds = np.zeros(max_rows, dtype=np.uint64)
+        self.min_length = np.zeros(max_rows, dtype=np.int64)
+        self.num_logprobs = np.zeros(max_rows, dtype=np.int64)
+        self.end_tokens: dict[int, np.ndarray] = {}
+        self.counts: dict[int, TokenCounts] = {}
+
+    def set_row(
+        self,
+        row: int,
+        params: SamplingParams,
+        *,
+        eos_token_ids: Sequence[int],
+        request_id: str,
+        num_prompt_tokens: int,
+    ) -> None:
+        """Gives `row` to a request, new or resumed after preemption; every field of the row is written."""
+        self.clear_row(row)
+        self.temperature[row] = min(params.temperature, 1e30)
+        self.top_p[row] = params.top_p
+        self.top_k[row] = max(params.top_k, 0) if params.top_k < self.vocab_size else 0
+        self.min_p[row] = params.min_p
+        self.presence[row] = params.presence_penalty
+        self.frequency[row] = params.frequency_penalty
+        self.repetition[row] = min(max(params.repetition_penalty, 1 / _DECISIVE), _DECISIVE)
+        self.seeds[row] = stream_seed(params.seed, engine_seed=self.engine_seed, request_id=request_id)
+        self.flags[row] = self._flags(params)
+        if self.flags[row] & PENALTIES:
+            self.counts[row] = TokenCounts()
+        if self.flags[row] & MIN_TOKENS:
+            self.min_length[row] = num_prompt_tokens + params.min_tokens
+            self.end_tokens[row] = self._end_tokens(params, eos_token_ids)
+        if params.logprobs is not None:
+            wanted = self.vocab_size if params.logprobs == -1 else params.logprobs
+            self.num_logprobs[row] = min(wanted, self.vocab_size)
+
+    def clear_row(self, row: int) -> None:
+        """Takes the row back; until it is set again it samples greedily."""
+        self.flags[row] = 0
+        self.num_logprobs[row] = 0
+        self.min_length[row] = 0
+        self.end_tokens.pop(row, None)
+        self.counts.pop(row, None)
+
+    def _flags(self, params: SamplingParams) -> int:
+        penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
+        return (
+            RANDOM * (not params.is_greedy and params.top_k != 1)
+            | PENALTIES * (penalties != (0.0, 0.0, 1.0))
+            | MIN_TOKENS * (params.min_tokens > 0)
+            | LOGPROBS * (params.logprobs is not None)
+        )
+
+    def _end_tokens(self, params: SamplingParams, eos_token_ids: Sequence[int]) -> np.ndarray:
+        """With `ignore_eos` the end-of-sequence tokens end nothing, so there is no reason to hold them back."""
+        ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
+        return np.array(sorted(i for i in ids if 0 <= i < self.vocab_size), dtype=np.int64)

@@ -1,0 +1,74 @@
+"""Small host arrays on their way to the device, all in one copy."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+class Upload:
+    """Collects arrays of numbers, sends them as one float32 tensor, and hands out the parts.
+
+    float32 holds integers exactly up to 2**24, which is enough for rows and token ids. One dtype keeps it to one copy
+    without reinterpreting bits, which not every device can.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[np.ndarray] = []
+        self._tensors: tuple[torch.Tensor, ...] = ()
+
+    def add(self, values: np.ndarray) -> int:
+        """Adds a one-dimensional array before `send`; returns its key for `get` after it."""
+        self._parts.append(values)
+        return len(self._parts) - 1
+
+    def select(self, chosen: np.ndarray) -> Selection:
+        """Turns a boolean array over a batch into a selection of its rows that works on device tensors."""
+        indices = np.flatnonzero(chosen)
+        whole = len(indices) == len(chosen)
+        return Selection(self, None if whole else self.add(indices), indices)
+
+    def send(self, device: torch.device) -> None:
+        """Copies everything to `device`."""
+        if not self._parts:
+            return
+        flat = np.concatenate(self._parts, dtype=np.float32, casting="unsafe")
+        sizes = [len(part) for part in self._parts]
+        self._tensors = torch.from_numpy(flat).to(device, non_blocking=True).split(sizes)
+
+    def get(self, key: int) -> torch.Tensor:
+        """Returns the array added under `key`: float32 [m] on the device."""
+        return self._tensors[key]
+
+    def get_ids(self, key: int) -> torch.Tensor:
+        """Returns the array added under `key` as int64 [m]."""
+        return self._tensors[key].long()
+
+
+class Selection:
+    """Some rows of a batch; all of them costs nothing to take.
+
+    Attributes:
+        indices: int64 [m]: the rows chosen, rising.
+    """
+
+    def __init__(self, upload: Upload, key: int | None, indices: np.ndarray) -> None:
+        self._upload = upload
+        self._key = key
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every row of the batch is chosen."""
+        return self._key is None
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the chosen rows of `tensor`: a copy, or `tensor` itself if that is all of them."""
+        return tensor if self._key is None else tensor.index_select(0, self._upload.get_ids(self._key))
+
+    def put(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """Writes `source` into the chosen rows of `target`; returns the result, which may be `source` itself."""
+        return source if self._key is None else target.index_copy_(0, self._upload.get_ids(self._key), source)
