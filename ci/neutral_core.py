@@ -42,7 +42,6 @@ VENDOR_WORDS = frozenset(
 ALLOWED_NAMES = frozenset({"gpu_memory_utilization"})
 
 DEVICE_STRING = re.compile(r"(cpu|cuda|gpu|hip|xpu|tpu|npu|hpu|mps|xla|mlx|mlu|ipu|mtia|vulkan|privateuseone)(:\d+)?")
-DEVICE_METHODS = frozenset({"cpu", "cuda", "xpu", "npu", "hpu", "mps", "ipu"})  # tensor.cpu(): the runtime's to_host()
 TORCH_DOORS = frozenset({"accelerator", "cpu"})  # torch.accelerator, torch.cpu; vendors are caught as words
 UNSAFE_MODULES = frozenset({"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"})
 UNSAFE_BUILTINS = frozenset({"eval", "exec"})
@@ -97,10 +96,6 @@ def unsafe_or_device_code(tree: ast.AST) -> Iterator[Offence]:
                 yield Offence(node.lineno, f"{text!r} is a device string; devices come from the platform")
             case ast.Attribute(value=ast.Name(id="torch"), attr=attr) if attr in TORCH_DOORS:
                 yield Offence(node.lineno, f"torch.{attr}: devices are reached through the platform's DeviceRuntime")
-            case ast.Call(func=ast.Attribute(attr=attr) as method) if (
-                attr in DEVICE_METHODS and not node.args and dotted(method) not in UNSAFE_CALLS
-            ):
-                yield Offence(node.lineno, f".{attr}() moves a tensor by device name; use the DeviceRuntime")
             case ast.Import(names=names):
                 yield from (forbidden_import(node.lineno, alias.name) for alias in names if unsafe_module(alias.name))
             case ast.ImportFrom(module=str() as module):

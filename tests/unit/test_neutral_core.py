@@ -52,6 +52,7 @@ def test_the_core_names_no_hardware():
         ("torch.mps.synchronize()", "mps"),
         ("torch.backends.cudnn.enabled = False", "cudnn"),
         ("f(intel=True)", "intel"),
+        ("tensor.cuda()", "cuda"),
     ],
 )
 def test_a_vendor_is_seen_wherever_it_hides(source, word):
@@ -69,7 +70,6 @@ def test_a_vendor_is_seen_wherever_it_hides(source, word):
         ("torch.accelerator.synchronize()", "torch.accelerator"),
         ("from torch import accelerator", "torch.accelerator"),
         ("torch.cpu.synchronize()", "torch.cpu"),
-        ("values = logits.cpu()", ".cpu()"),
     ],
 )
 def test_a_device_is_never_spelt_out(source, sign):
@@ -112,6 +112,7 @@ def test_the_core_imports_no_plugin(source):
     [
         "chip, ship, whip = tip(relationship)",
         "x = model.eval()",
+        "on_the_host = tensor.cpu()",
         "regex.compile(r'a')",
         "num = os.cpu_count()",
         "'''On a cpu this is slow.'''",
