@@ -117,6 +117,7 @@ class ModelRunner:
             max_rows=scheduler.max_num_seqs,
             runtime=self._runtime,
             shapes=self._platform.shapes(),
+            with_prompt_lens=self.model.uses_prompt_lens,
         )
 
     @torch.inference_mode()
@@ -126,7 +127,7 @@ class ModelRunner:
         if not plan.rows:
             return ModelRunnerOutput(step=plan.step)
         inputs = self._inputs.build(plan)
-        hidden = self._forward(inputs.token_ids, inputs.positions, inputs.layout)
+        hidden = self._forward(inputs.token_ids, inputs.positions, inputs.layout, inputs.prompt_lens)
         output = ModelRunnerOutput(step=plan.step)
         if self.rows.prompt_logprobs:
             output.prompt_logprobs = self._prompt_logprobs(inputs, hidden)
@@ -161,9 +162,15 @@ class ModelRunner:
         for layer in self._layers:
             layer.kv_cache = layer.backend.allocate(num_blocks, block_size, self._runtime.device)
 
-    def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
+    def _forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        layout: BatchLayout,
+        prompt_lens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         metadata = {spec: backend.build_metadata(layout) for spec, backend in self._backends.items()}
-        hidden: torch.Tensor = self.model(token_ids, positions, ForwardStep(metadata))
+        hidden: torch.Tensor = self.model(token_ids, positions, ForwardStep(metadata, prompt_lens))
         return hidden
 
     def _sample(self, inputs: StepInputs, hidden: torch.Tensor, output: ModelRunnerOutput) -> None:
@@ -177,7 +184,7 @@ class ModelRunner:
             sampled = self._sampler.sample(logits, rows, self.rows.sampling, self.rows.history)
             token_ids = self._runtime.to_host(sampled.token_ids).wait().numpy()
             tokens[at] = token_ids
-            self.rows.append(rows, token_ids)
+            self.rows.history.append(rows, token_ids)
             output.logprobs = {int(at[i]): entry for i, entry in sampled.logprobs.items()}
             output.errors = {int(at[i]): text for i, text in sampled.errors.items()}
         output.sampled_token_ids = tokens.tolist()

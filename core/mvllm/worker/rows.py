@@ -54,18 +54,10 @@ class RowTable:
             self.block_table[row, num_blocks[row]] = block
             num_blocks[row] += 1
 
-    def append(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
-        """Adds one sampled token to each of `rows`."""
-        num_tokens = self.history.num_tokens
-        self.history.token_ids[rows, num_tokens[rows]] = token_ids
-        num_tokens[rows] += 1
-
     def _begin(self, request: NewRequestData) -> None:
         row, params = request.row, request.sampling_params
-        tokens, blocks = request.token_ids, request.block_ids
-        self.history.token_ids[row, : len(tokens)] = tokens
-        self.history.num_tokens[row] = len(tokens)
-        self.history.num_prompt_tokens[row] = request.num_prompt_tokens
+        blocks = request.block_ids
+        self.history.set_row(row, request.token_ids, request.num_prompt_tokens)
         self.num_computed[row] = request.num_computed_tokens
         self.block_table[row, : len(blocks)] = blocks
         self.num_blocks[row] = len(blocks)
@@ -80,7 +72,7 @@ class RowTable:
         )
 
     def _free(self, row: int) -> None:
-        self.history.num_tokens[row] = 0
+        self.history.clear_row(row)
         self.num_blocks[row] = 0
         self.prompt_logprobs.pop(row, None)
         self.sampling.clear_row(row)

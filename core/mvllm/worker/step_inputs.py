@@ -1,6 +1,7 @@
 """Builds one step's inputs on the host, in one buffer, and copies them to the device once.
 
     int32 buffer:  | token_ids T | positions T | slots T | query_start_loc R+1 | seq_lens R | logits_at S | block_table R*P |
+                   | prompt_lens T, for models that need it |
 
 T tokens, R requests, S rows that sample, P pages (width of the block table): each padded up to the platform's buckets.
 """
@@ -31,6 +32,7 @@ class StepInputs:
         token_ids, positions: int32 [T], device.
         logits_at: int32 [S], device: index among the T tokens of each sampling row's last token.
         layout: For the attention backends.
+        prompt_lens: int32 [T], device: length of the prompt that each token's request began with, or None.
     """
 
     rows: np.ndarray
@@ -41,6 +43,7 @@ class StepInputs:
     positions: torch.Tensor
     logits_at: torch.Tensor
     layout: BatchLayout
+    prompt_lens: torch.Tensor | None = None
 
 
 class StepInputBuilder:
@@ -53,6 +56,7 @@ class StepInputBuilder:
         max_rows: Most requests in one step.
         runtime: The device.
         shapes: The platform's buckets.
+        with_prompt_lens: Whether the model reads `prompt_lens`.
     """
 
     def __init__(
@@ -64,15 +68,17 @@ class StepInputBuilder:
         max_rows: int,
         runtime: DeviceRuntime,
         shapes: ShapePolicy,
+        with_prompt_lens: bool = False,
     ) -> None:
         self._rows = rows
         self._block_size = block_size
         self._runtime = runtime
         self._shapes = shapes
+        self._with_prompt_lens = with_prompt_lens
         max_tokens = ShapePolicy.pad(max_tokens, shapes.tokens)
         max_rows = ShapePolicy.pad(max_rows, shapes.requests)
         max_pages = ShapePolicy.pad(rows.block_table.shape[1], shapes.pages)
-        capacity = 3 * max_tokens + 3 * max_rows + 1 + max_rows * max_pages
+        capacity = 4 * max_tokens + 3 * max_rows + 1 + max_rows * max_pages
         # Two buffers in turn: a copy of the step before may still be under way while this step's is filled.
         self._buffers = [runtime.host_buffer((capacity,), torch.int32) for _ in range(2)]
         self._turn = 0
@@ -93,12 +99,13 @@ class StepInputBuilder:
         pages = ShapePolicy.pad(-(-max_seq_len // self._block_size), self._shapes.pages)
 
         sizes = (padded_tokens,) * 3 + (padded_requests + 1, padded_requests, len(sampling), padded_requests * pages)
+        sizes += (padded_tokens if self._with_prompt_lens else 0,)
         ends = np.cumsum(sizes).tolist()
         self._turn ^= 1
         buffer = self._buffers[self._turn]
         host = buffer.numpy()
         begins = [0, *ends[:-1]]
-        token_ids, positions, slots, query_start_loc, lens, logits_at, block_table = (
+        token_ids, positions, slots, query_start_loc, lens, logits_at, block_table, prompt_lens = (
             host[a:b] for a, b in zip(begins, ends, strict=True)
         )
         block_table = block_table.reshape(padded_requests, pages)
@@ -118,6 +125,9 @@ class StepInputBuilder:
         positions[:num_tokens] = position
         block = table.block_table[row_of_token, position // self._block_size]
         slots[:num_tokens] = block * self._block_size + position % self._block_size
+        if self._with_prompt_lens:
+            prompt_lens[:num_tokens] = history.num_prompt_tokens[row_of_token]
+            prompt_lens[num_tokens:] = 0
         if padded_tokens > num_tokens:
             token_ids[num_tokens:] = 0
             positions[num_tokens:] = 0
@@ -144,4 +154,14 @@ class StepInputBuilder:
             block_table_device=views[6].view(padded_requests, pages),
             slot_mapping_device=views[2],
         )
-        return StepInputs(rows, num_scheduled, first, sampling, views[0], views[1], views[5], layout)
+        return StepInputs(
+            rows,
+            num_scheduled,
+            first,
+            sampling,
+            token_ids=views[0],
+            positions=views[1],
+            logits_at=views[5],
+            layout=layout,
+            prompt_lens=views[7] if self._with_prompt_lens else None,
+        )
