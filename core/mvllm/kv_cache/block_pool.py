@@ -1,0 +1,147 @@
+"""All KV blocks of one engine: who uses them, which are free, and which hold something that may be reused.
+
+The idea: *free* and *forgotten* are different things. A block that nobody uses keeps its contents and its name until it
+is handed out again; until then a request with the same prefix can take it back out of the free list.
+
+    free list    head ── 7 ── 2 ── 9 ── 4 ── tail          taken from the head, so the tail is forgotten last
+                  nameless    named, oldest first
+    names        {h1: 9, h2: 4, h5: 0}                     blocks 9 and 4 are free but can be hit, block 0 is in use
+
+A block is its number. Everything about it stands in parallel lists: no object per block, so a pool of a million blocks
+starts at once and gives the garbage collector nothing to walk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mvllm.kv_cache.block_hash import BlockHash
+
+
+class BlockPool:
+    """Reference counts, the free list and the names of `num_blocks` blocks.
+
+    Args:
+        num_blocks: At least 1. Blocks are numbered from 0.
+
+    Attributes:
+        num_free: Blocks that no request uses.
+        ref_counts: How many requests use each block.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"A KV cache needs at least one block, got {num_blocks}.")
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
+        self.ref_counts = [0] * num_blocks
+        self._hashes: list[BlockHash | None] = [None] * num_blocks
+        self._named: dict[BlockHash, int] = {}
+        # The free list is a ring through one extra entry, numbered num_blocks: after it comes the head, before it the
+        # tail. A block in use has stale links.
+        self._next = [*range(1, num_blocks + 1), 0]
+        self._prev = [num_blocks, *range(num_blocks)]
+
+    # ------------------------------------------------------------------------------------------------------- look
+
+    def lookup(self, block_hash: BlockHash) -> int | None:
+        """The block of that name, in use or free."""
+        return self._named.get(block_hash)
+
+    def num_free_among(self, block_ids: Iterable[int]) -> int:
+        """How many of these blocks nobody uses."""
+        ref_counts = self.ref_counts
+        return sum(1 for block in block_ids if not ref_counts[block])
+
+    def free_blocks(self) -> list[int]:
+        """The free list, the block to be taken next first."""
+        blocks, ring = [], self.num_blocks
+        block = self._next[ring]
+        while block != ring:
+            blocks.append(block)
+            block = self._next[block]
+        return blocks
+
+    # ------------------------------------------------------------------------------------------- take and give back
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` blocks from the head of the free list; what they held is forgotten.
+
+        The caller has checked `num_free`.
+        """
+        assert count <= self.num_free
+        next_, ref_counts, hashes, ring = self._next, self.ref_counts, self._hashes, self.num_blocks
+        blocks = []
+        block = next_[ring]
+        for _ in range(count):
+            blocks.append(block)
+            ref_counts[block] = 1
+            if hashes[block] is not None:
+                self.forget(block)
+            block = next_[block]
+        next_[ring] = block
+        self._prev[block] = ring
+        self.num_free -= count
+        return blocks
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        """Adds a user to each of these blocks, which may be free or in use."""
+        ref_counts, next_, prev = self.ref_counts, self._next, self._prev
+        for block in block_ids:
+            if not ref_counts[block]:
+                before, after = prev[block], next_[block]
+                next_[before], prev[after] = after, before
+                self.num_free -= 1
+            ref_counts[block] += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Takes a user away from each block of one table.
+
+        Blocks that become free join the free list: nameless ones at the head, because nothing is lost with them;
+        named ones at the tail, the table's last block first, so that a prefix is forgotten from its end.
+        """
+        ref_counts, hashes, ring = self.ref_counts, self._hashes, self.num_blocks
+        for block in reversed(block_ids):
+            ref_counts[block] -= 1
+            if ref_counts[block] == 0:
+                if hashes[block] is None:
+                    self._link(ring, block, self._next[ring])
+                else:
+                    self._link(self._prev[ring], block, ring)
+                self.num_free += 1
+
+    # ------------------------------------------------------------------------------------------------------- names
+
+    def name(self, block: int, block_hash: BlockHash) -> None:
+        """Lets a full block be found by its name, unless another block of that name is there already."""
+        if self._hashes[block] is None and block_hash not in self._named:
+            self._hashes[block] = block_hash
+            self._named[block_hash] = block
+
+    def forget(self, block: int) -> None:
+        """Takes a block's name away, where it has one. Who uses the block goes on using it."""
+        block_hash = self._hashes[block]
+        if block_hash is not None:
+            self._hashes[block] = None
+            del self._named[block_hash]
+
+    def forget_all(self) -> None:
+        """Takes all names away."""
+        self._named.clear()
+        self._hashes = [None] * self.num_blocks
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless counts, free list and names agree."""
+        free = self.free_blocks()
+        assert len(free) == self.num_free == len(set(free)), f"{self.num_free} blocks counted free, listed: {free}"
+        unused = {block for block, count in enumerate(self.ref_counts) if count == 0}
+        assert set(free) == unused, f"Free list and reference counts differ on blocks {set(free) ^ unused}"
+        assert min(self.ref_counts) >= 0, "A block was released more often than it was taken"
+        for block in [*free, self.num_blocks]:
+            assert self._prev[self._next[block]] == block, f"The free list is broken behind block {block}"
+        named = {block_hash: block for block, block_hash in enumerate(self._hashes) if block_hash is not None}
+        assert named == self._named, "Names and the blocks that bear them differ"
+
+    def _link(self, before: int, block: int, after: int) -> None:
+        self._next[before] = self._prev[after] = block
+        self._prev[block], self._next[block] = before, after

@@ -1,0 +1,142 @@
+"""A request as the scheduler sees it.
+
+    add ──> WAITING ──schedule──> RUNNING ──stop, length, error, abort──> FINISHED
+               ^                   │  ^
+               │     preempt, last token known
+               ├───────────────────┤  │
+               │     preempt, last token in flight
+    token ─── WAITING_FOR_TOKEN <──┘
+
+(An abort or an error ends a request from every state.)
+"""
+
+from __future__ import annotations
+
+import enum
+
+from mvllm.kv_cache.block_table import BlockTable
+from mvllm.messages.requests import EngineCoreRequest, FinishReason, PositionLogprobs
+from mvllm.messages.sampling_params import RequestOutputKind
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands. `WAITING_FOR_...` are parked: `schedule` passes them over until something happens."""
+
+    WAITING = enum.auto()
+    WAITING_FOR_TOKEN = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Request:
+    """One sequence being generated.
+
+        token_ids             | prompt ............... | generated ..... |          known here
+        num_tokens            |------------------------------------------------>|   and in flight: sampled by a plan
+                                                                                    whose results are not back yet
+        num_computed_tokens   |---------------------------------->|                 KV written by the plans made so far
+
+    Args:
+        data: The request as it came.
+        table: Its block table, which shares `token_ids`.
+        order: Place in the queue, lowest first.
+        max_model_len: Longest sequence in tokens.
+
+    Attributes:
+        max_num_tokens: Prompt and output together end at this length.
+        stop_ids: Tokens that end the request once `min_tokens` are generated.
+        row: Its row while it runs, else -1.
+        emits_each_step: Each token is sent out at once; otherwise all are, when the request ends.
+        is_plain: Sent out at once, and nothing but tokens. The usual case, for which the scheduler has a short way.
+        logprobs: Of tokens not sent out yet, if asked for.
+        prompt_logprobs: Of prompt tokens 1, 2, ... so far, if asked for; None again once they were sent out.
+        num_cached_tokens: Found in the prefix cache when first scheduled; -1 before.
+        scheduled_time: When first scheduled.
+    """
+
+    __slots__ = (
+        "data",
+        "emits_each_step",
+        "is_plain",
+        "logprobs",
+        "max_num_tokens",
+        "min_num_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_tokens",
+        "order",
+        "prompt_logprobs",
+        "request_id",
+        "row",
+        "scheduled_time",
+        "status",
+        "stop_ids",
+        "table",
+        "token_ids",
+    )
+
+    def __init__(self, data: EngineCoreRequest, table: BlockTable, order: tuple[int, int], max_model_len: int) -> None:
+        params = data.sampling_params
+        self.data = data
+        self.request_id = data.request_id
+        self.order = order
+        self.status = RequestStatus.WAITING
+        self.row = -1
+
+        self.table = table
+        self.token_ids = table.token_ids
+        self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+
+        max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
+        self.max_num_tokens = min(self.num_prompt_tokens + max_tokens, max_model_len)
+        self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
+        eos_token_ids = () if params.ignore_eos else data.eos_token_ids
+        self.stop_ids = frozenset([*eos_token_ids, *(params.stop_token_ids or ())])
+
+        # Stop strings are found by the front end, which must see the text to find them.
+        self.emits_each_step = params.output_kind != RequestOutputKind.FINAL_ONLY or bool(
+            params.stop and params.detokenize
+        )
+        self.logprobs: list[PositionLogprobs] | None = None if params.logprobs is None else []
+        self.prompt_logprobs: list[PositionLogprobs] | None = None if params.prompt_logprobs is None else []
+        self.is_plain = self.emits_each_step and self.logprobs is None and self.prompt_logprobs is None
+        self.num_cached_tokens = -1
+        self.scheduled_time = 0.0
+
+    def __lt__(self, other: Request) -> bool:
+        return self.order < other.order
+
+    @property
+    def has_token_in_flight(self) -> bool:
+        """Whether a plan was made that samples for this request and whose result is not back."""
+        return self.num_tokens > len(self.token_ids)
+
+    @property
+    def has_all_prompt_logprobs(self) -> bool:
+        """Whether no log-probabilities of prompt tokens are wanted that are not there."""
+        return self.prompt_logprobs is None or len(self.prompt_logprobs) >= self.num_prompt_tokens - 1
+
+    def add_prompt_logprobs(self, start: int, entries: list[PositionLogprobs]) -> None:
+        """Takes what a step over prompt positions from `start` on gave.
+
+        A request that was preempted computes positions again; what it has already is kept.
+        """
+        held = self.prompt_logprobs
+        if held is not None:
+            assert start <= len(held)
+            held.extend(entries[len(held) - start :])
+
+    def find_stop(self, token: int) -> tuple[FinishReason, int | None] | None:
+        """Whether the request ends with `token`, its newest: the reason, and the stop token if it was one.
+
+        An end-of-sequence token is not a stop token, even where both lists name it.
+        """
+        num_tokens = len(self.token_ids)
+        if token in self.stop_ids and num_tokens >= self.min_num_tokens:
+            is_eos = not self.data.sampling_params.ignore_eos and token in self.data.eos_token_ids
+            return FinishReason.STOP, None if is_eos else token
+        if num_tokens >= self.max_num_tokens:
+            return FinishReason.LENGTH, None
+        return None

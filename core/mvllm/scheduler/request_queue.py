@@ -1,0 +1,57 @@
+"""Requests that wait, in the order in which they are to be served."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from mvllm.scheduler.request import Request
+
+
+class RequestQueue:
+    """A heap by `Request.order` from which any request can be taken out.
+
+    A request taken out from the middle stays in the heap as a dead entry until it comes up or until dead entries
+    outnumber the living.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[Request] = []
+        self._alive: set[Request] = set()
+
+    def __len__(self) -> int:
+        return len(self._alive)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._alive)
+
+    def push(self, request: Request) -> None:
+        """Adds a request, which is not in the queue."""
+        assert request not in self._alive
+        if len(self._heap) > 2 * len(self._alive) + 16:
+            self._drop_dead_entries()
+        heapq.heappush(self._heap, request)
+        self._alive.add(request)
+
+    def peek(self) -> Request:
+        """The request to be served next; there must be one."""
+        while self._heap[0] not in self._alive:
+            heapq.heappop(self._heap)
+        return self._heap[0]
+
+    def pop(self) -> Request:
+        """Takes out the request to be served next; there must be one."""
+        request = self.peek()
+        heapq.heappop(self._heap)
+        self._alive.remove(request)
+        return request
+
+    def remove(self, request: Request) -> None:
+        """Takes out a request, wherever it stands."""
+        self._alive.remove(request)
+        if len(self._heap) > 2 * len(self._alive) + 16:
+            self._drop_dead_entries()
+
+    def _drop_dead_entries(self) -> None:
+        self._heap = list(self._alive)
+        heapq.heapify(self._heap)

@@ -1,0 +1,506 @@
+"""Plans steps: which request computes how many tokens, in which KV blocks.
+
+The idea: there is no prefill phase and no decode phase. A request has tokens (`num_tokens`) and has computed some of
+them (`num_computed_tokens`); every step lets requests catch up, under one budget of tokens. A long prompt catches up
+over several steps (chunked prefill), a prompt found in the cache starts half-way, a request that generates is always
+one token behind, a preempted one starts again from nothing. All are the same line: `num_tokens - num_computed_tokens`.
+
+Two more ideas keep the rest short:
+
+- Service order is one sort key. Requests wait in that order and run in that order, so the one that must give way when
+  memory is short is always the last of those running, and it has not been planned yet in the step being planned.
+- A plan is a promise. `schedule` counts what it plans as done: tokens as computed, a sample as a token that is merely
+  not known yet (in flight). So the next step can be planned before the results of this one are back; results that come
+  back for a request that has ended meanwhile are dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections.abc import Callable, Iterable
+
+from mvllm.config.engine_config import SchedulerConfig
+from mvllm.errors import ConfigError, PlatformError, RequestError
+from mvllm.kv_cache.manager import KVCacheManager
+from mvllm.messages.requests import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    PositionLogprobs,
+    SchedulerStats,
+)
+from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from mvllm.scheduler.request import Request, RequestStatus
+from mvllm.scheduler.request_queue import RequestQueue
+from mvllm.scheduler.rows import RowAllocator
+
+
+class Scheduler:
+    """Owner of all requests from `add_request` to their last output. Used from one thread.
+
+    Every plan must be executed, in order, and followed by its `update_from_output`, also an empty plan. Results may lag
+    behind by any number of plans.
+
+    Args:
+        config: Limits and policy.
+        max_model_len: Longest sequence, prompt and output together, in tokens.
+        kv_cache: The blocks to give out; the scheduler is its only user.
+        clock: Seconds, monotonic.
+
+    Raises:
+        ConfigError: The limits contradict each other.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        max_model_len: int,
+        kv_cache: KVCacheManager,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        _check_config(config, max_model_len)
+        self._config = config
+        self._max_model_len = max_model_len
+        self._kv_cache = kv_cache
+        self._clock = clock
+
+        self._requests: dict[str, Request] = {}  # every request that is not finished
+        self._waiting = RequestQueue()
+        self._parked: set[Request] = set()  # waiting for something other than their turn
+        self._running: list[Request] = []  # in service order
+        self._rows = RowAllocator(config.max_num_seqs)
+
+        self._batches: dict[int, list[Request]] = {}  # step -> who computes in it, for steps whose results are not back
+        self._prompt_starts: dict[int, dict[int, int]] = {}  # step -> position in batch -> first position computed
+        self._pending_outputs: list[EngineCoreOutput] = []
+        self._next_step = 0
+        self._num_added = 0
+        self._num_prompt_logprobs = 0  # unfinished requests that want them
+        self._stats = SchedulerStats()
+
+    # ---------------------------------------------------------------------------------------- requests come and go
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a row."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not."""
+        return len(self._waiting) + len(self._parked)
+
+    def has_requests(self) -> bool:
+        """Whether something waits, runs or has an output that was not handed out."""
+        return bool(self._requests or self._pending_outputs)
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queues a request.
+
+        Raises:
+            RequestError: The id is in use, or the prompt is empty or leaves no room for a token.
+        """
+        prompt = request.prompt_token_ids
+        if request.request_id in self._requests:
+            raise RequestError(f"Request id {request.request_id!r} is in use.", parameter="request_id")
+        if not 0 < len(prompt) < self._max_model_len:
+            raise RequestError(
+                f"The prompt has {len(prompt)} tokens; it must have at least 1 and leave room for one more within "
+                f"max_model_len={self._max_model_len}.",
+                parameter="prompt",
+            )
+        table = self._kv_cache.make_table(
+            list(prompt), cache_salt=request.cache_salt, sibling_group=request.sibling_group
+        )
+        order = (request.priority if self._config.policy == "priority" else 0, self._num_added)
+        self._num_added += 1
+        new = Request(request, table, order, self._max_model_len)
+        self._requests[new.request_id] = new
+        self._num_prompt_logprobs += new.prompt_logprobs is not None
+        self._waiting.push(new)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Ends requests in whatever state they are, without an output. Unknown ids are ignored."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._withdraw(request)
+                self._release(request)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False, with nothing changed, while requests hold blocks."""
+        return self._kv_cache.reset_prefix_cache()
+
+    def make_stats(self) -> SchedulerStats:
+        """Gauges as of now, counters since start."""
+        stats = self._stats
+        return SchedulerStats(
+            num_running=len(self._running),
+            num_waiting=self.num_waiting,
+            kv_cache_usage=self._kv_cache.usage,
+            num_preemptions=stats.num_preemptions,
+            prefix_cache_queries=stats.prefix_cache_queries,
+            prefix_cache_hits=stats.prefix_cache_hits,
+        )
+
+    # ------------------------------------------------------------------------------------------------------ schedule
+
+    def schedule(self) -> SchedulerOutput:
+        """Plans the next step: who runs catches up, then who waits joins, as far as budget, rows and blocks go."""
+        plan = SchedulerOutput(step=self._next_step)
+        batch: list[Request] = []
+        num_preemptions = self._stats.num_preemptions
+
+        budget = self._schedule_running(plan, batch, self._config.max_num_batched_tokens)
+        if num_preemptions == self._stats.num_preemptions:  # else memory is short: nobody joins
+            self._schedule_waiting(plan, batch, budget)
+
+        plan.freed_rows = self._rows.pop_freed()
+        plan.total_num_scheduled_tokens = sum(plan.num_scheduled_tokens)
+        self._next_step += 1
+        self._batches[plan.step] = batch
+        if self._num_prompt_logprobs:
+            self._prompt_starts[plan.step] = {
+                i: request.num_computed_tokens - plan.num_scheduled_tokens[i]
+                for i, request in enumerate(batch)
+                if request.prompt_logprobs is not None
+            }
+        return plan
+
+    def _schedule_running(self, plan: SchedulerOutput, batch: list[Request], budget: int) -> int:
+        """Lets running requests catch up. Returns what is left of the budget."""
+        rows, num_scheduled = plan.rows, plan.num_scheduled_tokens
+        for request in self._running:  # which gets shorter at its end, behind `request`, if others must give way
+            num_tokens = request.num_tokens
+            if num_tokens >= request.max_num_tokens:
+                continue  # its last token is in flight
+            num_computed = request.num_computed_tokens
+            num_new = num_tokens - num_computed
+            if num_new > budget:
+                num_new = budget
+                if not budget:
+                    break
+            end = num_computed + num_new
+            # A request that generates needs a look at its blocks only where it enters a new one.
+            if num_new > 1 or end > request.table.num_slots:
+                if not self._grow(request, end, plan):
+                    break
+            request.num_computed_tokens = end
+            if end == num_tokens:
+                request.num_tokens = end + 1  # the one this step samples
+            rows.append(request.row)
+            num_scheduled.append(num_new)
+            batch.append(request)
+            budget -= num_new
+        return budget
+
+    def _schedule_waiting(self, plan: SchedulerOutput, batch: list[Request], budget: int) -> None:
+        """Lets waiting requests join, in order, until one does not fit."""
+        waiting, kv_cache = self._waiting, self._kv_cache
+        while waiting and budget and self._rows.num_free:
+            request = waiting.peek()
+            table, num_tokens = request.table, request.num_tokens
+            # A position that is not computed gives no log-probabilities.
+            computed_blocks = kv_cache.get_computed_blocks(table) if request.has_all_prompt_logprobs else []
+            num_computed = len(computed_blocks) * kv_cache.block_size
+            num_new = num_tokens - num_computed
+            if num_new > budget:
+                if not self._config.enable_chunked_prefill:
+                    break
+                num_new = budget
+            # It gets all blocks for what it has at once, however it is chunked, and leaves one for each that runs:
+            # who joins only to be preempted in the next step has computed for nothing.
+            new_blocks = kv_cache.allocate_slots(table, num_tokens, computed_blocks, num_spare=len(self._running))
+            if new_blocks is None:
+                if self._running:
+                    break
+                waiting.pop()
+                self._fail_for_want_of_blocks(request)
+                continue
+            waiting.pop()
+            self._start(request, num_computed, num_new, plan)
+            batch.append(request)
+            budget -= num_new
+
+    def _start(self, request: Request, num_computed: int, num_new: int, plan: SchedulerOutput) -> None:
+        """Moves a request that has its blocks from waiting to running, and plans its first tokens."""
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = num_computed
+            request.scheduled_time = self._clock()
+            if request.has_all_prompt_logprobs and request.table.root is not None:
+                self._stats.prefix_cache_queries += request.num_tokens
+                self._stats.prefix_cache_hits += num_computed
+        request.status = RequestStatus.RUNNING
+        request.row = self._rows.allocate()
+        insort(self._running, request)
+
+        end = num_computed + num_new
+        self._kv_cache.cache_blocks(request.table, end)
+        request.num_computed_tokens = end
+        plan.new_requests.append(
+            NewRequestData(
+                request_id=request.request_id,
+                row=request.row,
+                token_ids=request.token_ids.copy(),
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_computed_tokens=num_computed,
+                block_ids=request.table.block_ids.copy(),
+                sampling_params=request.data.sampling_params,
+                eos_token_ids=request.data.eos_token_ids,
+            )
+        )
+        plan.rows.append(request.row)
+        plan.num_scheduled_tokens.append(num_new)
+        if end == request.num_tokens:
+            request.num_tokens = end + 1  # the one this step samples
+
+    def _grow(self, request: Request, num_tokens: int, plan: SchedulerOutput) -> bool:
+        """Gives a running request blocks for its first `num_tokens` tokens, at the cost of those behind it.
+
+        Returns:
+            False if it cannot compute in this step: it gave way itself, or ended, or waits for a token in flight.
+        """
+        new_blocks = self._kv_cache.allocate_slots(request.table, num_tokens)
+        while new_blocks is None:
+            last = self._running[-1]
+            if last is request and len(self._running) == 1:
+                # Nobody is left to give way. Unless a token in flight turns out to be its last, this is its end.
+                if not request.has_token_in_flight:
+                    self._running.clear()
+                    self._fail_for_want_of_blocks(request)
+                return False
+            self._preempt(last)
+            if last is request:
+                return False
+            new_blocks = self._kv_cache.allocate_slots(request.table, num_tokens)
+        plan.new_block_rows.extend([request.row] * len(new_blocks))
+        plan.new_block_ids.extend(new_blocks)
+        self._kv_cache.cache_blocks(request.table, num_tokens)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Takes row and blocks from `request`, the last that runs; it will compute its tokens again."""
+        self._running.pop()
+        self._stats.num_preemptions += 1
+        self._rows.free(request.row)
+        self._kv_cache.free(request.table, request.num_computed_tokens)
+        request.row = -1
+        request.num_computed_tokens = 0
+        if request.has_token_in_flight:
+            request.status = RequestStatus.WAITING_FOR_TOKEN
+            self._parked.add(request)
+        else:
+            request.status = RequestStatus.WAITING
+            self._waiting.push(request)
+
+    # ------------------------------------------------------------------------------------------- update_from_output
+
+    def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> EngineCoreOutputs:
+        """Takes in the results of a plan and says what there is to tell.
+
+        Raises:
+            PlatformError: The results are not those of the plan.
+        """
+        batch = self._batches.pop(plan.step)
+        starts = self._prompt_starts.pop(plan.step, {})
+        tokens = output.sampled_token_ids
+        if output.step != plan.step or len(tokens) != len(batch):
+            raise PlatformError(
+                f"The workers were given step {plan.step} with {len(batch)} rows and answered step {output.step} "
+                f"with {len(tokens)} tokens."
+            )
+        outputs, self._pending_outputs = self._pending_outputs, []
+        if output.errors:
+            self._fail_rows(batch, output.errors, outputs)
+        if output.logprobs or output.prompt_logprobs:
+            _collect_logprobs(batch, starts, output)
+        self._append_tokens(batch, tokens, outputs)
+        return EngineCoreOutputs(outputs=outputs, stats=self.make_stats(), timestamp=self._clock())
+
+    def _append_tokens(self, batch: list[Request], tokens: list[int], outputs: list[EngineCoreOutput]) -> None:
+        """Gives each request its token, and ends those that it ends."""
+        running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
+        ended: list[Request] = []
+        for request, token in zip(batch, tokens):
+            status = request.status
+            if token < 0 or status is finished:
+                continue
+            token_ids = request.token_ids
+            token_ids.append(token)
+            if token in request.stop_ids or len(token_ids) >= request.max_num_tokens:
+                stop = request.find_stop(token)
+                if stop is not None:
+                    ended.append(request)
+                    outputs.append(_last_output(request, *stop))
+                    continue
+            if status is not running:
+                self._unpark(request)
+            if request.is_plain:
+                outputs.append(
+                    EngineCoreOutput(
+                        request.request_id, [token], None, None, None, None,
+                        request.num_cached_tokens, None, request.scheduled_time,
+                    )
+                )  # fmt: skip
+            elif request.emits_each_step:
+                outputs.append(_output(request, [token]))
+        if ended:
+            self._finish(ended)
+
+    def _fail_rows(self, batch: list[Request], errors: dict[int, str], outputs: list[EngineCoreOutput]) -> None:
+        """Ends the requests whose row failed; nothing that they computed or shared is found again."""
+        failed = []
+        for position, message in errors.items():
+            request = batch[position]
+            self._kv_cache.discard(request.table)  # also if it has ended meanwhile
+            if request.status is not RequestStatus.FINISHED:
+                outputs.append(_last_output(request, FinishReason.ERROR, None, message))
+                failed.append(request)
+        self._finish(failed)
+
+    def _fail_for_want_of_blocks(self, request: Request) -> None:
+        """Ends a request that has the whole cache to itself and does not fit. It is in no list any more."""
+        kv_cache = self._kv_cache
+        message = (
+            f"The request needs room for {request.num_tokens} tokens in the KV cache, which holds "
+            f"{kv_cache.num_blocks * kv_cache.block_size} ({kv_cache.num_blocks} blocks of {kv_cache.block_size}). "
+            "Ask for fewer tokens, or start the engine with more memory for the KV cache or a smaller max_model_len."
+        )
+        self._pending_outputs.append(_last_output(request, FinishReason.ERROR, None, message))
+        self._release(request)
+
+    def _unpark(self, request: Request) -> None:
+        """Puts a preempted request back in the queue once all its tokens are known."""
+        if request.status is RequestStatus.WAITING_FOR_TOKEN and not request.has_token_in_flight:
+            self._parked.remove(request)
+            request.status = RequestStatus.WAITING
+            self._waiting.push(request)
+
+    # ----------------------------------------------------------------------------------------------------- the end
+
+    def _finish(self, requests: list[Request]) -> None:
+        """Ends requests whose last output is made."""
+        for request in requests:
+            if request.status is not RequestStatus.RUNNING:
+                self._withdraw(request)
+            self._release(request)
+        # All at once: taking them out one by one is quadratic.
+        self._running = [request for request in self._running if request.status is RequestStatus.RUNNING]
+
+    def _withdraw(self, request: Request) -> None:
+        """Takes a request out of the list that its status says."""
+        match request.status:
+            case RequestStatus.RUNNING:
+                self._running.remove(request)
+            case RequestStatus.WAITING:
+                self._waiting.remove(request)
+            case _:
+                self._parked.remove(request)
+
+    def _release(self, request: Request) -> None:
+        """Gives back all that a request holds, which is in no list any more."""
+        if request.row >= 0:
+            self._rows.free(request.row)
+            request.row = -1
+        self._kv_cache.free(request.table, request.num_computed_tokens)
+        self._num_prompt_logprobs -= request.data.sampling_params.prompt_logprobs is not None
+        request.status = RequestStatus.FINISHED
+        del self._requests[request.request_id]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every request is where its status says and holds what it should."""
+        self._kv_cache.check_integrity()
+        self._rows.check_integrity([request.row for request in self._running])
+        listed = [*self._running, *self._waiting, *self._parked]
+        assert len(listed) == len(set(listed)), "A request is listed twice"
+        assert set(listed) == set(self._requests.values()), "The lists and the requests known differ"
+        assert self._running == sorted(self._running), "The running requests are out of order"
+        places: list[tuple[Iterable[Request], RequestStatus]] = [
+            (self._running, RequestStatus.RUNNING),
+            (self._waiting, RequestStatus.WAITING),
+            (self._parked, RequestStatus.WAITING_FOR_TOKEN),
+        ]
+        for requests, status in places:
+            for request in requests:
+                assert request.status is status, f"{request.request_id} is listed as {status}, says {request.status}"
+                self._check_request(request)
+        num_used = len({block for request in self._running for block in request.table.block_ids})
+        assert num_used == self._kv_cache.num_blocks - self._kv_cache.num_free_blocks, "Blocks leaked"
+
+    def _check_request(self, request: Request) -> None:
+        name, known = request.request_id, len(request.token_ids)
+        assert request.num_computed_tokens <= request.table.num_slots, f"{name} computed tokens without a slot"
+        assert request.num_computed_tokens < request.num_tokens, f"{name} has nothing to compute"
+        assert known <= request.num_tokens <= request.max_num_tokens, f"{name}: {known} of {request.num_tokens} tokens"
+        if request.status is not RequestStatus.RUNNING:
+            assert not request.table.block_ids and request.row < 0 and not request.num_computed_tokens, f"{name} holds"
+
+
+def _check_config(config: SchedulerConfig, max_model_len: int) -> None:
+    if config.policy not in ("fcfs", "priority"):
+        raise ConfigError(f"scheduling_policy={config.policy!r}: there are 'fcfs' and 'priority'.")
+    if config.max_num_seqs < 1 or config.max_num_batched_tokens < 1:
+        raise ConfigError(
+            f"max_num_seqs={config.max_num_seqs} and max_num_batched_tokens={config.max_num_batched_tokens} "
+            "must both be at least 1."
+        )
+    if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"Without chunked prefill a step must hold the longest prompt, but max_num_batched_tokens="
+            f"{config.max_num_batched_tokens} is less than max_model_len={max_model_len}. "
+            "Raise the first, lower the second, or enable chunked prefill."
+        )
+
+
+def _collect_logprobs(batch: list[Request], starts: dict[int, int], output: ModelRunnerOutput) -> None:
+    """Puts log-probabilities aside until the outputs they belong to are made."""
+    for position, entry in output.logprobs.items():
+        request = batch[position]
+        if request.logprobs is not None and request.status is not RequestStatus.FINISHED:
+            request.logprobs.append(entry)
+    for position, entries in output.prompt_logprobs.items():
+        if position in starts:
+            batch[position].add_prompt_logprobs(starts[position], entries)
+
+
+def _output(
+    request: Request,
+    token_ids: list[int],
+    finish_reason: FinishReason | None = None,
+    stop_reason: int | None = None,
+    error: str | None = None,
+) -> EngineCoreOutput:
+    """An output with new tokens and with all log-probabilities put aside so far."""
+    logprobs: list[PositionLogprobs] | None = None
+    if request.logprobs is not None:
+        logprobs, request.logprobs = request.logprobs, []
+    prompt_logprobs = request.prompt_logprobs if request.has_all_prompt_logprobs else None
+    request.prompt_logprobs = None
+    request.is_plain = request.emits_each_step and request.logprobs is None
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=token_ids,
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        num_cached_tokens=max(request.num_cached_tokens, 0),
+        error=error,
+        scheduled_time=request.scheduled_time,
+    )
+
+
+def _last_output(
+    request: Request, finish_reason: FinishReason, stop_reason: int | None = None, error: str | None = None
+) -> EngineCoreOutput:
+    """The output that ends a request: its newest token, or all of them if none was sent out before."""
+    if not request.emits_each_step:
+        new_token_ids = request.token_ids[request.num_prompt_tokens :]
+    elif error is None:
+        new_token_ids = request.token_ids[-1:]
+    else:
+        new_token_ids = []
+    return _output(request, new_token_ids, finish_reason, stop_reason, error)

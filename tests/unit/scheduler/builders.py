@@ -1,0 +1,149 @@
+"""Builders for the scheduler's tests, and an engine small enough to see through."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+
+from mvllm.config.engine_config import SchedulerConfig
+from mvllm.kv_cache.manager import KVCacheManager
+from mvllm.messages.requests import EngineCoreOutput, EngineCoreRequest, FinishReason, PositionLogprobs
+from mvllm.messages.sampling_params import SamplingParams
+from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.scheduler.scheduler import Scheduler
+from tests.unit.scheduler.fake_runner import FakeRunner
+
+_names = itertools.count()
+
+
+def make_scheduler(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 64,
+    enable_chunked_prefill: bool = True,
+    enable_caching: bool = True,
+    policy: str = "fcfs",
+    hash_seed: int | None = 0,
+    clock=lambda: 1.0,
+) -> Scheduler:
+    return Scheduler(
+        SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_chunked_prefill=enable_chunked_prefill,
+            policy=policy,
+        ),
+        max_model_len=max_model_len,
+        kv_cache=KVCacheManager(
+            num_blocks=num_blocks, block_size=block_size, enable_caching=enable_caching, hash_seed=hash_seed
+        ),
+        clock=clock,
+    )
+
+
+def make_request(
+    prompt: int | list[int] = 6,
+    *,
+    request_id: str | None = None,
+    priority: int = 0,
+    cache_salt: str | None = None,
+    sibling_group: str | None = None,
+    eos: list[int] | None = None,
+    **params: object,
+) -> EngineCoreRequest:
+    """A request; a prompt given as a number is that many tokens that no other request made so has."""
+    number = next(_names)
+    if isinstance(prompt, int):
+        prompt = [1000 + 100 * number + i for i in range(prompt)]
+    return EngineCoreRequest(
+        request_id=request_id or f"request-{number}",
+        prompt_token_ids=prompt,
+        sampling_params=SamplingParams(**{"max_tokens": 4, **params}),
+        eos_token_ids=eos or [],
+        priority=priority,
+        cache_salt=cache_salt,
+        sibling_group=sibling_group,
+    )
+
+
+class Result:
+    """All that an engine said about one request."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[PositionLogprobs] = []
+        self.prompt_logprobs: list[PositionLogprobs] | None = None
+        self.outputs: list[EngineCoreOutput] = []
+
+    def add(self, output: EngineCoreOutput) -> None:
+        assert self.finish_reason is None, "an output after the last"
+        if output.prompt_logprobs is not None:
+            assert self.prompt_logprobs is None, "prompt logprobs twice"
+            self.prompt_logprobs = output.prompt_logprobs
+        self.token_ids.extend(output.new_token_ids)
+        self.logprobs.extend(output.logprobs or [])
+        self.outputs.append(output)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.outputs[-1].finish_reason if self.outputs else None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.outputs[-1].num_cached_tokens
+
+
+class Engine:
+    """A scheduler with a fake runner. Every step ends with `check_integrity`.
+
+    Args:
+        depth: Plans under way at once; 2 plans step N + 1 before the results of step N are taken in.
+    """
+
+    def __init__(self, scheduler: Scheduler, *, depth: int = 1) -> None:
+        config, kv_cache = scheduler._config, scheduler._kv_cache
+        self.scheduler = scheduler
+        self.depth = depth
+        self.runner = FakeRunner(
+            num_blocks=kv_cache.num_blocks,
+            block_size=kv_cache.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.results: dict[str, Result] = {}
+        self.last_plan: SchedulerOutput | None = None
+
+    def add(self, *requests: EngineCoreRequest) -> None:
+        for request in requests:
+            self.results[request.request_id] = Result()
+            self.scheduler.add_request(request)
+
+    def step(self) -> SchedulerOutput:
+        """Plans one step, and takes in the oldest results once `depth` plans are under way."""
+        plan = self.last_plan = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        self.in_flight.append((plan, self.runner.execute(plan)))
+        while len(self.in_flight) >= self.depth:
+            self.collect()
+        return plan
+
+    def collect(self) -> None:
+        outputs = self.scheduler.update_from_output(*self.in_flight.popleft())
+        self.scheduler.check_integrity()
+        for output in outputs.outputs:
+            self.results[output.request_id].add(output)
+
+    def run(self, *requests: EngineCoreRequest, max_steps: int = 10_000) -> list[Result]:
+        """Adds requests and steps until nothing is left. Returns the results of these requests."""
+        self.add(*requests)
+        for _ in range(max_steps):
+            if not self.scheduler.has_requests():
+                while self.in_flight:
+                    self.collect()
+                return [self.results[request.request_id] for request in requests]
+            self.step()
+        raise AssertionError(f"not done after {max_steps} steps")

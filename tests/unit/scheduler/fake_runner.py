@@ -1,0 +1,135 @@
+"""A model runner without a model: tokens are a pure function of the tokens before them, and KV is checked as it is read.
+
+It keeps the worker's side of the contract to the letter: it knows only plans, keeps its own rows, and appends its own
+samples. What it "writes" to the KV slot of a position is a fingerprint of all tokens up to there; before it samples it
+reads every slot of the row through the block table and insists on finding the right fingerprints. A wrong block table,
+a stale cache hit, a shared block that somebody overwrote or a row that was confused fails there and then.
+"""
+
+from __future__ import annotations
+
+from mvllm.messages.requests import PositionLogprobs
+from mvllm.messages.sampling_params import SamplingParams
+from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+
+VOCAB_SIZE = 50
+
+
+def fingerprints(token_ids: list[int], start: int = 7) -> list[int]:
+    """One number per position, which depends on all tokens up to it."""
+    found = []
+    for token in token_ids:
+        start = (start * 1_000_003 + token + 1) % 2_147_483_647
+        found.append(start)
+    return found
+
+
+def next_token(fingerprint: int) -> int:
+    return fingerprint // 17 % VOCAB_SIZE
+
+
+def expected_tokens(prompt: list[int], params: SamplingParams, eos: list[int], max_model_len: int) -> list[int]:
+    """What a request generates, whatever the schedule."""
+    tokens = list(prompt)
+    stops = {*([] if params.ignore_eos else eos), *(params.stop_token_ids or [])}
+    while True:
+        tokens.append(next_token(fingerprints(tokens)[-1]))
+        num_output = len(tokens) - len(prompt)
+        if tokens[-1] in stops and num_output >= params.min_tokens:
+            break
+        if len(tokens) == max_model_len or num_output == params.max_tokens:
+            break
+    return tokens[len(prompt) :]
+
+
+def logprobs_of(token: int) -> PositionLogprobs:
+    return PositionLogprobs(token_ids=[token], logprobs=[-float(token)], rank=token + 1)
+
+
+class _Row:
+    def __init__(self, data: NewRequestData) -> None:
+        self.data = data
+        self.tokens = list(data.token_ids)
+        self.prints = fingerprints(self.tokens)
+        self.block_ids = list(data.block_ids)
+        self.num_computed = data.num_computed_tokens
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self.prints.extend(fingerprints([token], self.prints[-1]))
+
+
+class FakeRunner:
+    """Executes plans.
+
+    Attributes:
+        failing: Ids of requests whose row fails whenever it computes.
+        num_computed: Tokens computed so far, by request id.
+    """
+
+    def __init__(self, *, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.slots: list[int | None] = [None] * (num_blocks * block_size)
+        self.rows: dict[int, _Row] = {}
+        self.failing: set[str] = set()
+        self.num_computed: dict[str, int] = {}
+        self.next_step = 0
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        self._apply(plan)
+        for row, count in zip(plan.rows, plan.num_scheduled_tokens, strict=True):
+            self._write(self.rows[row], count)
+        output = ModelRunnerOutput(step=plan.step)
+        for position, (row, count) in enumerate(zip(plan.rows, plan.num_scheduled_tokens, strict=True)):
+            self._read_and_sample(position, self.rows[row], count, output)
+        return output
+
+    def _apply(self, plan: SchedulerOutput) -> None:
+        assert plan.step == self.next_step
+        self.next_step += 1
+        assert plan.total_num_scheduled_tokens == sum(plan.num_scheduled_tokens) <= self.max_num_batched_tokens
+        assert len(set(plan.rows)) == len(plan.rows) <= self.max_num_seqs
+        for row in plan.freed_rows:
+            del self.rows[row]  # KeyError: freed twice, or never used
+        for data in plan.new_requests:
+            assert data.row not in self.rows, f"row {data.row} is occupied"
+            assert 0 <= data.row < self.max_num_seqs
+            assert data.num_computed_tokens < len(data.token_ids)
+            self.rows[data.row] = _Row(data)
+        for row, block in zip(plan.new_block_rows, plan.new_block_ids, strict=True):
+            self.rows[row].block_ids.append(block)
+
+    def _slot(self, row: _Row, position: int) -> int:
+        block = row.block_ids[position // self.block_size]
+        assert 0 <= block < self.num_blocks
+        return block * self.block_size + position % self.block_size
+
+    def _write(self, row: _Row, count: int) -> None:
+        assert count >= 1
+        assert row.num_computed + count <= len(row.tokens), "scheduled past the known tokens"
+        for position in range(row.num_computed, row.num_computed + count):
+            self.slots[self._slot(row, position)] = row.prints[position]
+        row.num_computed += count
+        request_id = row.data.request_id
+        self.num_computed[request_id] = self.num_computed.get(request_id, 0) + count
+
+    def _read_and_sample(self, position: int, row: _Row, count: int, output: ModelRunnerOutput) -> None:
+        read = [self.slots[self._slot(row, p)] for p in range(row.num_computed)]
+        assert read == row.prints[: row.num_computed], f"{row.data.request_id} reads KV of other tokens"
+        params, num_prompt = row.data.sampling_params, row.data.num_prompt_tokens
+        first, last = row.num_computed - count, min(row.num_computed, num_prompt - 1)
+        if params.prompt_logprobs is not None and first < last:
+            output.prompt_logprobs[position] = [logprobs_of(t) for t in row.tokens[first + 1 : last + 1]]
+        token = -1
+        if row.data.request_id in self.failing:
+            output.errors[position] = "not a number"
+        elif row.num_computed == len(row.tokens):
+            token = next_token(row.prints[-1])
+            if params.logprobs is not None:
+                output.logprobs[position] = logprobs_of(token)
+        if row.num_computed == len(row.tokens):
+            row.append(max(token, 0))
+        output.sampled_token_ids.append(token)
