@@ -112,7 +112,7 @@ class EngineArgs:
     max_num_seqs: int = option(256, help="Most sequences running at once.", group="scheduler", minimum=1, maximum=65536)
     max_num_batched_tokens: int | None = option(
         None,
-        help=f"Token budget of one step; by default {DEFAULT_NUM_BATCHED_TOKENS}, or more where other settings need it.",
+        help=f"Token budget of one step; by default {DEFAULT_NUM_BATCHED_TOKENS}, more where other settings need it.",
         group="scheduler",
         minimum=1,
     )

@@ -1,4 +1,4 @@
-"""The engine's settings as frozen values; a platform's `plan` is the only thing that replaces any of them, before start."""
+"""The engine's settings as frozen values; before start, a platform's `plan` may replace some."""
 
 from __future__ import annotations
 
@@ -114,11 +114,12 @@ def replace_field(config: EngineConfig, field: str, value: Any) -> EngineConfig:
         ConfigError: There is no such field.
     """
     section_name, _, name = field.partition(".")
-    section = getattr(config, section_name, None)
+    section: Any = getattr(config, section_name, None)
     if not name:
         if section_name not in {f.name for f in dataclasses.fields(config)}:
             raise ConfigError(f"There is no setting {field!r}.")
         return dataclasses.replace(config, **{section_name: value})
     if not dataclasses.is_dataclass(section) or name not in {f.name for f in dataclasses.fields(section)}:
         raise ConfigError(f"There is no setting {field!r}.")
-    return dataclasses.replace(config, **{section_name: dataclasses.replace(section, **{name: value})})  # type: ignore[type-var]
+    changed: Any = dataclasses.replace(section, **{name: value})
+    return dataclasses.replace(config, **{section_name: changed})

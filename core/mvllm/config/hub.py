@@ -49,7 +49,7 @@ def find_model(
     Raises:
         ModelError: Says what was tried, what came of it, and what to do.
     """
-    patterns = _CONFIGURATION + _TOKENIZER
+    patterns: tuple[str, ...] = _CONFIGURATION + _TOKENIZER
     if with_weights:
         patterns += _WEIGHTS
     if trust_remote_code:

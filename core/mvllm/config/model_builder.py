@@ -231,8 +231,8 @@ def refuse_quantization(hf_config: HFConfig) -> None:
         if value:
             method = value.get("quant_method") if isinstance(value, dict) else None
             raise ModelError(
-                f"{hf_config.source}: the checkpoint is quantized ({key}, method {str(method or 'not named')!r}), which "
-                "is not supported yet. Use the unquantized checkpoint (float32, bfloat16 or float16) of the same model."
+                f"{hf_config.source}: the checkpoint is quantized ({key}, method {str(method or 'not named')!r}), "
+                "which is not supported yet. Use the unquantized checkpoint of the same model."
             )
 
 

@@ -1,0 +1,154 @@
+"""Which files of a model folder hold the weights, and which tensors are in them.
+
+Everything here looks at names and headers only, so that a bad checkpoint is refused before any tensor is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+
+from mvllm.errors import ModelError
+from mvllm.models.safetensors_file import TensorEntry, read_header
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_OTHER_FORMATS = (".gguf", ".h5", ".msgpack", ".onnx")
+# Copies of the weights in another layout, and weights that are no model's own.
+_NOT_THE_MODEL = ("consolidated", "adapter_model", "optimizer", "scheduler")
+_SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+
+
+def read_checkpoint(folder: Path) -> dict[str, TensorEntry]:
+    """Every tensor of the checkpoint in `folder`, by name.
+
+    Raises:
+        ModelError: There are no safetensors weights, a file is missing, damaged or outside the folder, or a tensor is
+            in two files.
+    """
+    if (folder / SINGLE_FILE).is_file():
+        return _merge({}, folder / SINGLE_FILE)
+    if (folder / INDEX_FILE).is_file():
+        return _read_indexed(folder)
+    tensors: dict[str, TensorEntry] = {}
+    for path in _shards_without_index(folder):
+        _merge(tensors, path)
+    return tensors
+
+
+def _read_indexed(folder: Path) -> dict[str, TensorEntry]:
+    weight_map = _weight_map(folder / INDEX_FILE)
+    files = {name: _inside(folder, name) for name in sorted(set(weight_map.values()))}
+    tensors: dict[str, TensorEntry] = {}
+    for path in files.values():
+        _merge(tensors, path)
+    for name, file in weight_map.items():
+        if name not in tensors:
+            raise ModelError(f"{folder / INDEX_FILE} says that tensor {name!r} is in {file!r}, but it is not there.")
+        if tensors[name].file != files[file]:
+            raise ModelError(
+                f"{folder / INDEX_FILE} says that tensor {name!r} is in {file!r}, but it is in "
+                f"{tensors[name].file.name!r}."
+            )
+    return tensors
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        values = json.loads(index.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as e:
+        raise ModelError(f"{index} cannot be read as JSON: {e}") from e
+    weight_map = values.get("weight_map") if isinstance(values, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise ModelError(f"{index} should have a key 'weight_map': an object of tensor name to file name.")
+    return weight_map
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """`folder / name`, after a check that it neither points nor links out of the folder."""
+    index = folder / INDEX_FILE
+    pure = PurePosixPath(name)
+    if pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name or not pure.parts:
+        raise ModelError(f"{index} names the file {name!r}, which lies outside the model folder. It will not be read.")
+    if pure.suffix in _PICKLED:
+        raise ModelError(_pickled(index, [name]))
+    path = folder / pure
+    real = path.resolve()
+    if not any(real.is_relative_to(root) for root in _permitted_roots(folder)):
+        raise ModelError(
+            f"{index} names the file {name!r}, which links to {real}, outside the model folder. Put the file itself "
+            "into the folder if it is meant."
+        )
+    if not path.is_file():
+        raise ModelError(f"{index} names the file {name!r}, which is missing from {folder}. Download the model again.")
+    return path
+
+
+def _permitted_roots(folder: Path) -> list[Path]:
+    """The folder itself; in the hub's cache (models--x/snapshots/revision) also the store that its files link to."""
+    real = folder.resolve()
+    roots = [real]
+    if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
+        roots.append(real.parent.parent / "blobs")
+    return roots
+
+
+def _shards_without_index(folder: Path) -> list[Path]:
+    paths = sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith(_NOT_THE_MODEL))
+    if not paths:
+        raise ModelError(_no_weights(folder))
+    groups: dict[tuple[str, int], set[int]] = {}
+    for path in paths:
+        if match := _SHARD_NAME.fullmatch(path.name):
+            groups.setdefault((match["stem"], int(match["count"])), set()).add(int(match["number"]))
+    for (stem, count), numbers in groups.items():
+        missing = [f"{stem}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1) if n not in numbers]
+        if missing:
+            raise ModelError(f"{folder} lacks {_list(missing)}. Download the model again.")
+    return paths
+
+
+def _no_weights(folder: Path) -> str:
+    names = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+    pickled = [name for name in names if name.endswith(_PICKLED) and not name.startswith("training_args")]
+    if pickled:
+        return _pickled(folder, pickled)
+    if any(name.startswith("adapter_model") for name in names):
+        return (
+            f"{folder} holds an adapter (adapter_model), not a model. Merge it into its base model and save that, or "
+            "pass the base model."
+        )
+    other = [name for name in names if name.endswith(_OTHER_FORMATS)]
+    found = f"found {_list(other)}, which it cannot read" if other else f"found {_list(names) or 'nothing'}"
+    return (
+        f"{folder} holds no safetensors weights: expected {SINGLE_FILE} or {INDEX_FILE} with its shards, {found}. "
+        "Download the model again, or pass load_format='dummy' to run with random weights."
+    )
+
+
+def _pickled(where: Path, names: Iterable[str]) -> str:
+    return (
+        f"{where} offers its weights only as pickle files ({_list(list(names))}), which can run code when they are "
+        "opened and are refused. Convert them: load the model with transformers where you trust it, and call "
+        "save_pretrained(folder), which writes safetensors; or take a revision of the model that has safetensors."
+    )
+
+
+def _list(names: list[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _merge(tensors: dict[str, TensorEntry], path: Path) -> dict[str, TensorEntry]:
+    for entry in read_header(path):
+        if entry.name in tensors:
+            raise ModelError(
+                f"Tensor {entry.name!r} is in two files, {tensors[entry.name].file} and {path}: it is not clear which "
+                "one is meant. Remove the file that does not belong to the model."
+            )
+        tensors[entry.name] = entry
+    return tensors

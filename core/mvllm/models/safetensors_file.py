@@ -1,0 +1,215 @@
+"""One safetensors file: its header, believed only after every number in it has been checked, and reads from its data.
+
+    0         8              8 + n                                   file size
+    ┌─────────┬──────────────┬─────────┬─────────┬───────────────────┐
+    │ n (u64) │ JSON header  │ tensor  │ tensor  │ ...  no gaps, no  │
+    │         │ n bytes      │         │         │      overlaps     │
+    └─────────┴──────────────┴─────────┴─────────┴───────────────────┘
+
+Reads go through a small buffer instead of a memory map: mapped pages would count as this process's memory, so that
+loading would seem to need the weights twice, and a file cut short under a map kills the process instead of raising.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, TypeGuard
+
+from mvllm.errors import ModelError
+
+# Bytes per element. Formats narrower than a byte belong to quantized checkpoints.
+ITEM_SIZES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+    "BOOL": 1,
+    "C64": 8,
+}
+
+_LARGEST_HEADER = 100_000_000
+_DOWNLOAD_AGAIN = "The file is damaged: download or copy it again."
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor as the header describes it.
+
+    Attributes:
+        name: Its name in the checkpoint.
+        file: The file that holds it.
+        dtype: As the format spells it (`BF16`).
+        shape: Sizes of its dimensions; row-major, contiguous.
+        start: Position of its first byte in the file.
+        num_bytes: Its size.
+    """
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+def read_header(path: Path) -> list[TensorEntry]:
+    """The tensors of a file, in the order of their data. Reads no data.
+
+    Raises:
+        ModelError: The file is missing, cut short, or its header is not valid; says what was expected and found.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            return _parse(path, _header_text(path, file, size), size)
+    except OSError as e:
+        raise ModelError(f"{path} cannot be read: {e.strerror or e}") from e
+
+
+def _header_text(path: Path, file: BinaryIO, size: int) -> bytes:
+    prefix = file.read(8)
+    if len(prefix) < 8:
+        raise ModelError(f"{path} has {size} bytes, too few for a safetensors file. {_DOWNLOAD_AGAIN}")
+    length = int.from_bytes(prefix, "little")
+    if length > _LARGEST_HEADER:
+        raise ModelError(
+            f"{path} is not a safetensors file, or a damaged one: its header claims {length} bytes, and at most "
+            f"{_LARGEST_HEADER} are allowed. Download or copy it again."
+        )
+    if 8 + length > size:
+        raise ModelError(
+            f"{path} is cut short: its header alone needs {8 + length} bytes, the file has {size}. {_DOWNLOAD_AGAIN}"
+        )
+    return file.read(length)
+
+
+def _parse(path: Path, text: bytes, size: int) -> list[TensorEntry]:
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as e:
+        raise ModelError(f"{path} has no valid safetensors header: {e}. {_DOWNLOAD_AGAIN}") from e
+    if not isinstance(header, dict):
+        raise ModelError(
+            f"{path} has no valid safetensors header: expected a JSON object, found {type(header).__name__}. "
+            f"{_DOWNLOAD_AGAIN}"
+        )
+    header.pop("__metadata__", None)
+    data_start = 8 + len(text)
+    entries = [_entry(path, name, facts, data_start) for name, facts in header.items()]
+    entries.sort(key=lambda entry: (entry.start, entry.num_bytes))
+    _check_layout(path, entries, data_start, size)
+    return entries
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it lists {repeated!r} twice")
+    return values
+
+
+def _entry(path: Path, name: str, facts: Any, data_start: int) -> TensorEntry:
+    where = f"{path}: the header's entry for tensor {name!r}"
+    if not isinstance(facts, dict):
+        raise ModelError(f"{where} should be an object, found {facts!r}. {_DOWNLOAD_AGAIN}")
+    dtype, shape, offsets = (facts.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
+        raise ModelError(f"{where} has dtype {dtype!r}, expected one of {', '.join(ITEM_SIZES)}.")
+    if not _are_sizes(shape):
+        raise ModelError(f"{where} has shape {shape!r}, expected a list of integers >= 0. {_DOWNLOAD_AGAIN}")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ModelError(f"{where} has data_offsets {offsets!r}, expected [begin, end]. {_DOWNLOAD_AGAIN}")
+    num_bytes = offsets[1] - offsets[0]
+    expected = math.prod(shape) * ITEM_SIZES[dtype]
+    if num_bytes != expected:
+        raise ModelError(
+            f"{where}: {dtype} of shape {shape} takes {expected} bytes, but its data_offsets {offsets} span "
+            f"{num_bytes}. {_DOWNLOAD_AGAIN}"
+        )
+    return TensorEntry(name, path, dtype, tuple(shape), data_start + offsets[0], num_bytes)
+
+
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _check_layout(path: Path, entries: Sequence[TensorEntry], data_start: int, size: int) -> None:
+    """The tensors fill the data part exactly, one after the other."""
+    end = data_start
+    before = None
+    for entry in entries:
+        if entry.start < end:
+            raise ModelError(
+                f"{path}: the data of tensors {before!r} and {entry.name!r} overlap (at byte {entry.start}). "
+                f"{_DOWNLOAD_AGAIN}"
+            )
+        if entry.start > end:
+            raise ModelError(
+                f"{path}: {entry.start - end} bytes before tensor {entry.name!r} belong to no tensor. {_DOWNLOAD_AGAIN}"
+            )
+        end, before = entry.start + entry.num_bytes, entry.name
+    if end > size:
+        raise ModelError(
+            f"{path} is cut short: its header describes {end} bytes, the file has {size}. {_DOWNLOAD_AGAIN}"
+        )
+    if end < size:
+        raise ModelError(
+            f"{path} is {size - end} bytes longer than the {end} that its header describes. {_DOWNLOAD_AGAIN}"
+        )
+
+
+class SafetensorsReader:
+    """Reads bytes of one file's tensors. A context manager; owns one file descriptor between enter and exit.
+
+    Raises:
+        ModelError: The file cannot be opened, or has become shorter since its header was read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> SafetensorsReader:
+        try:
+            self._file = self._path.open("rb", buffering=0)
+        except OSError as e:
+            raise ModelError(f"{self._path} cannot be read: {e.strerror or e}") from e
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def read_into(self, target: memoryview, entry: TensorEntry, offset: int) -> None:
+        """Fills `target` with the bytes of `entry` from `offset` on."""
+        try:
+            self._file.seek(entry.start + offset)
+            done = 0
+            while done < len(target):
+                count = self._file.readinto(target[done:])
+                if not count:
+                    raise ModelError(
+                        f"{self._path} ended inside tensor {entry.name!r} while it was read. {_DOWNLOAD_AGAIN}"
+                    )
+                done += count
+        except OSError as e:
+            raise ModelError(f"{self._path}: tensor {entry.name!r} cannot be read: {e.strerror or e}") from e

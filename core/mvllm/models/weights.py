@@ -1,0 +1,237 @@
+"""Fills a model's parameters from a checkpoint.
+
+The model says, for each tensor name of its checkpoint, which rectangle it wants and where that goes (`WeightTarget`);
+the checkpoint says what it has. The two are compared in full before a byte of data is read. Then each rectangle is
+streamed through one small buffer: memory peaks at the weights plus that buffer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from mvllm.config.vocabulary import check_tokenizer
+from mvllm.errors import ConfigError, ModelError
+from mvllm.layers.weight_target import WeightTarget
+from mvllm.models.checkpoint import read_checkpoint
+from mvllm.models.dummy_weights import DummyTensors
+from mvllm.models.safetensors_file import SafetensorsReader, TensorEntry
+
+__all__ = ["LoadableModel", "check_tokenizer", "load_weights"]
+
+BUFFER_BYTES = 8 << 20
+
+# What can be converted to a model's floating-point dtype without knowing scales.
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class LoadableModel(Protocol):
+    """What the loader needs of a model."""
+
+    def weight_targets(self) -> Mapping[str, list[WeightTarget]]:
+        """Where each checkpoint tensor goes on this rank."""
+
+    def ignores(self, name: str) -> bool:
+        """Whether a checkpoint tensor may be left unread."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """As nn.Module's."""
+
+
+def load_weights(
+    model: LoadableModel, folder: Path, *, load_format: str = "auto", use_tqdm: bool = True, seed: int = 0
+) -> None:
+    """Fills every parameter of `model`; values are converted to each parameter's dtype and device on the way.
+
+    `after_load` is the caller's to call.
+
+    Args:
+        folder: The model folder. `dummy` reads nothing from it.
+        load_format: `auto` or `safetensors` reads the checkpoint; `dummy` draws small random values that depend only on
+            `seed` and each tensor's name, whatever the number of ranks.
+        use_tqdm: Show progress on stderr.
+        seed: For `dummy`.
+
+    Raises:
+        ModelError: The checkpoint is not the model's; names file, tensor, what was expected and found.
+        ConfigError: There is no such load format.
+    """
+    targets = model.weight_targets()
+    _check_every_parameter_is_targeted(model, targets)
+    if load_format == "dummy":
+        _fill_dummy(targets, seed)
+        return
+    if load_format not in ("auto", "safetensors"):
+        raise ConfigError(f"load_format must be one of 'auto', 'safetensors', 'dummy', found {load_format!r}.")
+    entries = match_names(read_checkpoint(folder), model, targets, folder)
+    check_tensors(entries, targets, _vocab_size(model))
+    _copy_all(entries, targets, use_tqdm)
+
+
+# ---------------------------------------------------------------------------------------------- before any data is read
+
+
+def match_names(
+    checkpoint: Mapping[str, TensorEntry], model: LoadableModel, targets: Mapping[str, list[WeightTarget]], folder: Path
+) -> dict[str, TensorEntry]:
+    """Checkpoint entries under the names that the model uses, without those it ignores.
+
+    Some checkpoints were saved from the part below the head and leave out the first component of every name
+    (`h.0.ln_1.weight` for `transformer.h.0.ln_1.weight`); it is added where only then the name is known.
+
+    Raises:
+        ModelError: A tensor is unknown, missing, or there twice.
+    """
+    prefixes = _prefixes(targets)
+    matched: dict[str, TensorEntry] = {}
+    unknown: list[TensorEntry] = []
+    for name, entry in checkpoint.items():
+        candidates = [name, *(prefix + name for prefix in prefixes)]
+        known = next((c for c in candidates if c in targets), None)
+        if known is None:
+            if not any(model.ignores(candidate) for candidate in candidates):
+                unknown.append(entry)
+        elif known in matched:
+            raise ModelError(f"{entry.file}: tensors {matched[known].name!r} and {name!r} are both for {known!r}.")
+        else:
+            matched[known] = entry
+    missing = [name for name in targets if name not in matched]
+    if unknown or missing:
+        raise ModelError(_mismatch(type(model).__name__, unknown, missing, targets, folder))
+    return matched
+
+
+def _prefixes(targets: Iterable[str]) -> list[str]:
+    return sorted({name.split(".", 1)[0] + "." for name in targets if "." in name})
+
+
+def _mismatch(
+    model: str, unknown: list[TensorEntry], missing: list[str], targets: Iterable[str], folder: Path, most: int = 5
+) -> str:
+    lines = [f"The weights in {folder} are not those of {model}:"]
+    for entry in unknown[:most]:
+        nearest = difflib.get_close_matches(entry.name, missing or list(targets), n=1, cutoff=0.6)
+        hint = f"; the nearest that it has is {nearest[0]!r}" if nearest else ""
+        lines.append(f"  unknown tensor {entry.name!r} in {entry.file.name}, which the model has no place for{hint}")
+    if len(unknown) > most:
+        lines.append(f"  and {len(unknown) - most} more unknown tensors")
+    lines.extend(f"  missing tensor {name!r}, which no file holds" for name in missing[:most])
+    if len(missing) > most:
+        lines.append(f"  and {len(missing) - most} more missing tensors")
+    lines.append("Check that config.json and the weights belong together, or download the model again.")
+    return "\n".join(lines)
+
+
+def check_tensors(
+    entries: Mapping[str, TensorEntry], targets: Mapping[str, list[WeightTarget]], vocab_size: int | None
+) -> None:
+    """Compares shapes and dtypes.
+
+    Raises:
+        ModelError: Names file, tensor, expected and found.
+    """
+    for name, entry in entries.items():
+        for target in targets[name]:
+            if entry.shape != tuple(target.source_shape):
+                raise ModelError(_wrong_shape(entry, target, vocab_size))
+            if target.parameter.is_floating_point() and entry.dtype not in _FLOATS:
+                raise ModelError(
+                    f"{entry.file}: tensor {entry.name!r} has dtype {entry.dtype}, expected one of "
+                    f"{', '.join(_FLOATS)}. Quantized checkpoints are not supported yet."
+                )
+
+
+def _wrong_shape(entry: TensorEntry, target: WeightTarget, vocab_size: int | None) -> str:
+    expected = tuple(target.source_shape)
+    text = f"{entry.file}: tensor {entry.name!r} has shape {list(entry.shape)}, expected {list(expected)}"
+    if vocab_size is not None and expected[:1] == (vocab_size,) and entry.shape[1:] == expected[1:]:
+        return (
+            f"{text}: it has rows for {entry.shape[0]} tokens, but vocab_size in config.json is {vocab_size}. Check "
+            "that both come from the same model."
+        )
+    return f"{text} according to config.json. Check that config.json and the weights belong together."
+
+
+def _check_every_parameter_is_targeted(model: LoadableModel, targets: Mapping[str, list[WeightTarget]]) -> None:
+    """A model file that forgets one of its own parameters is a mistake of its author."""
+    targeted = {id(target.parameter) for of_name in targets.values() for target in of_name}
+    forgotten = [name for name, parameter in model.named_parameters() if id(parameter) not in targeted]
+    if forgotten:
+        raise TypeError(f"{type(model).__name__}.weight_targets() leaves out the parameters {', '.join(forgotten)}.")
+
+
+def _vocab_size(model: LoadableModel) -> int | None:
+    return getattr(getattr(model, "config", None), "vocab_size", None)
+
+
+# -------------------------------------------------------------------------------------------------------------- copying
+
+
+def _copy_all(entries: Mapping[str, TensorEntry], targets: Mapping[str, list[WeightTarget]], use_tqdm: bool) -> None:
+    """File by file, in the order in which the data lies there."""
+    buffer = bytearray(BUFFER_BYTES)
+    ordered = sorted(entries.items(), key=lambda item: (item[1].file, item[1].start))
+    with ExitStack() as stack:
+        progress = stack.enter_context(_progress(sum(e.num_bytes for e in entries.values()), use_tqdm))
+        reader, open_file = None, None
+        with ExitStack() as files:
+            for name, entry in ordered:
+                if entry.file != open_file:
+                    files.close()
+                    reader, open_file = files.enter_context(SafetensorsReader(entry.file)), entry.file
+                    progress.set_postfix_str(entry.file.name, refresh=False)
+                assert reader is not None
+                for target in targets[name]:
+                    buffer = _copy(reader, entry, target, buffer)
+                progress.update(entry.num_bytes)
+
+
+def _copy(reader: SafetensorsReader, entry: TensorEntry, target: WeightTarget, buffer: bytearray) -> bytearray:
+    """Streams one rectangle, a few whole rows at a time; returns the buffer, which grows if one row needs it."""
+    dtype = _FLOATS[entry.dtype]
+    source = target.source or (slice(0, 1),)  # a scalar is a tensor of one row
+    shape = entry.shape or (1,)
+    columns = shape[1:]
+    row_bytes = math.prod(columns) * dtype.itemsize
+    destination = target.parameter.detach()[target.destination] if target.source else target.parameter.detach().view(1)
+    if target.transpose:
+        destination = destination.transpose(0, 1)  # now indexed like the source
+    if destination.numel() == 0 or row_bytes == 0:
+        return buffer
+    if row_bytes > len(buffer):
+        buffer = bytearray(row_bytes)
+    rows, rows_at_once = source[0], len(buffer) // row_bytes
+    for start in range(rows.start, rows.stop, rows_at_once):
+        stop = min(start + rows_at_once, rows.stop)
+        view = memoryview(buffer)[: (stop - start) * row_bytes]
+        reader.read_into(view, entry, start * row_bytes)
+        chunk = torch.frombuffer(view, dtype=dtype).view(stop - start, *columns)[(slice(None), *source[1:])]
+        destination[start - rows.start : stop - rows.start].copy_(chunk)
+    return buffer
+
+
+def _fill_dummy(targets: Mapping[str, list[WeightTarget]], seed: int) -> None:
+    tensors = DummyTensors(seed)
+    for name, of_name in targets.items():
+        for target in of_name:
+            destination = target.parameter.detach()[target.destination]
+            if target.transpose:
+                destination = destination.transpose(0, 1)
+            rows = target.source[0]
+            for start, values in tensors.rows(name, tuple(target.source_shape), rows.start, rows.stop):
+                chunk = torch.from_numpy(values)[(slice(None), *target.source[1:])]
+                offset = start - rows.start
+                destination[offset : offset + len(values)].copy_(chunk)
+
+
+def _progress(total: int, use_tqdm: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights", disable=not use_tqdm)
