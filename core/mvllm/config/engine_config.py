@@ -119,7 +119,11 @@ def replace_field(config: EngineConfig, field: str, value: Any) -> EngineConfig:
         if section_name not in {f.name for f in dataclasses.fields(config)}:
             raise ConfigError(f"There is no setting {field!r}.")
         return dataclasses.replace(config, **{section_name: value})
-    if not dataclasses.is_dataclass(section) or name not in {f.name for f in dataclasses.fields(section)}:
+    if (
+        isinstance(section, type)
+        or not dataclasses.is_dataclass(section)
+        or name not in {f.name for f in dataclasses.fields(section)}
+    ):
         raise ConfigError(f"There is no setting {field!r}.")
     changed: Any = dataclasses.replace(section, **{name: value})
     return dataclasses.replace(config, **{section_name: changed})
