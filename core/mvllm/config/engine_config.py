@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ConfigError
@@ -114,16 +114,13 @@ def replace_field(config: EngineConfig, field: str, value: Any) -> EngineConfig:
         ConfigError: There is no such field.
     """
     section_name, _, name = field.partition(".")
-    section: Any = getattr(config, section_name, None)
     if not name:
-        if section_name not in {f.name for f in dataclasses.fields(config)}:
-            raise ConfigError(f"There is no setting {field!r}.")
-        return dataclasses.replace(config, **{section_name: value})
-    if (
-        isinstance(section, type)
-        or not dataclasses.is_dataclass(section)
-        or name not in {f.name for f in dataclasses.fields(section)}
-    ):
+        return _replace(config, field, value, field)
+    section = getattr(config, section_name, None)
+    return _replace(config, section_name, _replace(section, name, value, field), field)
+
+
+def _replace(values: Any, name: str, value: Any, field: str) -> Any:
+    if not dataclasses.is_dataclass(values) or name not in {f.name for f in dataclasses.fields(values)}:
         raise ConfigError(f"There is no setting {field!r}.")
-    changed: Any = dataclasses.replace(section, **{name: value})
-    return dataclasses.replace(config, **{section_name: changed})
+    return dataclasses.replace(cast(Any, values), **{name: value})
