@@ -1,27 +1,22 @@
-"""Names of dtypes, as settings and contracts spell them, and torch's objects for them."""
+"""Names of dtypes, as settings and the contract spell them, and the torch dtypes they stand for."""
 
 from __future__ import annotations
 
 import torch
 
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-    "int8": torch.int8,
-}
-
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's dtype called `name`.
+    """The torch dtype called `name`, for instance `bfloat16`.
 
     Raises:
-        KeyError: Core knows no dtype of that name.
+        ValueError: torch has no such dtype.
     """
-    return _DTYPES[name]
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"There is no dtype {name!r}.")
+    return dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name that settings use for `dtype`."""
+    """The contract's name of `dtype`."""
     return str(dtype).removeprefix("torch.")

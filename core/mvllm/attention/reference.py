@@ -1,0 +1,149 @@
+"""Paged attention in plain torch: the oracle that every backend is measured against.
+
+The idea: for each request, gather exactly the blocks that its queries can see, and compute softmax attention over them
+in float32. Nothing is padded, and scores exist for a few hundred queries at a time.
+
+    kv[0] keys, kv[1] values: [num_blocks, block_size, num_kv_heads, head_size]
+
+    sequence   0 ............. first ............ begin ............ end
+                               └ visible keys ──────────────────────┘
+                                                  └ this step's queries
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mvllm.ops.dtypes import torch_dtype
+from mvllm.platform.attention import AttentionBackend, AttentionSpec, BatchLayout, KVLayout
+
+_BLOCK_SIZES = (16, 32, 8, 64, 128, 256, 4, 2, 1)
+_KV_DTYPES = ("float32", "bfloat16", "float16")
+_QUERY_TILE = 256
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """One request of the step.
+
+    Attributes:
+        tokens: Its rows among the step's tokens.
+        begin: Position of its first query.
+        end: Its length after the step.
+        first: First position that any of its queries sees, rounded down to a block.
+        blocks: Device, the blocks that hold [first, end).
+    """
+
+    tokens: slice
+    begin: int
+    end: int
+    first: int
+    blocks: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ReferenceMetadata:
+    """What one step needs.
+
+    Attributes:
+        sequences: The requests.
+        slots: Device, int64: the slots that are written.
+        rows: Device, int64: the tokens written there; None for all, in order.
+    """
+
+    sequences: tuple[_Sequence, ...]
+    slots: torch.Tensor
+    rows: torch.Tensor | None
+
+
+class ReferenceAttention(AttentionBackend):
+    """The oracle. Takes every spec and any block size among powers of two; a list of requests is a Python loop."""
+
+    @classmethod
+    def validate(cls, spec: AttentionSpec) -> list[str]:
+        reasons = []
+        if spec.num_kv_heads < 1 or spec.num_heads % spec.num_kv_heads:
+            reasons.append(f"{spec.num_heads} query heads do not divide among {spec.num_kv_heads} key/value heads")
+        if spec.kv_dtype not in _KV_DTYPES:
+            reasons.append(f"keys and values are stored as {', '.join(_KV_DTYPES)}, not {spec.kv_dtype}")
+        return reasons
+
+    def kv_layout(self) -> KVLayout:
+        itemsize = torch_dtype(self.spec.kv_dtype).itemsize
+        return KVLayout(_BLOCK_SIZES, 2 * self.spec.num_kv_heads * self.spec.head_size * itemsize)
+
+    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> torch.Tensor:
+        shape = (2, num_blocks, block_size, self.spec.num_kv_heads, self.spec.head_size)
+        return torch.zeros(shape, dtype=torch_dtype(self.spec.kv_dtype), device=device)
+
+    def build_metadata(self, batch: BatchLayout) -> ReferenceMetadata:
+        window = self.spec.sliding_window
+        sequences = []
+        for request in range(batch.num_requests):
+            start, stop = int(batch.query_start_loc[request]), int(batch.query_start_loc[request + 1])
+            if start == stop:
+                continue
+            end = int(batch.seq_lens[request])
+            begin = end - (stop - start)
+            first_block = 0 if window is None else max(0, begin - window + 1) // batch.block_size
+            num_blocks = -(-end // batch.block_size)
+            blocks = batch.block_table_device[request, first_block:num_blocks]
+            sequences.append(_Sequence(slice(start, stop), begin, end, first_block * batch.block_size, blocks))
+        slots, rows = batch.slot_mapping_device, None
+        if batch.slot_mapping.size and batch.slot_mapping.min() < 0:
+            kept = torch.from_numpy(np.flatnonzero(batch.slot_mapping >= 0))
+            rows = kept.to(slots.device)
+            slots = slots.index_select(0, rows)
+        return ReferenceMetadata(tuple(sequences), slots.long(), rows)
+
+    def write_kv(self, kv: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: ReferenceMetadata) -> None:
+        for cache, new in zip(kv.flatten(1, 2), (key, value), strict=True):
+            kept = new if metadata.rows is None else new.index_select(0, metadata.rows)
+            cache.index_copy_(0, metadata.slots, kept.to(cache.dtype))
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        kv: torch.Tensor,
+        metadata: ReferenceMetadata,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        for sequence in metadata.sequences:
+            num_keys = sequence.end - sequence.first
+            key, value = (
+                cache.index_select(0, sequence.blocks).flatten(0, 1)[:num_keys].float() for cache in kv.unbind(0)
+            )
+            for start in range(sequence.tokens.start, sequence.tokens.stop, _QUERY_TILE):
+                stop = min(start + _QUERY_TILE, sequence.tokens.stop)
+                begin = sequence.begin + start - sequence.tokens.start - sequence.first
+                output[start:stop] = self._attend(query[start:stop].float(), key, value, begin, sinks)
+        return output.flatten(1)
+
+    def copy_blocks(self, kv: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
+        kv[:, destination] = kv[:, source]
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, begin: int, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Queries [n, heads, size] at positions begin, begin + 1, ... among keys [m, kv_heads, size]."""
+        n, m, spec = query.shape[0], key.shape[0], self.spec
+        # Query heads that share a key/value head are neighbours: [n, kv_heads, group, size].
+        grouped = query.unflatten(1, (spec.num_kv_heads, -1))
+        scores = torch.einsum("nkgd,mkd->kgnm", grouped, key) * spec.scale
+        if spec.soft_cap is not None:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        query_at = torch.arange(begin, begin + n, device=query.device).unsqueeze(-1)
+        key_at = torch.arange(m, device=query.device)
+        hidden = key_at > query_at
+        if spec.sliding_window is not None:
+            hidden |= key_at <= query_at - spec.sliding_window
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            extra = sinks.float().view(spec.num_kv_heads, -1, 1, 1).expand(-1, -1, n, 1)
+            scores = torch.cat((scores, extra), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., :m]
+        return torch.einsum("kgnm,mkd->nkgd", weights, value).flatten(1, 2).to(query.dtype)

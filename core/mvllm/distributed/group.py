@@ -1,0 +1,88 @@
+"""A group of ranks as layers see it: collectives that cost nothing when the group is one rank."""
+
+from __future__ import annotations
+
+import torch
+
+from mvllm.platform.communicator import Communicator
+from mvllm.platform.topology import GroupSpec
+
+
+class GroupCoordinator:
+    """One rank's view of its group.
+
+    Args:
+        spec: The group.
+        communicator: Its collectives; None for a group of one rank, where every collective is the identity.
+
+    Attributes:
+        name: The group's name, `tp` or `pp`.
+        rank_in_group: This rank's position.
+        world_size: Ranks in the group.
+    """
+
+    def __init__(self, spec: GroupSpec, communicator: Communicator | None = None) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.rank_in_group = spec.rank_in_group
+        self.world_size = len(spec.ranks)
+        if self.world_size > 1 and communicator is None:
+            raise ValueError(f"Group {spec.name!r} has {self.world_size} ranks and no communicator.")
+        self._communicator = communicator if self.world_size > 1 else None
+
+    @classmethod
+    def single(cls, name: str) -> GroupCoordinator:
+        """A group of this rank alone."""
+        return cls(GroupSpec(name=name, ranks=(0,), rank=0))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the group's first."""
+        return self.rank_in_group == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank is the group's last."""
+        return self.rank_in_group == self.world_size - 1
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks; may work in place."""
+        return tensor if self._communicator is None else self._communicator.all_reduce(tensor)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The ranks' tensors, concatenated along `dim`."""
+        return tensor if self._communicator is None else self._communicator.all_gather(tensor, dim)
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """This rank's equal share, along `dim`, of the sum over ranks."""
+        return tensor if self._communicator is None else self._communicator.reduce_scatter(tensor, dim)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """In place: the values of rank `source`."""
+        return tensor if self._communicator is None else self._communicator.broadcast(tensor, source)
+
+    def gather(self, tensor: torch.Tensor, destination: int = 0, dim: int = -1) -> torch.Tensor | None:
+        """On rank `destination` the ranks' tensors concatenated along `dim`; None elsewhere."""
+        return tensor if self._communicator is None else self._communicator.gather(tensor, destination, dim)
+
+    def send(self, tensor: torch.Tensor, destination: int) -> None:
+        """Sends to rank `destination` of the group, another rank than this one."""
+        self._peers().send(tensor, destination)
+
+    def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
+        """Receives what rank `source` of the group sends."""
+        return self._peers().recv(shape, dtype, source)
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        if self._communicator is not None:
+            self._communicator.barrier()
+
+    def close(self) -> None:
+        """Leaves the group. Idempotent."""
+        if self._communicator is not None:
+            self._communicator.close()
+
+    def _peers(self) -> Communicator:
+        assert self._communicator is not None, f"group {self.name!r} has one rank: nobody to talk to"
+        return self._communicator

@@ -1,0 +1,65 @@
+"""What layers are built with, and what they are run with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mvllm.distributed.group import GroupCoordinator
+from mvllm.ops.dtypes import dtype_name
+from mvllm.ops.registry import OpTable, ResolvedOp
+from mvllm.platform.attention import AttentionBackend, AttentionMetadata, AttentionSpec
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """Everything outside the model that its layers need while they are built.
+
+    Attributes:
+        dtype: Compute dtype.
+        device: Where parameters live.
+        ops: The operations of this worker.
+        attention: The backend for a spec; equal specs get the same backend.
+        tp: The ranks that share each layer.
+        pp: The ranks that each hold a run of layers.
+        kv_dtype: Storage dtype of the KV cache by name.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    ops: OpTable
+    attention: Callable[[AttentionSpec], AttentionBackend]
+    tp: GroupCoordinator
+    pp: GroupCoordinator
+    kv_dtype: str
+
+    @property
+    def dtype_name(self) -> str:
+        """The compute dtype's name."""
+        return dtype_name(self.dtype)
+
+    def op(self, name: str, **facts: object) -> ResolvedOp:
+        """The implementation of operation `name` in the compute dtype."""
+        return self.ops.get(name, self.dtype, **facts)
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        """A parameter on the device, zero until weights are loaded into it."""
+        return nn.Parameter(torch.zeros(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+
+
+@dataclass
+class ForwardStep:
+    """What the layers need to know about the batch of one step.
+
+    Attributes:
+        metadata: The attention metadata of the step, one entry per distinct AttentionSpec of the model.
+        prompt_lens: [T], int32, device: for each token the length of its request's prompt. Read only by models whose
+            `uses_prompt_lens` is set (RoPE scalings that depend on the length of the sequence, see RotaryEmbedding);
+            None treats every prompt as no longer than the original context.
+    """
+
+    metadata: Mapping[AttentionSpec, AttentionMetadata]
+    prompt_lens: torch.Tensor | None = None

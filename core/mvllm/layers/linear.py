@@ -1,0 +1,270 @@
+"""Linear layers and how tensor parallelism cuts them.
+
+The idea: every linear layer is one matrix [out, in] on this rank, and a list of *parts* that says which rows and
+columns of which checkpoint tensors it is made of. The parallel variants differ only in the parts they list:
+
+    column parallel   each rank holds a band of rows     → results are bands of the output
+    row parallel      each rank holds a band of columns  → results are summed over ranks
+    merged column     bands of several matrices, stacked → one product instead of several
+    QKV               likewise, cut along heads; a key/value head is copied where ranks outnumber them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mvllm.distributed.group import GroupCoordinator
+from mvllm.errors import ConfigError
+from mvllm.layers.context import BuildContext
+from mvllm.layers.weight_target import WeightTarget
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of one checkpoint matrix, as this rank holds them.
+
+    Attributes:
+        name: The checkpoint module; `.weight` and `.bias` are appended.
+        num_rows: Rows (output features) of the whole checkpoint matrix.
+        source: The rows read.
+        destination: The rows of this rank's matrix that they fill.
+    """
+
+    name: str
+    num_rows: int
+    source: slice
+    destination: slice
+
+
+class Linear(nn.Module):
+    """A matrix on this rank, with its product going through the operation `linear`.
+
+    Args:
+        ctx: Build context.
+        parts: What the rows are made of.
+        in_features: Columns of the whole checkpoint matrices.
+        bias: Whether there is a bias.
+        columns: The columns that this rank holds; None for all.
+        transposed: The checkpoint stores matrices as [in, out].
+
+    Attributes:
+        weight: [out_features, columns], or what the op provider's `prepare` made of it after loading.
+        bias: [out_features] or None.
+    """
+
+    weight: Any
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        ctx: BuildContext,
+        parts: Sequence[Part],
+        in_features: int,
+        *,
+        bias: bool,
+        columns: slice | None = None,
+        transposed: bool = False,
+    ) -> None:
+        super().__init__()
+        self.parts = tuple(parts)
+        self.in_features = in_features
+        self.columns = columns or slice(0, in_features)
+        self.transposed = transposed
+        self.out_features = max(part.destination.stop for part in parts)
+        num_columns = self.columns.stop - self.columns.start
+        self.weight = ctx.parameter(self.out_features, num_columns)
+        self.bias = ctx.parameter(self.out_features) if bias else None
+        self._op = ctx.op("linear", in_features=num_columns, out_features=self.out_features, bias=bias)
+        self._linear = self._op.function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in on this rank] to [..., out on this rank]."""
+        return self._linear(x, self.weight, self.bias)
+
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        """Checkpoint tensor names and what this rank takes of them. Before `prepare_weights` only."""
+        num_columns = self.columns.stop - self.columns.start
+        for part in self.parts:
+            shape = (part.num_rows, self.in_features)
+            source = (part.source, self.columns)
+            if self.transposed:
+                shape, source = shape[::-1], source[::-1]
+            destination = (part.destination, slice(0, num_columns))
+            yield f"{part.name}.weight", WeightTarget(self.weight, shape, source, destination, self.transposed)
+            if self.bias is not None:
+                yield (
+                    f"{part.name}.bias",
+                    WeightTarget(self.bias, (part.num_rows,), (part.source,), (part.destination,)),
+                )
+
+    def prepare_weights(self) -> None:
+        """Turns the loaded weight into the form that the op provider wants."""
+        if self._op.prepare is not None:
+            prepared = self._op.prepare(self.weight.data)
+            del self.weight
+            self.weight = prepared
+
+
+class ColumnParallelLinear(Linear):
+    """Each rank computes a band of the outputs. `bands` lists the checkpoint matrices, stacked in this order."""
+
+    def __init__(
+        self,
+        ctx: BuildContext,
+        bands: Sequence[tuple[str, int]],
+        in_features: int,
+        *,
+        bias: bool,
+        transposed: bool = False,
+    ) -> None:
+        parts, start = [], 0
+        for name, num_rows in bands:
+            band = share(num_rows, ctx.tp, f"output features of {name}")
+            stop = start + band.stop - band.start
+            parts.append(Part(name, num_rows, band, slice(start, stop)))
+            start = stop
+        super().__init__(ctx, parts, in_features, bias=bias, transposed=transposed)
+
+
+class RowParallelLinear(Linear):
+    """Each rank holds a band of the inputs; results are summed over ranks, the bias is added by the first."""
+
+    def __init__(
+        self,
+        ctx: BuildContext,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        transposed: bool = False,
+    ) -> None:
+        columns = share(in_features, ctx.tp, f"input features of {name}")
+        rows = slice(0, out_features)
+        part = Part(name, out_features, rows, rows)
+        super().__init__(ctx, [part], in_features, bias=bias, columns=columns, transposed=transposed)
+        self._tp = ctx.tp
+        self._adds_bias = ctx.tp.is_first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in on this rank] to [..., out], the same on every rank."""
+        return self._tp.all_reduce(self._linear(x, self.weight, self.bias if self._adds_bias else None))
+
+
+class ReplicatedLinear(Linear):
+    """Every rank holds the whole matrix."""
+
+    def __init__(self, ctx: BuildContext, name: str, in_features: int, out_features: int, *, bias: bool) -> None:
+        rows = slice(0, out_features)
+        super().__init__(ctx, [Part(name, out_features, rows, rows)], in_features, bias=bias)
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """Attention heads of one rank.
+
+    Attributes:
+        num_heads, num_kv_heads: Heads on this rank.
+        first_head, first_kv_head: Where they begin among all heads.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    first_head: int
+    first_kv_head: int
+
+    @classmethod
+    def of(cls, num_heads: int, num_kv_heads: int, tp: GroupCoordinator) -> HeadShare:
+        """The heads of this rank. With fewer key/value heads than ranks, neighbouring ranks hold copies of one.
+
+            8 heads, 2 key/value heads, 4 ranks:   rank       0     1     2     3
+                                                   heads     0 1   2 3   4 5   6 7
+                                                   kv head    0     0     1     1
+
+        Raises:
+            ConfigError: The heads do not divide evenly.
+        """
+        heads = share(num_heads, tp, "attention heads")
+        if num_kv_heads >= tp.world_size:
+            kv = share(num_kv_heads, tp, "key/value heads")
+        elif tp.world_size % num_kv_heads == 0:
+            first = tp.rank_in_group * num_kv_heads // tp.world_size
+            kv = slice(first, first + 1)
+        else:
+            raise ConfigError(
+                f"tensor_parallel_size={tp.world_size} is not a multiple of the model's {num_kv_heads} key/value heads."
+            )
+        return cls(heads.stop - heads.start, kv.stop - kv.start, heads.start, kv.start)
+
+
+class QKVLinear(Linear):
+    """Queries, keys and values in one product, cut along heads.
+
+    Args:
+        ctx: Build context.
+        names: Checkpoint modules of query, key and value; or one module that holds all three, stacked in this order.
+        hidden_size: Input features.
+        num_heads, num_kv_heads: Heads of the whole model.
+        head_size: Elements per head.
+        bias: Whether there are biases.
+        transposed: The checkpoint stores matrices as [in, out].
+
+    Attributes:
+        heads: This rank's share.
+        sizes: Output features of query, key and value on this rank.
+    """
+
+    def __init__(
+        self,
+        ctx: BuildContext,
+        names: tuple[str, str, str] | tuple[str],
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        *,
+        bias: bool,
+        transposed: bool = False,
+    ) -> None:
+        self_heads = HeadShare.of(num_heads, num_kv_heads, ctx.tp)
+        q_size, kv_size = self_heads.num_heads * head_size, self_heads.num_kv_heads * head_size
+        sizes = (q_size, kv_size, kv_size)
+        firsts = (self_heads.first_head, self_heads.first_kv_head, self_heads.first_kv_head)
+        full = (num_heads * head_size, num_kv_heads * head_size, num_kv_heads * head_size)
+        parts, destination, offset = [], 0, 0
+        for i, (size, first) in enumerate(zip(sizes, firsts, strict=True)):
+            name, num_rows = (names[i], full[i]) if len(names) == 3 else (names[0], sum(full))
+            start = first * head_size + (offset if len(names) == 1 else 0)
+            parts.append(Part(name, num_rows, slice(start, start + size), slice(destination, destination + size)))
+            destination += size
+            offset += full[i]
+        super().__init__(ctx, parts, hidden_size, bias=bias, transposed=transposed)
+        self.heads = self_heads
+        self.sizes = sizes
+        self._head_size = head_size
+
+    def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The product for `x` [T, hidden_size] as query [T, heads, head_size], and key and value [T, kv_heads, ...]."""
+        q, k, v = self.forward(x).split(self.sizes, dim=-1)
+        shape = (x.shape[0], -1, self._head_size)
+        return q.view(shape), k.view(shape), v.view(shape)
+
+
+def share(size: int, group: GroupCoordinator, what: str) -> slice:
+    """This rank's equal share of `size`.
+
+    Raises:
+        ConfigError: It does not divide evenly.
+    """
+    if size % group.world_size:
+        raise ConfigError(
+            f"{size} {what} cannot be shared evenly by {group.world_size} ranks: "
+            "choose a tensor_parallel_size that divides it."
+        )
+    band = size // group.world_size
+    return slice(band * group.rank_in_group, band * (group.rank_in_group + 1))

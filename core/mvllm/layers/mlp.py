@@ -1,0 +1,69 @@
+"""Feed-forward blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from mvllm.layers.activation import activation, gated_activation
+from mvllm.layers.context import BuildContext
+from mvllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+
+
+class GatedMLP(nn.Module):
+    """down(f(gate(x)) * up(x)), with gate and up in one product.
+
+    Args:
+        ctx: Build context.
+        name: The checkpoint module that holds gate_proj, up_proj and down_proj.
+        hidden_size, intermediate_size: Outer and inner size of the whole model.
+        hidden_act: Name of f as checkpoints spell it.
+        bias: Whether the three have biases.
+    """
+
+    def __init__(
+        self, ctx: BuildContext, name: str, hidden_size: int, intermediate_size: int, hidden_act: str, *, bias: bool
+    ) -> None:
+        super().__init__()
+        bands = [(f"{name}.gate_proj", intermediate_size), (f"{name}.up_proj", intermediate_size)]
+        self.gate_up = ColumnParallelLinear(ctx, bands, hidden_size, bias=bias)
+        self.down = RowParallelLinear(ctx, f"{name}.down_proj", intermediate_size, hidden_size, bias=bias)
+        self._act = gated_activation(ctx, hidden_act, self.gate_up.out_features // 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] to [T, hidden_size]."""
+        return self.down(self._act(self.gate_up(x)))
+
+
+class MLP(nn.Module):
+    """down(f(up(x))).
+
+    Args:
+        ctx: Build context.
+        up, down: The checkpoint modules.
+        hidden_size, intermediate_size: Outer and inner size of the whole model.
+        act: Name of f as checkpoints spell it.
+        bias: Whether both have biases.
+        transposed: The checkpoint stores matrices as [in, out].
+    """
+
+    def __init__(
+        self,
+        ctx: BuildContext,
+        up: str,
+        down: str,
+        hidden_size: int,
+        intermediate_size: int,
+        act: str,
+        *,
+        bias: bool,
+        transposed: bool = False,
+    ) -> None:
+        super().__init__()
+        self.up = ColumnParallelLinear(ctx, [(up, intermediate_size)], hidden_size, bias=bias, transposed=transposed)
+        self.down = RowParallelLinear(ctx, down, intermediate_size, hidden_size, bias=bias, transposed=transposed)
+        self._act = activation(ctx, act, self.up.out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] to [T, hidden_size]."""
+        return self.down(self._act(self.up(x)))

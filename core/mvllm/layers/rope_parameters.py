@@ -1,0 +1,96 @@
+"""Rotary settings of a checkpoint, spelled the new way (`rope_parameters`) or the old (`rope_theta`, `rope_scaling`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mvllm.config.hf_config import HFConfig
+from mvllm.errors import ModelError
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+"""The RoPE scalings that are known."""
+
+_NEEDED = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+_DEFAULT_THETA = 10000.0
+
+
+@dataclass(frozen=True)
+class RopeParameters:
+    """Rotary settings of one model.
+
+    Attributes:
+        rope_type: One of ROPE_TYPES.
+        theta: Base of the geometric series of wavelengths.
+        head_size: Elements per head.
+        rotary_dim: Leading elements of a head that are rotated.
+        max_position: `max_position_embeddings` of the checkpoint.
+        original_max_position: Longest sequence of the pretraining.
+        values: All other settings of the scaling, as the checkpoint has them.
+        source: The file they came from, for error messages.
+    """
+
+    rope_type: str
+    theta: float
+    head_size: int
+    rotary_dim: int
+    max_position: int
+    original_max_position: int
+    values: Mapping[str, Any]
+    source: str
+
+    @classmethod
+    def of(cls, config: HFConfig, head_size: int) -> RopeParameters:
+        """Reads the settings from a `config.json`.
+
+        `partial_rotary_factor` counts only together with a scaling: the model families that read their settings here
+        rotate the whole head when the type is `default`, whatever their config says.
+
+        Raises:
+            ModelError: The type is unknown, or a setting is missing or of the wrong kind.
+        """
+        values = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+        rope_type = values.get("rope_type") or values.get("type") or "default"
+        if rope_type not in ROPE_TYPES:
+            raise ModelError(
+                f"{config.source}: the RoPE scaling {rope_type!r} is not supported. Supported: {', '.join(ROPE_TYPES)}."
+            )
+        missing = [key for key in _NEEDED.get(rope_type, ()) if values.get(key) is None]
+        if missing:
+            raise ModelError(f"{config.source}: RoPE scaling {rope_type!r} lacks {', '.join(missing)}.")
+
+        max_position = config.positive_int("max_position_embeddings", 2048)
+        original = config.get("original_max_position_embeddings") or values.get("original_max_position_embeddings")
+        partial = values.get("partial_rotary_factor") or config.get("partial_rotary_factor", 1.0)
+        whole = rope_type in ("default", "proportional")
+        rotary_dim = head_size if whole else int(head_size * partial)
+        values["partial_rotary_factor"] = partial
+        if rotary_dim % 2 or not 0 < rotary_dim <= head_size:
+            raise ModelError(
+                f"{config.source}: rotary embedding over {rotary_dim} of {head_size} elements per head "
+                "is not possible: the number has to be even, positive and within the head."
+            )
+        parameters = cls(
+            rope_type=rope_type,
+            theta=float(values.get("rope_theta") or config.get("rope_theta", _DEFAULT_THETA)),
+            head_size=head_size,
+            rotary_dim=rotary_dim,
+            max_position=max_position,
+            original_max_position=int(original or max_position),
+            values=values,
+            source=config.source,
+        )
+        parameters._check_factor_lists()
+        return parameters
+
+    def _check_factor_lists(self) -> None:
+        if self.rope_type == "longrope":
+            for key in ("short_factor", "long_factor"):
+                if not isinstance(self.values[key], list) or len(self.values[key]) != self.rotary_dim // 2:
+                    raise ModelError(f"{self.source}: {key} should be a list of {self.rotary_dim // 2} numbers.")

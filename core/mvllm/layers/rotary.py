@@ -1,0 +1,111 @@
+"""Rotary position embedding: a table of cosines and sines, made once, and the row of it that each token uses.
+
+Most scalings give one angle per position, so a token's row is its position. Two depend on how long the sequence is when
+a token's key is computed, and keys in the cache keep the rotation they were stored with:
+
+    dynamic    tokens beyond the original context widen the base as the sequence grows
+    longrope   sequences beyond the original context use other frequencies
+
+The length that counts for a token at position p of a request with an n-token prompt is max(p + 1, n): a prompt is seen
+at once, then tokens come one by one. That is what generating one sequence from start to end does, and it stays the same
+however the engine cuts a prompt into chunks or recomputes it after a preemption. While n is within the original context
+the length is a function of p alone, and a table still does; `prompt_lens` is needed only for longer prompts.
+
+Keys of prompts beyond the original context depend on n as well as on the tokens, so a prefix cache may share their
+blocks only between requests of equal n (dynamic), or among the long ones (longrope): see `cache_key`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mvllm.layers.context import BuildContext
+from mvllm.layers.rope_parameters import RopeParameters
+from mvllm.layers.rope_scaling import dynamic_frequencies, frequencies, long_frequencies
+
+
+@dataclass(frozen=True)
+class StepAngles:
+    """The angles of one step's tokens.
+
+    Attributes:
+        index: [T]: each token's row of `cos_sin`.
+        cos_sin: [rows, rotary_dim] float32.
+    """
+
+    index: torch.Tensor
+    cos_sin: torch.Tensor
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates queries and keys by their positions. One instance serves all layers of a model.
+
+    Args:
+        ctx: Build context.
+        rope: The checkpoint's settings.
+        max_len: Positions are below this.
+
+    Attributes:
+        uses_prompt_lens: Whether prompts beyond the original context need `prompt_lens`.
+    """
+
+    def __init__(self, ctx: BuildContext, rope: RopeParameters, max_len: int) -> None:
+        super().__init__()
+        self.rope = rope
+        self.max_len = max_len
+        length_matters = rope.rope_type in ("dynamic", "longrope")
+        self.uses_prompt_lens = length_matters and max_len > self.native_len
+        # Not a buffer: casting a module's dtype must not touch the table.
+        self._table = self._build_table().to(ctx.device)
+        self._rotate = ctx.op("rotary_embedding", head_size=rope.head_size, rotary_dim=rope.rotary_dim).function
+
+    @property
+    def native_len(self) -> int:
+        """Sequences up to this length rotate the same whatever the scaling does to longer ones."""
+        p = self.rope
+        return p.original_max_position if p.rope_type == "longrope" else p.max_position
+
+    def cache_key(self, prompt_len: int) -> int:
+        """Requests may share cached keys only where this is equal."""
+        if not self.uses_prompt_lens or prompt_len <= self.native_len:
+            return 0
+        return 1 if self.rope.rope_type == "longrope" else prompt_len
+
+    def angles(self, positions: torch.Tensor, prompt_lens: torch.Tensor | None = None) -> StepAngles:
+        """Looks up the angles of a step's tokens, once for all layers.
+
+        Args:
+            positions: [T], integers.
+            prompt_lens: [T], integers, as in ForwardStep; None treats every prompt as within the original context.
+        """
+        if prompt_lens is None or not self.uses_prompt_lens:
+            return StepAngles(positions, self._table)
+        if self.rope.rope_type == "longrope":
+            # Behind the usual rows stand those of long prompts: the long frequencies at every position.
+            return StepAngles(positions + self.max_len * (prompt_lens > self.native_len), self._table)
+        inv_freq = dynamic_frequencies(self.rope, torch.maximum(positions + 1, prompt_lens))
+        rows = _cos_sin(positions.unsqueeze(-1) * inv_freq, 1.0)
+        return StepAngles(torch.arange(len(positions), device=positions.device), rows)
+
+    def forward(self, angles: StepAngles, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotates query [T, heads, head_size] and key [T, kv_heads, head_size]; their storage may be reused."""
+        return self._rotate(angles.index, query, key, angles.cos_sin)
+
+    def _build_table(self) -> torch.Tensor:
+        p = self.rope
+        positions = torch.arange(self.max_len).unsqueeze(-1).float()
+        if p.rope_type == "dynamic":
+            return _cos_sin(positions * dynamic_frequencies(p, torch.arange(1, self.max_len + 1)), 1.0)
+        inv_freq, scale = frequencies(p)
+        table = _cos_sin(positions * inv_freq, scale)
+        if p.rope_type != "longrope" or not self.uses_prompt_lens:
+            return table
+        long_table = _cos_sin(positions * long_frequencies(p)[0], scale)
+        return torch.cat((table[: self.native_len], long_table[self.native_len :], long_table))
+
+
+def _cos_sin(angles: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1)

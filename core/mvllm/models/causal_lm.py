@@ -1,0 +1,136 @@
+"""What all decoder-only models share: stages, embedding and head, and the map from checkpoint names to parameters.
+
+A model class says what its layers are made of. Every shared layer knows the checkpoint tensors it is filled from, so
+the name map of a model is just the sum of its layers' maps.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from mvllm.config.model import ModelConfig
+from mvllm.layers.attention import Attention
+from mvllm.layers.context import BuildContext, ForwardStep
+from mvllm.layers.embedding import LMHead, VocabEmbedding
+from mvllm.layers.pipeline import PipelineStage
+from mvllm.layers.weight_target import WeightTarget
+
+
+class CausalLM(nn.Module, ABC):
+    """A language model on one rank.
+
+    Subclasses build their layers in `__init__` and name, in class attributes, the parts of a checkpoint that belong to
+    one pipeline stage only.
+
+    Attributes:
+        config: The checkpoint.
+        stage: The layers that this rank holds.
+        head_name: The checkpoint module of an untied head.
+        ties_head_by_default: Whether the head is tied where the config does not say.
+        layer_names: Matches names of per-layer tensors; group 1 is the layer's number.
+        first_stage_names, last_stage_names: Beginnings of names of tensors that only that stage holds.
+        ignored_names: Matches names that carry no weights.
+        uses_prompt_lens: Whether `ForwardStep.prompt_lens` is read.
+    """
+
+    layer_names: re.Pattern[str] = re.compile(r"model\.layers\.(\d+)\.")
+    first_stage_names: tuple[str, ...] = ()
+    last_stage_names: tuple[str, ...] = ()
+    ignored_names: re.Pattern[str] = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+    head_name: str = "lm_head"
+    ties_head_by_default: bool = False
+    uses_prompt_lens: bool = False
+
+    def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
+        super().__init__()
+        self.config = config
+        self.stage = PipelineStage.of(config.num_layers, ctx.pp)
+
+    @abstractmethod
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: ForwardStep,
+        intermediate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Runs this rank's layers over the tokens of one step.
+
+        Args:
+            input_ids: [T], int32 or int64. Read by the first stage only.
+            positions: [T], int32 or int64: each token's position in its sequence.
+            step: Attention metadata.
+            intermediate: [T, hidden_size], compute dtype: what the stage before returned; None on the first stage. Its
+                storage may be reused.
+
+        Returns:
+            [T, hidden_size]: on the last stage what `compute_logits` takes, else the next stage's `intermediate`.
+        """
+
+    @abstractmethod
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Last stage only: rows of `forward`'s result [n, hidden_size] to logits [n, vocab_size], compute dtype."""
+
+    def attention_layers(self) -> list[Attention]:
+        """The attention of each layer on this rank, in layer order."""
+        return [module for module in self.modules() if isinstance(module, Attention)]
+
+    def weight_targets(self) -> dict[str, list[WeightTarget]]:
+        """What this rank takes of the checkpoint, by tensor name. Each of these names has to be there."""
+        targets: dict[str, list[WeightTarget]] = {}
+        for module in self.modules():
+            of_module = getattr(module, "weight_targets", None)
+            if module is not self and of_module is not None:
+                for name, target in of_module():
+                    targets.setdefault(name, []).append(target)
+        return targets
+
+    def ignores(self, name: str) -> bool:
+        """Whether a checkpoint tensor that no target names is fine to skip.
+
+        Args:
+            name: As in `weight_targets`.
+        """
+        if self.ignored_names.search(name):
+            return True
+        layer = self.layer_names.match(name)
+        if layer is not None:
+            number = int(layer.group(1))
+            return number < self.config.num_layers and not self.stage.first <= number < self.stage.stop
+        if self.ties_head and name == f"{self.head_name}.weight":
+            return True
+        return (not self.stage.is_first and name.startswith(self.first_stage_names)) or (
+            not self.stage.is_last and name.startswith((*self.last_stage_names, self.head_name))
+        )
+
+    def after_load(self) -> None:
+        """Lets op providers turn weights into the form they want. Once, when all weights are in place."""
+        for module in self.modules():
+            prepare = getattr(module, "prepare_weights", None)
+            if prepare is not None:
+                prepare()
+
+    @property
+    def ties_head(self) -> bool:
+        """Whether the head is the token embedding."""
+        return bool(self.config.hf_config.get("tie_word_embeddings", self.ties_head_by_default))
+
+    def _build_embedding(self, ctx: BuildContext, name: str, size: int) -> VocabEmbedding | None:
+        return VocabEmbedding(ctx, name, self.config.vocab_size, size) if self.stage.is_first else None
+
+    def _build_head(
+        self, ctx: BuildContext, embedding_name: str, size: int, embedding: VocabEmbedding | None
+    ) -> LMHead | None:
+        if not self.stage.is_last:
+            return None
+        if self.ties_head:
+            return LMHead(ctx, embedding_name, self.config.vocab_size, size, tied_to=embedding)
+        return LMHead(ctx, self.head_name, self.config.vocab_size, size)
+
+    def _layer_numbers(self) -> Iterator[int]:
+        return iter(range(self.stage.first, self.stage.stop))

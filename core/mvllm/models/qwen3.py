@@ -1,0 +1,17 @@
+"""Qwen3: Llama with norms on queries and keys, and sliding windows on some layers."""
+
+from __future__ import annotations
+
+from mvllm.config.model import ModelConfig
+from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
+from mvllm.models.qwen2 import layer_windows
+
+
+class Qwen3ForCausalLM(LlamaForCausalLM):
+    """`Qwen3ForCausalLM` of Hugging Face checkpoints."""
+
+    @classmethod
+    def options(cls, config: ModelConfig) -> LlamaOptions:
+        """Queries and keys are normalised; biases come together or not at all."""
+        bias = bool(config.hf_config.get("attention_bias", False))
+        return LlamaOptions(windows=layer_windows(config), qkv_bias=bias, output_bias=bias, qk_norm=True)

@@ -1,0 +1,126 @@
+"""Which implementation of each operation a model runs.
+
+The idea: layers ask once, while the model is built, and keep the plain function they get. A step therefore pays nothing
+for the choice, and the table can say afterwards what was chosen and why something else was not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mvllm.errors import ContractError
+from mvllm.ops.catalogue import SCHEMAS
+from mvllm.ops.dtypes import dtype_name
+from mvllm.platform.op_provider import OpCase, OpProvider
+
+REFERENCE = "reference"
+"""Provider name of the plain-torch implementations."""
+
+
+@dataclass(frozen=True)
+class ResolvedOp:
+    """The implementation that one case got.
+
+    Attributes:
+        function: What to call.
+        provider: Its provider's name, or `reference`.
+        prepare: Turns the loaded weight into what `function` wants in its place; None keeps it.
+    """
+
+    function: Callable[..., Any]
+    provider: str
+    prepare: Callable[[Any], Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """One line of `mvllm ops`.
+
+    Attributes:
+        op: Name of the operation.
+        summary: What it does.
+        candidates: Provider names in the order in which they are tried; `reference` is always last.
+        case: The case that was resolved; None where no layer asked for the operation.
+        provider: The provider that got the case; None without a case.
+        declined: Providers that were asked before and their reasons.
+    """
+
+    op: str
+    summary: str
+    candidates: tuple[str, ...]
+    case: OpCase | None = None
+    provider: str | None = None
+    declined: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+@dataclass
+class OpTable:
+    """The operations of one worker. Made by `resolve`."""
+
+    _providers: dict[str, list[OpProvider]] = field(default_factory=dict)
+    _resolved: dict[tuple[Any, ...], tuple[ResolvedOp, OpRow]] = field(default_factory=dict)
+
+    @classmethod
+    def resolve(cls, providers: Sequence[OpProvider] = ()) -> OpTable:
+        """A table in which `providers` stand before the references.
+
+        Raises:
+            ContractError: A provider names an operation that there is none of.
+        """
+        table = cls()
+        for provider in providers:
+            if provider.op not in SCHEMAS:
+                raise ContractError(
+                    f"Op provider {provider.name!r} replaces {provider.op!r}, which is not an operation of this core. "
+                    f"Operations: {', '.join(sorted(SCHEMAS))}."
+                )
+            table._providers.setdefault(provider.op, []).append(provider)
+        for candidates in table._providers.values():
+            candidates.sort(key=lambda provider: -provider.priority)
+        return table
+
+    def get(self, op: str, dtype: torch.dtype, **facts: Any) -> ResolvedOp:
+        """The implementation of `op` for a case.
+
+        Args:
+            op: Name of the operation.
+            dtype: Compute dtype.
+            facts: Exactly the facts that the schema lists.
+        """
+        schema = SCHEMAS[op]
+        assert facts.keys() == schema.facts.keys(), f"{op} takes the facts {list(schema.facts)}, got {list(facts)}"
+        key = (op, dtype, *sorted(facts.items()))
+        if key not in self._resolved:
+            self._resolved[key] = self._choose(OpCase(op, dtype_name(dtype), facts))
+        return self._resolved[key][0]
+
+    def describe(self) -> list[OpRow]:
+        """One row for each case resolved so far, and one for each operation that nobody asked for."""
+        rows = [row for _, row in self._resolved.values()]
+        asked = {row.op for row in rows}
+        rows += [OpRow(op, SCHEMAS[op].summary, self._candidates(op)) for op in SCHEMAS if op not in asked]
+        order = list(SCHEMAS)
+        return sorted(rows, key=lambda row: order.index(row.op))
+
+    def _choose(self, case: OpCase) -> tuple[ResolvedOp, OpRow]:
+        schema = SCHEMAS[case.op]
+        chosen = ResolvedOp(schema.reference, REFERENCE)
+        declined: list[tuple[str, tuple[str, ...]]] = []
+        for provider in self._providers.get(case.op, ()):
+            reasons = provider.supports(case)
+            if not reasons:
+                chosen = ResolvedOp(provider.function, provider.name, provider.prepare)
+                break
+            declined.append((provider.name, tuple(reasons)))
+        candidates = self._candidates(case.op)
+        return chosen, OpRow(case.op, schema.summary, candidates, case, chosen.provider, tuple(declined))
+
+    def _candidates(self, op: str) -> tuple[str, ...]:
+        return (*(provider.name for provider in self._providers.get(op, ())), REFERENCE)
