@@ -26,7 +26,8 @@ from mvllm.platform.attention import AttentionBackend, AttentionSpec, BatchLayou
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.worker_protocol import KVCacheNeeds
-from mvllm.sampling.sampler import Sampler, prompt_logprobs
+from mvllm.sampling.logprobs import prompt_logprobs
+from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.state import SamplingState
 from mvllm.worker.rows import RowTable
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs
@@ -182,9 +183,8 @@ class ModelRunner:
             everything = len(at) == hidden.shape[0]
             logits = self.model.compute_logits(hidden if everything else hidden.index_select(0, inputs.logits_at))
             sampled = self._sampler.sample(logits, rows, self.rows.sampling, self.rows.history)
-            token_ids = self._runtime.to_host(sampled.token_ids).wait().numpy()
-            tokens[at] = token_ids
-            self.rows.history.append(rows, token_ids)
+            tokens[at] = sampled.tolist()
+            self.rows.history.append(rows, tokens[at])
             output.logprobs = {int(at[i]): entry for i, entry in sampled.logprobs.items()}
             output.errors = {int(at[i]): text for i, text in sampled.errors.items()}
         output.sampled_token_ids = tokens.tolist()
