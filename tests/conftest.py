@@ -1,0 +1,18 @@
+"""What holds for every test: no network, no setting of the developer's shell, and no deadline that a busy machine misses.
+
+Torch is not imported here, nor in any conftest above tests/unit/scheduler and tests/unit/kv_cache: they run without it.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so before any test module is
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+for name in [name for name in os.environ if name.startswith("MVLLM_")]:
+    del os.environ[name]
+
+settings.register_profile("mvllm", deadline=None, print_blob=True)
+settings.load_profile("mvllm")
