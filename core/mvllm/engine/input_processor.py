@@ -1,0 +1,325 @@
+"""The door: turns a prompt and its settings into an EngineCoreRequest, or refuses it with a RequestError.
+
+Every way in goes through here, and past it bad input does not exist. Nothing is queued before everything is checked, so
+a refusal never leaves anything behind.
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.engine.tokenizer import Tokenizer
+from mvllm.errors import RequestError
+from mvllm.logging import get_logger
+from mvllm.messages.inputs import PromptType
+from mvllm.messages.requests import EngineCoreRequest
+from mvllm.messages.sampling_params import SamplingParams, validate_for_model
+
+logger = get_logger(__name__)
+
+MAX_CACHE_SALT_LENGTH = 256
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_PRIORITY_LIMIT = 2**31
+
+
+@dataclass(slots=True)
+class ProcessedRequest:
+    """A request past the door.
+
+    Attributes:
+        prompt: The prompt as text, where it is known.
+        params: As validated; may ask for several sequences.
+        core: What the engine core gets; its `sampling_params` are `params`.
+    """
+
+    prompt: str | None
+    params: SamplingParams
+    core: EngineCoreRequest
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt taken apart; `token_ids` is empty until the text is tokenized."""
+
+    text: str | None
+    token_ids: list[int] | None
+    cache_salt: str | None = None
+
+
+class InputProcessor:
+    """Checks and tokenizes requests for one engine.
+
+    Args:
+        config: The engine's settled configuration.
+        tokenizer: The model's tokenizer; None refuses text and `detokenize`.
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
+        self._model = config.model
+        self._tokenizer = tokenizer
+        self._priorities_allowed = config.scheduler.policy == "priority"
+        self._eos_token_ids = self._end_tokens()
+        self._default_params: SamplingParams | None = None
+
+    def default_params(self) -> SamplingParams:
+        """A new SamplingParams with the defaults of the model's generation_config.json; says so in the log, once."""
+        defaults = self._model.generation_defaults
+        if self._default_params is None:
+            if defaults:
+                shown = ", ".join(f"{name}={value}" for name, value in defaults.items())
+                logger.info("Default sampling parameters come from the model's generation_config.json: %s", shown)
+            self._default_params = SamplingParams(**defaults)
+        return self._default_params.clone()
+
+    def process(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> ProcessedRequest:
+        """One request; see `process_batch`."""
+        return self.process_batch([request_id], [prompt], [params], priorities=[priority], arrival_time=arrival_time)[0]
+
+    def process_batch(
+        self,
+        request_ids: Sequence[str],
+        prompts: Sequence[PromptType],
+        params: Sequence[SamplingParams | None],
+        *,
+        priorities: Sequence[int] | None = None,
+        arrival_time: float | None = None,
+    ) -> list[ProcessedRequest]:
+        """Checks all requests and tokenizes their texts together. The sequences are parallel.
+
+        Args:
+            params: None takes the model's defaults.
+            priorities: Lower is served earlier; needs the priority policy.
+            arrival_time: Monotonic seconds; now by default.
+
+        Raises:
+            RequestError: One of them is not acceptable; names it by its position where there are several.
+        """
+        arrival = time.monotonic() if arrival_time is None else arrival_time
+        parts = [self._at(i, prompts, self._take_apart, prompt) for i, prompt in enumerate(prompts)]
+        self._tokenize(parts)
+        processed = []
+        for i, part in enumerate(parts):
+            chosen = params[i]
+            if chosen is None:
+                chosen = self.default_params()
+            settled = self._at(i, prompts, self._check_params, chosen, part)
+            core = EngineCoreRequest(
+                request_id=_check_request_id(request_ids[i]),
+                prompt_token_ids=part.token_ids or [],
+                sampling_params=settled,
+                eos_token_ids=self._eos_token_ids,
+                arrival_time=arrival,
+                priority=self._check_priority(priorities[i]) if priorities is not None else 0,
+                cache_salt=part.cache_salt,
+            )
+            processed.append(ProcessedRequest(part.text, settled, core))
+        return processed
+
+    # --- prompts
+
+    def _take_apart(self, prompt: PromptType) -> _Prompt:
+        if isinstance(prompt, str):
+            return _Prompt(self._check_text(prompt), None)
+        if isinstance(prompt, Mapping):
+            return self._take_apart_dict(prompt)
+        if _is_token_sequence(prompt):
+            return _Prompt(None, self._check_token_ids(prompt))
+        raise RequestError(
+            "A prompt is a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}; "
+            f"found {_show(prompt)}.",
+            parameter="prompt",
+        )
+
+    def _take_apart_dict(self, prompt: Mapping[str, Any]) -> _Prompt:
+        for key in prompt:
+            if key not in _PROMPT_KEYS:
+                near = difflib.get_close_matches(str(key), _PROMPT_KEYS, n=1)
+                meant = f" Did you mean {near[0]!r}?" if near else ""
+                raise RequestError(
+                    f"A prompt dict has the keys {', '.join(_PROMPT_KEYS)}; found {str(key)[:40]!r}.{meant}",
+                    parameter="prompt",
+                )
+        salt = _check_cache_salt(prompt.get("cache_salt"))
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"'prompt' must be a text; found {_show(text)}.", parameter="prompt")
+        if ids is not None:
+            if not _is_token_sequence(ids):
+                raise RequestError(
+                    f"'prompt_token_ids' must be a list of token ids; found {_show(ids)}.", parameter="prompt"
+                )
+            return _Prompt(text, self._check_token_ids(ids), salt)
+        if text is None:
+            raise RequestError("A prompt dict needs 'prompt' or 'prompt_token_ids'; found neither.", parameter="prompt")
+        return _Prompt(self._check_text(text), None, salt)
+
+    def _check_text(self, text: str) -> str:
+        if self._tokenizer is None:
+            raise RequestError(
+                "The engine was started with skip_tokenizer_init, so it takes token ids, not text. "
+                "Pass {'prompt_token_ids': [...]}.",
+                parameter="prompt",
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise RequestError(
+                f"The prompt is not valid Unicode: character {e.start} is a lone surrogate U+{ord(text[e.start]):04X}.",
+                parameter="prompt",
+            ) from None
+        return text
+
+    def _check_token_ids(self, ids: Sequence[int]) -> list[int]:
+        values: list[int] = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        if not values:
+            raise RequestError("The prompt is empty: it has no token ids.", parameter="prompt")
+        if set(map(type, values)) != {int}:
+            values = [_as_token_id(value, i) for i, value in enumerate(values)]
+        if min(values) < 0 or max(values) >= self._model.vocab_size:
+            i, bad = next((i, v) for i, v in enumerate(values) if not 0 <= v < self._model.vocab_size)
+            raise RequestError(
+                f"Token ids must be from 0 to {self._model.vocab_size - 1}, the model's vocabulary; "
+                f"found {_show(bad)} at position {i} of the prompt.",
+                parameter="prompt",
+            )
+        self._check_length(len(values))
+        return values
+
+    def _check_length(self, length: int) -> None:
+        limit = self._model.max_model_len
+        if length >= limit:
+            raise RequestError(
+                f"The prompt has {length} tokens, but prompt and output together may have {limit} (max_model_len), and "
+                "at least one token is to be generated. Shorten the prompt"
+                + (", or start the engine with a larger max_model_len." if length > limit else "."),
+                parameter="prompt",
+            )
+
+    def _tokenize(self, parts: Sequence[_Prompt]) -> None:
+        """Fills in the token ids of texts."""
+        waiting = [(i, part) for i, part in enumerate(parts) if part.token_ids is None]
+        if not waiting:
+            return
+        assert self._tokenizer is not None
+        encoded = self._tokenizer.encode_batch([part.text or "" for _, part in waiting])
+        for (i, part), ids in zip(waiting, encoded, strict=True):
+            if not ids:
+                raise RequestError(
+                    f"{_which(i, parts)}The prompt is empty: its text {_show(part.text)} gives no tokens.",
+                    parameter="prompt",
+                )
+            part.token_ids = self._at(i, parts, self._check_token_ids, ids)
+
+    # --- settings
+
+    def _check_params(self, params: SamplingParams, part: _Prompt) -> SamplingParams:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"sampling_params must be SamplingParams; found {_show(params)}.", parameter="sampling_params"
+            )
+        if self._tokenizer is None and (params.detokenize or params.stop):
+            what = "stop strings need" if params.stop else "detokenize needs"
+            raise RequestError(
+                f"{what} a tokenizer, but the engine was started with skip_tokenizer_init. Pass detokenize=False"
+                + (" and stop_token_ids instead of stop." if params.stop else "."),
+                parameter="stop" if params.stop else "detokenize",
+            )
+        return validate_for_model(
+            params,
+            vocab_size=self._model.vocab_size,
+            max_model_len=self._model.max_model_len,
+            max_logprobs=self._model.max_logprobs,
+            prompt_len=len(part.token_ids or ()),
+        )
+
+    def _check_priority(self, priority: int) -> int:
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > _PRIORITY_LIMIT:
+            raise RequestError(f"priority must be an integer; found {_show(priority)}.", parameter="priority")
+        if priority != 0 and not self._priorities_allowed:
+            raise RequestError(
+                f"priority is {priority}, but the engine serves requests in the order of arrival. "
+                "Start it with scheduling_policy='priority'.",
+                parameter="priority",
+            )
+        return priority
+
+    def _end_tokens(self) -> list[int]:
+        ids = list(self._model.eos_token_ids)
+        own = self._tokenizer.eos_token_id if self._tokenizer is not None else None
+        if own is not None and own not in ids and 0 <= own < self._model.vocab_size:
+            ids.append(own)
+        return ids
+
+    @staticmethod
+    def _at(i: int, all_of_them: Sequence[Any], check: Any, *args: Any) -> Any:
+        """`check(*args)`; a refusal says which of several requests it is about."""
+        try:
+            return check(*args)
+        except RequestError as e:
+            if len(all_of_them) == 1:
+                raise
+            raise RequestError(f"{_which(i, all_of_them)}{e}", parameter=e.parameter) from e
+
+
+def _which(i: int, all_of_them: Sequence[Any]) -> str:
+    return f"Prompt {i} of {len(all_of_them)}: " if len(all_of_them) > 1 else ""
+
+
+def _is_token_sequence(value: object) -> bool:
+    if isinstance(value, list | tuple | range):
+        return True
+    return getattr(value, "ndim", None) == 1 and hasattr(value, "tolist")  # an array of any library
+
+
+def _as_token_id(value: Any, position: int) -> int:
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise RequestError(
+        f"Token ids must be integers; found {_show(value)} at position {position} of the prompt.", parameter="prompt"
+    )
+
+
+def _check_cache_salt(salt: object) -> str | None:
+    if salt is None:
+        return None
+    if not isinstance(salt, str) or not 0 < len(salt) <= MAX_CACHE_SALT_LENGTH or not salt.isprintable():
+        raise RequestError(
+            f"cache_salt must be a text of 1 to {MAX_CACHE_SALT_LENGTH} printable characters; found {_show(salt)}.",
+            parameter="cache_salt",
+        )
+    return salt
+
+
+def _check_request_id(request_id: object) -> str:
+    if not isinstance(request_id, str) or not request_id:
+        raise RequestError(f"request_id must be a non-empty text; found {_show(request_id)}.", parameter="request_id")
+    return request_id
+
+
+def _show(value: object) -> str:
+    """A value in a few characters, whatever it is."""
+    if isinstance(value, str):
+        text = value[:40] + "..." if len(value) > 40 else value
+        return repr(text).encode("ascii", "backslashreplace").decode()
+    if isinstance(value, bool | float) or value is None:
+        return repr(value)
+    if isinstance(value, int):
+        return str(value) if abs(value) < 2**64 else f"an integer of {value.bit_length()} bits"
+    return f"a value of type {type(value).__name__}"

@@ -1,0 +1,237 @@
+"""The engine as one object in the caller's process: requests in, `step()`, RequestOutputs out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from mvllm.config.engine_args import EngineArgs
+from mvllm.config.engine_config import EngineConfig
+from mvllm.config.model import ModelConfig
+from mvllm.config.vocabulary import check_tokenizer
+from mvllm.engine.core_client import make_client
+from mvllm.engine.input_processor import InputProcessor, ProcessedRequest
+from mvllm.engine.kv_sizing import CacheSummary
+from mvllm.engine.output_processor import OutputProcessor
+from mvllm.engine.outputs import RequestOutput
+from mvllm.engine.parallel_sampling import CoreIds, fan_out
+from mvllm.engine.tokenizer import Tokenizer, load_tokenizer
+from mvllm.errors import ConfigError, EngineDeadError, RequestError
+from mvllm.messages.inputs import PromptType
+from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from mvllm.messages.sampling_params import SamplingParams
+
+
+class EngineClient(Protocol):
+    """What the front end needs of an engine core, wherever it runs."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration it runs with."""
+
+    @property
+    def platform_summary(self) -> str:
+        """The platform's name and the plugin it came from."""
+
+    @property
+    def cache_summary(self) -> CacheSummary:
+        """The KV cache as it was sized."""
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queues a request."""
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Drops requests; unknown ids are ignored."""
+
+    def has_requests(self) -> bool:
+        """Whether `step` has work."""
+
+    def step(self) -> EngineCoreOutputs:
+        """Runs one step."""
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets cached prefixes."""
+
+    def shutdown(self) -> None:
+        """Ends the engine core. Idempotent."""
+
+
+class LLMEngine:
+    """An engine whose caller drives it with `step()`. Used from one thread.
+
+    Args:
+        config: What to run. The platform may settle it otherwise; `config` afterwards tells.
+        client: The engine core to use; by default one is started.
+
+    Raises:
+        PlatformError, ConfigError, ModelError: The engine cannot be started as asked. Nothing stays behind.
+    """
+
+    def __init__(self, config: EngineConfig, client: EngineClient | None = None) -> None:
+        tokenizer = load_tokenizer(config.model)
+        if tokenizer is not None:
+            name = f"The tokenizer of {config.model.tokenizer}"
+            check_tokenizer(config.model.vocab_size, tokenizer.length, tokenizer=name)
+        self._client: EngineClient = client if client is not None else make_client(config)
+        self.config = self._client.config
+        self._closed = False
+        self._dead: BaseException | None = None
+        self._tokenizer = tokenizer
+        self.input_processor = InputProcessor(self.config, tokenizer)
+        self._output_processor = OutputProcessor(tokenizer)
+        self._core_ids = CoreIds()
+        self._stats: SchedulerStats | None = None
+        self.num_generated_tokens = 0
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
+        """An engine for what a user asked."""
+        return cls(args.create_engine_config())
+
+    # --- facts
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model as it runs."""
+        return self.config.model
+
+    @property
+    def platform_summary(self) -> str:
+        """The platform's name and the plugin it came from."""
+        return self._client.platform_summary
+
+    @property
+    def cache_summary(self) -> CacheSummary:
+        """The KV cache as it was sized."""
+        return self._client.cache_summary
+
+    @property
+    def stats(self) -> SchedulerStats | None:
+        """The scheduler's state after the newest step, if it told."""
+        return self._stats
+
+    def get_tokenizer(self) -> Any:
+        """The model's Hugging Face tokenizer.
+
+        Raises:
+            ConfigError: The engine was started with `skip_tokenizer_init`.
+        """
+        return self.tokenizer.hf
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer as the engine uses it.
+
+        Raises:
+            ConfigError: The engine was started with `skip_tokenizer_init`.
+        """
+        if self._tokenizer is None:
+            raise ConfigError("There is no tokenizer: the engine was started with skip_tokenizer_init=True.")
+        return self._tokenizer
+
+    # --- requests
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> None:
+        """Checks a request and queues it.
+
+        Args:
+            request_id: Unique among the requests under way.
+            params: None takes the model's defaults.
+            priority: Lower is served earlier; needs the priority policy.
+            arrival_time: Monotonic seconds; now by default.
+
+        Raises:
+            RequestError: The request is not acceptable; nothing was queued.
+            EngineDeadError: The engine has stopped.
+        """
+        self._require_alive()
+        self.add_processed_requests(
+            [self.input_processor.process(request_id, prompt, params, priority=priority, arrival_time=arrival_time)]
+        )
+
+    def add_processed_requests(self, requests: Sequence[ProcessedRequest]) -> None:
+        """Queues requests that have passed `input_processor`; all of them or, when an id is taken, none."""
+        self._require_alive()
+        fresh: set[str] = set()
+        for request in requests:
+            request_id = request.core.request_id
+            if request_id in fresh or self._output_processor.has_request(request_id):
+                raise RequestError(
+                    f"The request id {request_id[:80]!r} is in use by a request under way. Choose another.",
+                    parameter="request_id",
+                )
+            fresh.add(request_id)
+        try:
+            for request in requests:
+                children = fan_out(request.core, self._core_ids)
+                self._output_processor.add_request(request, children)
+                for child in children:
+                    self._client.add_request(child)
+        except BaseException:
+            self.abort_request(fresh)
+            raise
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """Drops requests in whatever state they are; no output follows for them. Unknown ids are ignored."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        core_ids = self._output_processor.abort_requests(ids)
+        if core_ids and self._dead is None and not self._closed:
+            self._client.abort_requests(core_ids)
+
+    def abort_all_requests(self) -> None:
+        """Drops every request under way."""
+        self.abort_request(self._output_processor.request_ids)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether requests are under way."""
+        return self._output_processor.num_requests > 0
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step of the engine.
+
+        Returns:
+            News about requests, at most one output per request.
+
+        Raises:
+            EngineDeadError: The engine failed as a whole, now or earlier; the cause is kept.
+        """
+        self._require_alive()
+        try:
+            core_outputs = self._client.step()
+        except Exception as e:
+            self._dead = e
+            if isinstance(e, EngineDeadError):
+                raise
+            raise EngineDeadError(f"The engine stopped: {type(e).__name__}: {e}") from e
+        if core_outputs.stats is not None:
+            self._stats = core_outputs.stats
+        processed = self._output_processor.process(core_outputs)
+        if processed.requests_to_abort:
+            self._client.abort_requests(processed.requests_to_abort)
+        self.num_generated_tokens += processed.num_new_tokens
+        return processed.request_outputs
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False when running requests still use some."""
+        self._require_alive()
+        return self._client.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Ends the engine and frees its memory. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._client.shutdown()
+
+    def _require_alive(self) -> None:
+        if self._closed:
+            raise EngineDeadError("The engine has been shut down; create a new one.")
+        if self._dead is not None:
+            raise EngineDeadError(f"The engine stopped after an earlier error: {self._dead}") from self._dead

@@ -1,0 +1,96 @@
+"""What a caller gets back for a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+PositionLogprobMap = dict[int, "Logprob"]
+"""Token id to log-probability at one position; the token that stands there comes first."""
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Log-probability of one token at one position.
+
+    Attributes:
+        logprob: Natural logarithm of its probability.
+        rank: Its rank in the whole vocabulary, 1 = most probable.
+        decoded_token: The token as text; None where the request is not detokenized.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated sequence.
+
+    Attributes:
+        index: Its position among the `n` sequences of the request.
+        text: The generated text; empty where the request is not detokenized.
+        token_ids: The generated token ids, the one that ended the sequence included.
+        cumulative_logprob: Sum of the log-probabilities of the generated tokens; None unless `logprobs` was asked for.
+        logprobs: One entry per token, where asked for.
+        finish_reason: `stop`, `length`, `abort` or `error`; None while the sequence is growing.
+        stop_reason: The stop string or stop token id that ended it; None for an end-of-sequence token.
+        error: What went wrong, where finish_reason is `error`.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[PositionLogprobMap] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the sequence has ended."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of the monotonic clock; None for what has not happened.
+
+    Attributes:
+        arrival_time: It was handed to the engine.
+        first_scheduled_time: It was first part of a step.
+        first_token_time, last_token_time: Its first and its newest token reached the front end.
+        finished_time: All its sequences had ended.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of a request, or with output kind DELTA what is new about it.
+
+    Attributes:
+        request_id: As it was given.
+        prompt: The prompt as text; None where only token ids were given.
+        prompt_token_ids: The prompt as token ids.
+        prompt_logprobs: One entry per prompt token, the first of which is None; None unless asked for.
+        outputs: The sequences, by rising index.
+        finished: Whether all sequences have ended.
+        metrics: When things happened.
+        num_cached_tokens: Prompt tokens whose KV came from the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[PositionLogprobMap | None] | None = None
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0

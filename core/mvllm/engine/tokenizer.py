@@ -1,0 +1,151 @@
+"""Loads the tokenizer of a model and offers the few operations on it that the engine needs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mvllm.config.model import ModelConfig
+from mvllm.errors import ModelError, RequestError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
+"""Files of which a folder must have at least one to hold a tokenizer; looked for in this order."""
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer as the engine uses it.
+
+    Text is decoded without the clean-up that removes spaces before punctuation, so that streamed pieces add up to the
+    text decoded in one go.
+
+    Args:
+        hf: The tokenizer as `transformers` made it; what `LLM.get_tokenizer` hands out.
+    """
+
+    def __init__(self, hf: Any) -> None:
+        self.hf = hf
+        self._fast = getattr(hf, "backend_tokenizer", None) if getattr(hf, "is_fast", False) else None
+        self._token_texts: dict[int, str] = {}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of `text`."""
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """The token ids of each text; much faster than one by one.
+
+        Raises:
+            RequestError: The tokenizer rejects a text.
+        """
+        try:
+            # No length limit of the tokenizer's own: the engine's max_model_len is the one that counts.
+            encoded = self.hf(list(texts), add_special_tokens=add_special_tokens, truncation=False, verbose=False)
+        except Exception as e:
+            raise RequestError(
+                f"The tokenizer cannot tokenize the prompt: {type(e).__name__}: {e}", parameter="prompt"
+            ) from e
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> str:
+        """The text of `token_ids`. Ids that no token has count as nothing."""
+        if self._fast is not None:
+            text: str = self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            return text
+        extra = {} if spaces_between_special_tokens else {"spaces_between_special_tokens": False}
+        return str(
+            self.hf.decode(
+                [i for i in token_ids if i < self.length],
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+                **extra,
+            )
+        )
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text; incomplete characters show as U+FFFD."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
+
+    @cached_property
+    def length(self) -> int:
+        """One more than the greatest token id."""
+        return max(len(self.hf), max(self.hf.get_vocab().values(), default=-1) + 1)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that `skip_special_tokens` leaves out of the text."""
+        if self._fast is not None:
+            return frozenset(i for i, t in self._fast.get_added_tokens_decoder().items() if t.special)
+        return frozenset(self.hf.all_special_ids)
+
+    @cached_property
+    def byte_ids(self) -> frozenset[int]:
+        """Ids of tokens that stand for one raw byte (`<0x0A>`). What a run of them means is known only at its end."""
+        vocab = self.hf.get_vocab()
+        names = (f"<0x{byte:02X}>" for byte in range(256))
+        found = frozenset(vocab[name] for name in names if name in vocab)
+        return found if len(found) == 256 else frozenset()
+
+    @cached_property
+    def joins_bytes(self) -> bool:
+        """Whether decoding just joins the bytes of the tokens, so that no token's text depends on its neighbours."""
+        return self._fast is not None and type(self._fast.decoder).__name__ == "ByteLevel"
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The end-of-sequence token, if there is one."""
+        value = self.hf.eos_token_id
+        return value if isinstance(value, int) else None
+
+
+def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
+    """The tokenizer of a model; None where the configuration has none (`skip_tokenizer_init`).
+
+    A local folder is read without any use of the network.
+
+    Raises:
+        ModelError: There is no tokenizer, or it cannot be read; names the folder and the files looked for.
+    """
+    if config.tokenizer is None:
+        return None
+    folder = Path(config.tokenizer)
+    local = folder.is_dir()
+    if local:
+        _require_files(folder)
+    transformers = importlib.import_module("transformers")
+    try:
+        hf = transformers.AutoTokenizer.from_pretrained(
+            str(config.tokenizer),
+            revision=None if local else config.revision,
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=local,
+        )
+    except Exception as e:
+        raise _unreadable(config, folder if local else None, e) from e
+    return Tokenizer(hf)
+
+
+def _require_files(folder: Path) -> None:
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError(
+            f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there. Copy the tokenizer's files "
+            "into it, name another folder with tokenizer=..., or pass skip_tokenizer_init=True and work with token ids."
+        )
+
+
+def _unreadable(config: ModelConfig, folder: Path | None, error: Exception) -> ModelError:
+    found = [name for name in TOKENIZER_FILES if folder and (folder / name).is_file()]
+    where = f"{folder} (files: {', '.join(found)})" if folder else repr(config.tokenizer)
+    hint = ""
+    if "trust_remote_code" in str(error):
+        hint = " Its code runs only with trust_remote_code=True, which you should pass only if you trust it."
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    return ModelError(f"The tokenizer of {where} cannot be loaded: {type(error).__name__}: {first_line}.{hint}")

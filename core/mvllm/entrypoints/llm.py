@@ -1,0 +1,231 @@
+"""Offline inference: a model in this process, prompts in, texts out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, cast
+
+import msgspec
+
+from mvllm.config.engine_args import EngineArgs
+from mvllm.engine.llm_engine import LLMEngine
+from mvllm.engine.outputs import RequestOutput
+from mvllm.entrypoints.chat_template import Conversation, is_conversation, render_chat
+from mvllm.entrypoints.interrupts import interrupts_between_steps
+from mvllm.entrypoints.progress import Progress
+from mvllm.errors import EngineDeadError, RequestError
+from mvllm.logging import configure_logging
+from mvllm.messages.inputs import PromptType, TokensPrompt
+from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
+
+UseTqdm = bool | Callable[..., Any]
+ParamsArgument = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A model, ready to generate. Used from one thread at a time.
+
+    It holds the model's memory until `close()`; it is also a context manager.
+
+    Args:
+        model: Model folder, hub name, or `demo`.
+        kwargs: Any field of EngineArgs under its name.
+
+    Raises:
+        ConfigError: A setting is unknown or does not fit; the message names the nearest or the permitted ones.
+        ModelError: The model or its tokenizer cannot be used.
+        PlatformError: There is nothing to run on, or it cannot be told what.
+    """
+
+    def __init__(self, model: str, **kwargs: Any) -> None:
+        configure_logging()
+        self._closed = False
+        self._engine: LLMEngine | None = LLMEngine.from_engine_args(EngineArgs.from_kwargs(model=model, **kwargs))
+        self._request_ids = itertools.count()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine underneath.
+
+        Raises:
+            EngineDeadError: `close()` was called.
+        """
+        if self._engine is None:
+            raise EngineDeadError("This LLM has been closed; create a new one.")
+        return self._engine
+
+    def close(self) -> None:
+        """Ends the engine and frees the model's memory. May be called again."""
+        engine, self._engine = getattr(self, "_engine", None), None
+        if engine is not None:
+            engine.shutdown()
+
+    def get_tokenizer(self) -> Any:
+        """The model's Hugging Face tokenizer."""
+        return self.llm_engine.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """A copy of the settings that `generate` uses when none are given: the model's own defaults."""
+        return self.llm_engine.input_processor.default_params()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes."""
+        return self.llm_engine.reset_prefix_cache()
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: ParamsArgument = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Generates from each prompt.
+
+        Args:
+            prompts: A prompt or a list of them. A prompt is a text, a list of token ids, `{"prompt": text}` or
+                `{"prompt_token_ids": ids}`; a list of ints is one prompt of token ids.
+            sampling_params: For all prompts, or one per prompt; None takes the model's defaults.
+            use_tqdm: Show progress, with a function in place of `tqdm.tqdm` if one is given.
+            priority: For all prompts, or one per prompt; lower is served earlier.
+
+        Returns:
+            One output per prompt, in the order of the prompts.
+
+        Raises:
+            RequestError: A prompt or setting is not acceptable. Nothing was generated, for no prompt.
+            EngineDeadError: The engine has stopped, or was closed.
+        """
+        engine = self.llm_engine
+        each = [cast(PromptType, prompts)] if _is_single_prompt(prompts) else list(cast(Iterable[PromptType], prompts))
+        return self._run(engine, each, sampling_params, use_tqdm, priority)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: ParamsArgument = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Generates the next message of each conversation.
+
+        Args:
+            messages: A conversation, which is a list of `{"role": ..., "content": ...}`, or a list of conversations.
+            sampling_params, use_tqdm, priority: As for `generate`.
+            chat_template: A Jinja template in place of the tokenizer's own.
+            add_generation_prompt: End the prompt with the beginning of an answer.
+            continue_final_message: Go on with the last message; needs `add_generation_prompt=False`.
+            tools: Functions that the model may call, as JSON schemas.
+            chat_template_kwargs: Further variables for the template.
+
+        Returns:
+            One output per conversation, in order.
+
+        Raises:
+            RequestError: A conversation is not acceptable, or there is no chat template. Nothing was generated.
+        """
+        engine = self.llm_engine
+        if not isinstance(messages, list | tuple) or not messages:
+            raise RequestError("messages must be a list of messages, or a list of such lists.", parameter="messages")
+        conversations = [messages] if is_conversation(messages) else messages
+        texts = [
+            render_chat(
+                engine.tokenizer,
+                cast(Conversation, conversation),
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        # The template has written the special tokens already.
+        ids = engine.tokenizer.encode_batch(texts, add_special_tokens=False)
+        prompts = [TokensPrompt(prompt_token_ids=i, prompt=t) for i, t in zip(ids, texts, strict=True)]
+        return self._run(engine, prompts, sampling_params, use_tqdm, priority)
+
+    def _run(
+        self,
+        engine: LLMEngine,
+        prompts: Sequence[PromptType],
+        params: ParamsArgument,
+        use_tqdm: UseTqdm,
+        priority: int | Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        """Checks everything, queues everything, and steps until everything is done."""
+        if not prompts:
+            return []
+        ids = [str(next(self._request_ids)) for _ in prompts]
+        chosen = engine.input_processor.default_params() if params is None else params
+        requests = engine.input_processor.process_batch(
+            ids,
+            prompts,
+            _final_only(_one_each(chosen, len(prompts), "sampling_params")),
+            priorities=None if priority is None else _one_each(priority, len(prompts), "priority"),
+        )
+        engine.add_processed_requests(requests)
+        outputs: dict[str, RequestOutput] = {}
+        try:
+            with interrupts_between_steps() as check, Progress(len(prompts), use_tqdm) as progress:
+                while engine.has_unfinished_requests():
+                    check()
+                    for output in engine.step():
+                        if output.finished:
+                            outputs[output.request_id] = output
+                            progress.finish(output)
+        except BaseException:
+            # Whoever catches this finds an idle engine.
+            engine.abort_request(ids)
+            raise
+        return [outputs[i] for i in ids]
+
+
+def _final_only(params: Sequence[Any]) -> list[Any]:
+    """Copies with nothing to show before the end; what is given many times is copied once."""
+    copies: dict[int, Any] = {}
+    for each in params:
+        if id(each) not in copies:
+            is_params = isinstance(each, SamplingParams)  # anything else is for the input processor to refuse
+            final = RequestOutputKind.FINAL_ONLY
+            copies[id(each)] = msgspec.structs.replace(each, output_kind=final) if is_params else each
+    return [copies[id(each)] for each in params]
+
+
+def _is_single_prompt(prompts: object) -> bool:
+    if isinstance(prompts, str | Mapping):
+        return True
+    if isinstance(prompts, list | tuple):
+        return (
+            bool(prompts)
+            and not isinstance(prompts[0], str | Mapping | list | tuple)
+            and not hasattr(prompts[0], "tolist")
+        )
+    return getattr(prompts, "ndim", None) == 1 or not isinstance(prompts, Iterable)
+
+
+def _one_each(value: Any, count: int, name: str) -> Any:
+    """`value` for each of `count` prompts; a list must have one entry per prompt."""
+    if isinstance(value, list | tuple):
+        if len(value) != count:
+            raise RequestError(
+                f"{name} has {len(value)} entries for {count} prompts; give one, or one per prompt.", parameter=name
+            )
+        return value
+    return [value] * count

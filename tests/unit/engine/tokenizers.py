@@ -1,0 +1,110 @@
+"""Small tokenizers of the kinds that models come with, made on the spot."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from mvllm.engine import tokenizer as engine_tokenizer
+
+_TEXTS = [
+    "Hello world, this is a small text. The cat sat on the mat; it didn't move at all.",
+    "Grüße aus Köln, naïve café, 你好世界, привет мир, नमस्ते, 👩‍👩‍👧 🎉🎉 emoji",
+    "def f(x):\n    return x + 1\n\n\nprint(f(41))",
+] * 20
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_level(vocab_size: int = 500) -> Tokenizer:
+    """As Llama 3, Qwen and GPT-2: tokens are pieces of UTF-8."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|end|>", "<|im_start|>", "<|im_end|>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_TEXTS, trainer)
+    return tokenizer
+
+
+def byte_fallback(vocab_size: int = 500) -> Tokenizer:
+    """As Llama 2 and Mistral: words begin with a mark, unknown characters are rows of byte tokens."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    special = [AddedToken(t, special=True) for t in ("<unk>", "<s>", "</s>")]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[*special, *(AddedToken(f"<0x{i:02X}>") for i in range(256))],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([t.replace(" ", "▁") for t in _TEXTS[:1]], trainer)
+    # The byte tokens are part of the vocabulary of such tokenizers, not added to it.
+    state = json.loads(tokenizer.to_str())
+    state["added_tokens"] = [t for t in state["added_tokens"] if not t["content"].startswith("<0x")]
+    return Tokenizer.from_str(json.dumps(state))
+
+
+def metaspace(vocab_size: int = 300) -> Tokenizer:
+    """As T5 and newer sentencepiece conversions: the decoder treats the first token apart."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=vocab_size, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(_TEXTS, trainer)
+    return tokenizer
+
+
+def word_suffix(vocab_size: int = 300) -> Tokenizer:
+    """As the first GPT: a mark ends each word, and becomes a space only when another token follows."""
+    tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>", unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<unk>"], end_of_word_suffix="</w>", show_progress=False
+    )
+    tokenizer.train_from_iterator(_TEXTS, trainer)
+    return tokenizer
+
+
+KINDS = {f.__name__: f for f in (byte_level, byte_fallback, metaspace, word_suffix)}
+
+_SPECIAL = {
+    "byte_level": {"eos_token": "<|end|>"},
+    "byte_fallback": {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"},
+    "metaspace": {"eos_token": "</s>", "unk_token": "<unk>"},
+    "word_suffix": {"unk_token": "<unk>"},
+}
+
+
+def make_hf_tokenizer(kind: str = "byte_level", chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """A transformers tokenizer of one of KINDS."""
+    hf = PreTrainedTokenizerFast(tokenizer_object=KINDS[kind](), **_SPECIAL[kind])
+    hf.chat_template = chat_template
+    return hf
+
+
+@functools.cache
+def make_tokenizer(kind: str = "byte_level", chat_template: str | None = None) -> engine_tokenizer.Tokenizer:
+    """The same as the engine uses it."""
+    return engine_tokenizer.Tokenizer(make_hf_tokenizer(kind, chat_template))
+
+
+def save_tokenizer(folder: Path, kind: str = "byte_level", chat_template: str | None = None) -> None:
+    """Writes its files into a model folder."""
+    make_hf_tokenizer(kind, chat_template).save_pretrained(str(folder))
