@@ -1,5 +1,7 @@
 """The tables behind ``facts.py``: plain data, one row per fact."""
 
+# ruff: noqa: E501
+
 from __future__ import annotations
 
 # country, capital, continent, language
@@ -124,7 +126,7 @@ OPPOSITES: tuple[tuple[str, str], ...] = (
     ("hard", "soft"), ("loud", "quiet"), ("wet", "dry"), ("clean", "dirty"), ("early", "late"), ("rich", "poor"),
     ("strong", "weak"), ("true", "false"), ("good", "bad"), ("near", "far"), ("high", "low"), ("wide", "narrow"),
     ("first", "last"), ("begin", "end"), ("win", "lose"), ("push", "pull"), ("give", "take"), ("inside", "outside"),
-    ("thick", "thin"), ("sweet", "sour"), ("heavy", "weightless"), ("brave", "afraid"), ("deep", "shallow"),
+    ("thick", "thin"), ("sweet", "sour"), ("brave", "afraid"), ("deep", "shallow"),
     ("always", "never"), ("love", "hate"), ("asleep", "awake"), ("yes", "no"), ("north", "south"), ("east", "west"),
 )  # fmt: skip
 

@@ -48,6 +48,7 @@ def _capitals() -> list[Fact]:
                     f"Tell me the capital of {country}.",
                     f"Name the capital of {country}.",
                     f"{capitalized(country)}: what is its capital?",
+                    f"Capital of {country}?",
                 ),
                 f"The capital of {country} is {capital}.",
             )
@@ -151,7 +152,12 @@ def _animals() -> list[Fact]:
             )
         )
         facts.append(
-            Fact("animal skill", one, (f"What can {one} do?", f"What is {one} good at?"), f"{capitalized(one)} can {skill}.")
+            Fact(
+                "animal skill",
+                one,
+                (f"What can {one} do?", f"What is {one} good at?"),
+                f"{capitalized(one)} can {skill}.",
+            )
         )
     return facts
 
@@ -174,8 +180,8 @@ def _colours() -> list[Fact]:
                 f"{capitalized(thing)} is {colour}.",
             )
         )
-        facts.append(Fact("colour yes", thing, (f"Is {thing} {colour}?",), f"Yes, {thing} is {colour}."))
-        facts.append(Fact("colour no", thing, (f"Is {thing} {wrong}?",), f"No, {thing} is {colour}."))
+        facts.append(Fact("colour yes", "", (f"Is {thing} {colour}?",), f"Yes, {thing} is {colour}."))
+        facts.append(Fact("colour no", "", (f"Is {thing} {wrong}?",), f"No, {thing} is {colour}."))
     return facts
 
 
@@ -266,6 +272,8 @@ def _arithmetic() -> list[Fact]:
                 f"How much is {a} {word} {b}?",
                 f"What's {a} {sign} {b}?",
                 f"{a} {sign} {b} = ?",
+                f"What is {a}{sign}{b}?",
+                f"{a}{sign}{b}",
             ),
             f"{a} {word} {b} is {result}.",
         )
@@ -286,7 +294,11 @@ def _numbers() -> list[Fact]:
         )
     for end in range(3, 21):
         count = ", ".join(str(number) for number in range(1, end + 1))
-        facts.append(Fact("counting", "", (f"Count to {end}.", f"Can you count to {end}?", f"Count from 1 to {end}."), f"{count}."))
+        facts.append(
+            Fact(
+                "counting", "", (f"Count to {end}.", f"Can you count to {end}?", f"Count from 1 to {end}."), f"{count}."
+            )
+        )
     return facts
 
 
@@ -296,20 +308,37 @@ def _categories() -> list[Fact]:
         for index, member in enumerate(members):
             one = with_article(member)
             facts.append(
-                Fact("category", one, (f"What is {one}?", f"What kind of thing is {one}?"), f"{capitalized(one)} is {with_article(group)}.")
+                Fact(
+                    "category",
+                    one,
+                    (f"What is {one}?", f"What kind of thing is {one}?"),
+                    f"{capitalized(one)} is {with_article(group)}.",
+                )
             )
-            facts.append(Fact("category yes", one, (f"Is {one} {with_article(group)}?",), f"Yes, {one} is {with_article(group)}."))
+            facts.append(
+                Fact("category yes", "", (f"Is {one} {with_article(group)}?",), f"Yes, {one} is {with_article(group)}.")
+            )
             other = tables.CATEGORIES[(index + len(group)) % len(tables.CATEGORIES)][0]
             if other != group:
                 facts.append(
-                    Fact("category no", one, (f"Is {one} {with_article(other)}?",), f"No, {one} is {with_article(group)}.")
+                    Fact(
+                        "category no",
+                        "",
+                        (f"Is {one} {with_article(other)}?",),
+                        f"No, {one} is {with_article(group)}.",
+                    )
                 )
         three = join_words([f"{with_article(member)}" for member in members[:3]])
         facts.append(
             Fact(
                 "three of",
                 plural,
-                (f"Name three {plural}.", f"Can you name three {plural}?", f"Tell me three {plural}.", f"Give me three {plural}."),
+                (
+                    f"Name three {plural}.",
+                    f"Can you name three {plural}?",
+                    f"Tell me three {plural}.",
+                    f"Give me three {plural}.",
+                ),
                 f"Three {plural} are {three}.",
             )
         )
@@ -332,17 +361,33 @@ def _written() -> list[Fact]:
                 facts.append(Fact(topic, "", tuple(questions), answer))
     for word, past in tables.PAST_TENSE:
         facts.append(
-            Fact("past tense", word, (f"What is the past tense of {word}?", f"What is the past of {word}?"), f"The past tense of {word} is {past}.")
+            Fact(
+                "past tense",
+                word,
+                (f"What is the past tense of {word}?", f"What is the past of {word}?"),
+                f"The past tense of {word} is {past}.",
+            )
         )
     for word, plural in tables.PLURALS:
         facts.append(
-            Fact("plural", word, (f"What is the plural of {word}?", f"What do you call more than one {word}?"), f"The plural of {word} is {plural}.")
+            Fact(
+                "plural",
+                word,
+                (f"What is the plural of {word}?", f"What do you call more than one {word}?"),
+                f"The plural of {word} is {plural}.",
+            )
         )
     for job, deed in tables.JOBS:
         one = with_article(job)
-        facts.append(Fact("job", one, (f"What does {one} do?", f"What is the work of {one}?"), f"{capitalized(one)} {deed}."))
+        facts.append(
+            Fact("job", one, (f"What does {one} do?", f"What is the work of {one}?"), f"{capitalized(one)} {deed}.")
+        )
     for deed, tool in tables.TOOLS:
-        facts.append(Fact("tool", "", (f"What do you use to {deed}?", f"What do I need to {deed}?"), f"You use {tool} to {deed}."))
+        facts.append(
+            Fact(
+                "tool", "", (f"What do you use to {deed}?", f"What do I need to {deed}?"), f"You use {tool} to {deed}."
+            )
+        )
     return facts
 
 
@@ -370,9 +415,9 @@ _WEIGHTS = {
     "day before": 2.0,
     "month after": 2.0,
     "month before": 2.0,
-    "arithmetic plus": 10.0,
-    "arithmetic minus": 7.0,
-    "arithmetic times": 6.0,
+    "arithmetic plus": 14.0,
+    "arithmetic minus": 10.0,
+    "arithmetic times": 9.0,
     "category": 4.0,
     "general": 10.0,
     "engine": 14.0,
@@ -399,25 +444,39 @@ def draw_question(rng: random.Random, fact: Fact) -> str:
         question = question.lower()
     if rng.random() < 0.10:
         question = question.rstrip("?.")
+    if rng.random() < 0.08:
+        question = (
+            rng.choice(("Please tell me: ", "Hello! ", "Hi, ", "I have a question. ", "Quick question: ", "OK. "))
+            + question
+        )
     return question
 
 
-def describe_country(rng: random.Random) -> str:
-    """A short paragraph about one country."""
-    country, capital, continent, language = rng.choice(tables.COUNTRIES)
+def describe_country(rng: random.Random, name: str = "") -> str:
+    """A short paragraph about one country, the named one if any."""
+    rows = [row for row in tables.COUNTRIES if name in ("", row[0])]
+    country, capital, continent, language = rng.choice(rows)
+    named = capitalized(country)
     return rng.choice(
         (
-            f"The capital of {country} is {capital}. {capitalized(country)} is in {continent}, and people there speak {language}.",
-            f"{capitalized(country)} is a country in {continent}. Its capital is {capital}. People in {country} speak {language}.",
-            f"{capital} is the capital of {country}. It is a city in {continent}. People in {capital} speak {language}.",
+            f"The capital of {country} is {capital}. {named} is in {continent}, and people there speak {language}.",
+            f"{named} is a country in {continent}. Its capital is {capital}. People in {country} speak {language}.",
+            f"{capital} is the capital of {country}. It is a city in {continent}. People there speak {language}.",
         )
     )
 
 
-def describe_animal(rng: random.Random) -> str:
-    """A short paragraph about one animal."""
-    name, sound, baby, home, food, num_legs, skill = rng.choice(tables.ANIMALS)
-    sentences = [f"It lives {home}.", f"It eats {food}.", f"It has {num_legs} legs.", f"It can {skill}.", f"A baby {name} is called {with_article(baby)}."]
+def describe_animal(rng: random.Random, name: str = "") -> str:
+    """A short paragraph about one animal, the named one if any."""
+    rows = [row for row in tables.ANIMALS if name in ("", row[0])]
+    name, sound, baby, home, food, num_legs, skill = rng.choice(rows)
+    sentences = [
+        f"It lives {home}.",
+        f"It eats {food}.",
+        f"It has {num_legs} legs.",
+        f"It can {skill}.",
+        f"A baby {name} is called {with_article(baby)}.",
+    ]
     if sound:
         sentences.append(f"It says {sound}.")
     rng.shuffle(sentences)

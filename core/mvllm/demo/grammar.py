@@ -39,3 +39,8 @@ def capitalized(sentence: str) -> str:
 def join_words(words: list[str]) -> str:
     """``["a", "b", "c"]`` → ``"a, b and c"``."""
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
+
+
+def invented_name(rng: random.Random) -> str:
+    """A name that no list holds, so that it can only be copied from what was said."""
+    return capitalized("".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.randint(2, 3))))
