@@ -123,7 +123,7 @@ class Plugins:
         )
 
     def start_llm(self, model, **variables):
-        return self.outcome(f"from mvllm import LLM\nLLM(model={str(model)!r})", **variables)
+        return self.outcome(f"from mvllm import LLM\nLLM(model={str(model)!r}, skip_tokenizer_init=True)", **variables)
 
 
 @pytest.fixture
