@@ -109,7 +109,8 @@ def match_names(
 
 
 def _prefixes(targets: Iterable[str]) -> list[str]:
-    return sorted({name.split(".", 1)[0] + "." for name in targets if "." in name})
+    """First components under which modules stand (`model.`), not those that are a module themselves (`lm_head.`)."""
+    return sorted({name.split(".", 1)[0] + "." for name in targets if name.count(".") >= 2})
 
 
 def _mismatch(

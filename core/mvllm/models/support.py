@@ -1,0 +1,32 @@
+"""Can this engine run that checkpoint? Asked before any process is started or weight is read; imports no model."""
+
+from __future__ import annotations
+
+from mvllm.config.model import ModelConfig
+from mvllm.errors import ModelError
+from mvllm.models.registry import supported_architectures
+
+
+def check_architecture(config: ModelConfig) -> None:
+    """Refuses a checkpoint that no model class here can run.
+
+    A folder may bring Python code of its own (`auto_map`). Where the architecture is one of ours, that code is not
+    looked at; where it is not, the code would not help, since a model here is built from the engine's layers.
+
+    Raises:
+        ModelError: Says what was found and what is supported.
+    """
+    supported = supported_architectures()
+    if config.architecture in supported:
+        return
+    code = ""
+    if "auto_map" in config.hf_config:
+        permission = "with" if config.trust_remote_code else "without"
+        code = (
+            f" The folder brings its own model code (auto_map), which is not run: {permission} trust_remote_code, only "
+            "architectures that are supported natively can be run."
+        )
+    raise ModelError(
+        f"{config.hf_config.source}: the architecture {config.architecture!r} is not supported.{code} "
+        f"Supported: {', '.join(supported)}."
+    )

@@ -1,0 +1,253 @@
+"""What a user may set: kinds, ranges, names, and how settings depend on each other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mvllm.config.engine_args import EngineArgs
+from mvllm.errors import ConfigError, ModelError
+from tests.unit.config.folders import write_folder
+
+
+def make_config(folder: Path, **kwargs):
+    return EngineArgs.from_kwargs(model=str(write_folder(folder)), **kwargs).create_engine_config()
+
+
+def test_a_plain_folder_gives_a_whole_config(tmp_path):
+    config = make_config(tmp_path)
+    assert config.model.path == tmp_path
+    assert config.model.tokenizer == str(tmp_path)
+    assert (config.cache.memory_utilization, config.cache.enable_prefix_caching) == (0.9, True)
+    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (256, 2048)
+    assert config.parallel.world_size == 1
+    assert (config.load.load_format, config.platform, config.enforce_eager) == ("auto", None, False)
+
+
+def test_every_setting_reaches_its_place(tmp_path):
+    config = make_config(
+        tmp_path,
+        dtype="float16",
+        seed=7,
+        max_model_len=100,
+        max_logprobs=5,
+        trust_remote_code=True,
+        enforce_eager=True,
+        memory_utilization=0.5,
+        kv_cache_memory_bytes=1000,
+        kv_cache_dtype="float32",
+        block_size=32,
+        enable_prefix_caching=False,
+        prefix_caching_seed=3,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        enable_chunked_prefill=True,
+        scheduling_policy="priority",
+        async_scheduling=True,
+        tensor_parallel_size=2,
+        pipeline_parallel_size=2,
+        data_parallel_size=3,
+        distributed_executor_backend="mp",
+        load_format="dummy",
+        use_tqdm_on_load=False,
+        platform="acme",
+        skip_tokenizer_init=True,
+    )
+    model, cache, scheduler, parallel = config.model, config.cache, config.scheduler, config.parallel
+    assert (model.dtype, model.seed, model.max_model_len, model.max_logprobs) == ("float16", 7, 100, 5)
+    assert (model.trust_remote_code, model.tokenizer) == (True, None)
+    assert (cache.memory_utilization, cache.kv_cache_memory_bytes, cache.dtype, cache.block_size) == (
+        0.5,
+        1000,
+        "float32",
+        32,
+    )
+    assert (cache.enable_prefix_caching, cache.prefix_caching_seed) == (False, 3)
+    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (4, 16)
+    assert (scheduler.policy, scheduler.async_scheduling) == ("priority", True)
+    assert (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size) == (2, 2, 3)
+    assert parallel.distributed_executor_backend == "mp"
+    assert (config.load.load_format, config.load.use_tqdm) == ("dummy", False)
+    assert (config.platform, config.enforce_eager) == ("acme", True)
+
+
+def test_building_a_config_pulls_in_neither_torch_nor_transformers(tmp_path):
+    write_folder(tmp_path)
+    code = (
+        "import sys; from mvllm.config.engine_args import EngineArgs\n"
+        f"EngineArgs.from_kwargs(model={str(tmp_path)!r}).create_engine_config()\n"
+        "print([m for m in ('torch', 'transformers', 'huggingface_hub', 'tokenizers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# --------------------------------------------------------------------------------------------------------------- names
+
+
+def test_an_unknown_keyword_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"no engine setting 'max_modle_len'.*nearest is 'max_model_len'"):
+        EngineArgs.from_kwargs(model="x", max_modle_len=5)
+
+
+def test_the_usual_name_of_memory_utilization_is_accepted(tmp_path):
+    assert make_config(tmp_path, gpu_memory_utilization=0.25).cache.memory_utilization == 0.25
+
+
+def test_two_names_with_two_values_are_refused():
+    with pytest.raises(ConfigError, match="mean the same"):
+        EngineArgs.from_kwargs(model="x", gpu_memory_utilization=0.25, memory_utilization=0.5)
+    assert EngineArgs.from_kwargs(model="x", gpu_memory_utilization=0.5, memory_utilization=0.5).memory_utilization
+
+
+def test_the_model_must_be_given():
+    with pytest.raises(ConfigError, match="model must be given"):
+        EngineArgs.from_kwargs(seed=1)
+
+
+def test_paths_are_welcome_where_texts_are(tmp_path):
+    args = EngineArgs.from_kwargs(model=write_folder(tmp_path), tokenizer=tmp_path)
+    assert args.create_engine_config().model.model == str(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------- kinds, ranges
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("memory_utilization", [1e-9, 0.5, 1, 1.0], [0, -0.1, 1.0000001, float("nan"), float("inf"), True, "0.5"]),
+        ("max_model_len", [1, None], [0, -1, 1.5, "10", True]),
+        ("seed", [0, 2**63 - 1], [-1, 2**63, None, 0.5]),
+        ("max_logprobs", [-1, 0, 20], [-2, None, "5"]),
+        ("kv_cache_memory_bytes", [1, None], [0, -1, 1e9]),
+        ("block_size", [1, 16, 1024, None], [0, 1025, 16.0]),
+        ("prefix_caching_seed", [0, 2**63 - 1, None], [-1, 2**63]),
+        ("max_num_seqs", [1, 2048], [0, 65537, None]),
+        ("max_num_batched_tokens", [256, None], [0, -1]),
+        ("tensor_parallel_size", [1, 1024], [0, 1025, None]),
+        ("pipeline_parallel_size", [1, 1024], [0, 1025]),
+        ("data_parallel_size", [1, 1024], [0, 1025]),
+        ("dtype", ["auto", "half", "bfloat16"], ["int8", "", None, 16]),
+        ("scheduling_policy", ["fcfs", "priority"], ["lifo", None, 1]),
+        ("load_format", ["auto", "safetensors", "dummy"], ["pt", None]),
+        ("distributed_executor_backend", [None, "uni", "mp", "ray", "external_launcher", "a.b.C"], ["nope", 3]),
+        ("enable_prefix_caching", [True, False], [None, 1, "yes"]),
+        ("enforce_eager", [True, False], [None, 0]),
+        ("hf_overrides", [None, {}, {"a": 1}], ["{}", [1]]),
+        ("revision", [None, "main"], [7]),
+        ("model", ["x"], [None, 7]),
+    ],
+)
+def test_both_sides_of_every_bound(name, good, bad):
+    for value in good:
+        EngineArgs.from_kwargs(**{"model": "x", name: value})
+    for value in bad:
+        with pytest.raises(ConfigError, match=name) as caught:
+            EngineArgs.from_kwargs(**{"model": "x", name: value})
+        assert repr(value) in str(caught.value) or str(value) in str(caught.value)
+
+
+def test_an_error_names_the_permitted_range():
+    with pytest.raises(ConfigError, match=r"memory_utilization must be a number > 0 and <= 1, found 1\.5"):
+        EngineArgs.from_kwargs(model="x", memory_utilization=1.5)
+    with pytest.raises(ConfigError, match=r"one of 'fcfs', 'priority', found 'lifo'"):
+        EngineArgs.from_kwargs(model="x", scheduling_policy="lifo")
+
+
+def test_a_dtype_object_of_torch_is_accepted():
+    torch = pytest.importorskip("torch")
+    assert EngineArgs.from_kwargs(model="x", dtype=torch.bfloat16).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("alias", "name"), [("half", "float16"), ("float", "float32")])
+def test_short_names_of_dtypes_are_spelt_out(tmp_path, alias, name):
+    assert make_config(tmp_path, dtype=alias).model.dtype == name
+
+
+# --------------------------------------------------------------------------------------------- depending on each other
+
+
+def test_the_token_budget_holds_every_running_sequence():
+    EngineArgs.from_kwargs(model="x", max_num_seqs=64, max_num_batched_tokens=64)
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens is 63.*max_num_seqs \(64\)"):
+        EngineArgs.from_kwargs(model="x", max_num_seqs=64, max_num_batched_tokens=63)
+
+
+def test_the_default_budget_grows_with_the_number_of_sequences(tmp_path):
+    assert make_config(tmp_path, max_num_seqs=5000).scheduler.max_num_batched_tokens == 5000
+
+
+def test_without_chunked_prefill_the_budget_holds_the_longest_prompt(tmp_path):
+    folder = write_folder(tmp_path, max_position_embeddings=9000)
+    args = {"model": str(folder), "enable_chunked_prefill": False}
+    assert EngineArgs.from_kwargs(**args).create_engine_config().scheduler.max_num_batched_tokens == 9000
+    exact = EngineArgs.from_kwargs(**args, max_num_batched_tokens=9000).create_engine_config()
+    assert exact.scheduler.max_num_batched_tokens == 9000
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens is 8999.*max_model_len \(9000\)"):
+        EngineArgs.from_kwargs(**args, max_num_batched_tokens=8999).create_engine_config()
+
+
+def test_parallel_sizes_must_suit_the_model(tmp_path):  # 4 heads, 2 key-value heads, 2 layers
+    assert make_config(tmp_path, tensor_parallel_size=4).parallel.tensor_parallel_size == 4
+    with pytest.raises(ConfigError, match="does not divide the model's 4 attention heads"):
+        make_config(tmp_path, tensor_parallel_size=3)
+    with pytest.raises(ConfigError, match="only 2 layers"):
+        make_config(tmp_path, pipeline_parallel_size=3)
+
+
+def test_key_value_heads_and_ranks_divide_one_way_or_the_other(tmp_path):
+    folder = write_folder(tmp_path, num_attention_heads=12, num_key_value_heads=6, hidden_size=48)
+    with pytest.raises(ConfigError, match="6 key-value heads"):
+        EngineArgs.from_kwargs(model=str(folder), tensor_parallel_size=4).create_engine_config()
+    EngineArgs.from_kwargs(model=str(folder), tensor_parallel_size=12).create_engine_config()
+
+
+def test_max_logprobs_is_at_most_the_vocabulary(tmp_path):
+    assert make_config(tmp_path, max_logprobs=300).model.max_logprobs == 300
+    assert make_config(tmp_path, max_logprobs=-1).model.max_logprobs == 300
+    with pytest.raises(ConfigError, match="only 300 tokens"):
+        make_config(tmp_path, max_logprobs=301)
+
+
+# ---------------------------------------------------------------------------------------------- tokenizer and defaults
+
+
+def test_a_tokenizer_of_its_own(tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    assert make_config(tmp_path / "m", tokenizer=str(other)).model.tokenizer == str(other)
+    with pytest.raises(ModelError, match=r"tokenizer folder '\./nowhere' does not exist"):
+        make_config(tmp_path / "m", tokenizer="./nowhere")
+
+
+def test_generation_defaults_can_come_from_the_model_from_elsewhere_or_from_nowhere(tmp_path):
+    folder = write_folder(tmp_path / "m", generation={"temperature": 0.6, "eos_token_id": [7, 8]})
+    other = write_folder(tmp_path / "o", generation={"temperature": 0.1})
+
+    def make(**kwargs):
+        return EngineArgs.from_kwargs(model=str(folder), **kwargs).create_engine_config().model
+
+    assert make().generation_defaults == {"temperature": 0.6}
+    assert make(generation_config=str(other)).generation_defaults == {"temperature": 0.1}
+    assert make(generation_config="none").generation_defaults == {}
+    # How a sequence ends is a fact about the model, whatever sampling defaults are wanted.
+    assert make(generation_config="none").eos_token_ids == (7, 8, 2)
+    with pytest.raises(ConfigError, match="generation_config must be"):
+        make(generation_config=str(tmp_path))
+
+
+# -------------------------------------------------------------------------------------------------------- declarations
+
+
+def test_every_setting_declares_what_a_command_line_needs():
+    groups = {"model", "cache", "scheduler", "parallel", "load", "platform"}
+    options = EngineArgs.options()
+    assert {o.group for o in options} == groups
+    assert all(o.help.endswith(".") and o.kind in (str, int, float, bool, dict) for o in options)
+    assert len({o.name for o in options}) == len(options) > 25
+    defaults = {o.name: o.default for o in options if o.name != "model"}
+    EngineArgs.from_kwargs(model="x", **defaults)  # every default is itself permitted
