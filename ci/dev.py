@@ -239,7 +239,7 @@ def setup(*, fresh: bool = False) -> None:
         # A stamp of another hash is a whole environment of other inputs: pip brings it up to date. One without a stamp
         # may be the developer's own; it is used if it works, and never thrown away while it does.
         reusable = not fresh and state != "unfinished" and python_works() and (state is None or looks_whole())
-        steps = Steps(total=3 if reusable else 4)
+        steps = Steps(total=4 if reusable else 5)
         if not reusable:
             print(f"Making the environment in {VENV} (about 1.2 GB; a minute or two)", flush=True)
             remove_environment()
@@ -267,8 +267,8 @@ def install(steps: Steps) -> None:
     build_tools = [f"{name}=={pinned(name)}" for name in ("hatchling", "setuptools")]
     steps.run("build tools", [*pip, *build_tools])
     # No build isolation: the build tools are the pinned ones above, and nothing is downloaded twice.
-    editable = ["--no-build-isolation", "-e", f"{ROOT}[dev]", "-e", str(PLATFORM)]
-    steps.run("mvllm, mvllm-cpu (editable) and the tools", [*pip, *editable])
+    steps.run("mvllm and the tools", [*pip, "--no-build-isolation", "-e", f"{ROOT}[dev]"])
+    steps.run("mvllm-cpu (compiles its kernels)", [*pip, "--no-build-isolation", "-e", PLATFORM])
 
 
 def pinned(name: str) -> str:
@@ -296,7 +296,7 @@ def run(arguments: list[str]) -> int:
 def lint() -> int:
     """Runs every linter, shows what each failing one says, and ends with one line for each."""
     linters: dict[str, list[str | Path]] = {
-        "ruff check": [BIN / "ruff", "check", "--quiet", "."],
+        "ruff check": [BIN / "ruff", "check", "--quiet", "--output-format=concise", "."],
         "ruff format": [BIN / "ruff", "format", "--check", "--quiet", "--diff", "."],
         "mypy": [BIN / "mypy", "--no-error-summary"],
         "import-linter": [BIN / "lint-imports"],

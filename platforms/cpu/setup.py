@@ -8,6 +8,8 @@ Instruction sets are chosen when the library runs, not when it is built: a wheel
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -23,7 +25,7 @@ KERNELS = Extension(
     sources=SOURCES,
     depends=HEADERS,
     include_dirs=["csrc"],
-    extra_compile_args=["-O3", "-std=c++17", "-fopenmp", "-fPIC"],
+    extra_compile_args=["-O3", "-std=c++17", "-fopenmp", "-fPIC", "-g0"],
     extra_link_args=["-fopenmp"],  # libgomp by its plain name: the copy that torch already loaded is shared
     language="c++",
     optional=True,
@@ -35,6 +37,18 @@ class BuildSharedLibrary(build_ext):
 
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".so"
+
+    def build_extensions(self) -> None:
+        """Compiles the source files side by side; setuptools does one extension's files one after the other."""
+        compile_in_turn = self.compiler.compile
+
+        def compile_side_by_side(sources: list[str], **options: object) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                objects = list(pool.map(lambda source: compile_in_turn([source], **options), sources))
+            return [name for names in objects for name in names]
+
+        self.compiler.compile = compile_side_by_side
+        super().build_extensions()
 
     def copy_extensions_to_source(self) -> None:
         """For editable installs. An older library goes first: none is better than one of other sources."""

@@ -146,7 +146,7 @@ def test_it_works_from_any_folder_and_a_failed_step_ends_it_with_one_screen(fram
         text=True,
     )
     assert done.returncode == 1
-    assert "[2/4] torch" in done.stdout and "FAILED" in done.stdout
+    assert "[2/5] torch" in done.stdout and "FAILED" in done.stdout
     assert "command: " in done.stderr and "pip install" in done.stderr and "remedy: " in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     assert len(done.stderr.splitlines()) < 40
