@@ -108,11 +108,17 @@ class CPUPlatform(Platform):
         return TorchCommunicator(group, device=device, backend="gloo")
 
     def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
+        from mvllm_cpu import kernels
+        from mvllm_cpu.paged_attention import PagedAttention
         from mvllm_cpu.torch_attention import TorchAttention
 
         problems = TorchAttention.validate(spec)
         if problems:
             raise PlatformError(f"The CPU platform has no attention for this model: {'; '.join(problems)}.")
+        loaded = kernels.load()
+        if loaded.library is not None:
+            return PagedAttention(spec)
+        logger.warning("Attention runs in plain torch, which is slower: %s %s", loaded.reason, loaded.remedy or "")
         return TorchAttention(spec)
 
     def ops(self) -> Sequence[OpProvider]:

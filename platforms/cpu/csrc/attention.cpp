@@ -1,0 +1,185 @@
+// A step's attention: divides it into items, and runs them over the threads.
+//
+// An item is a tile of rows (query tokens x the heads of one key/value head) of one request. Decode steps have one small
+// tile per request and key/value head; a prompt has many large ones. When there are too few items to fill the threads
+// evenly, long ones are split along their keys; their partial results are put together after a barrier.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "kernels.h"
+
+namespace mvllm {
+namespace {
+
+constexpr int64_t SERIAL_WORK = 1 << 17;     // multiply-adds below which waking other threads costs more than it saves
+constexpr int SMALLEST_SPLIT = 2 * CHUNK;    // keys
+
+struct Step {
+    Geometry geometry;
+    std::vector<Item> items;
+    std::vector<SplitTile> split_tiles;
+    std::unique_ptr<float[]> partials;
+    int64_t work = 0;
+    int threads = 1;
+};
+
+int64_t work_of(const Geometry& g, const Item& item) {
+    return int64_t(item.query_end - item.query_begin) * g.group * (item.key_end - item.key_begin) * g.dv * 2;
+}
+
+// Reading the cache has a price too, which dominates where few rows share it.
+int64_t cost_of(const Geometry& g, const Item& item) {
+    return int64_t((item.query_end - item.query_begin) * g.group + 4) * (item.key_end - item.key_begin);
+}
+
+void add_request(Step& step, int request, std::vector<Item>& tiles) {
+    const Geometry& g = step.geometry;
+    const int new_tokens = g.batch.query_start_loc[request + 1] - g.batch.query_start_loc[request];
+    const int earlier = g.batch.seq_lens[request] - new_tokens;
+    const int per_tile = g.tile_rows / g.group;
+    for (int begin = 0; begin < new_tokens; begin += per_tile) {
+        const int end = std::min(begin + per_tile, new_tokens);
+        const int low = g.spec.window ? std::max(0, earlier + begin - g.spec.window + 1) : 0;
+        for (int h = 0; h < g.spec.num_kv_heads; ++h) tiles.push_back({request, h, begin, end, low, earlier + end, -1});
+    }
+}
+
+void divide(Step& step) {
+    const Geometry& g = step.geometry;
+    std::vector<Item> tiles;
+    for (int r = 0; r < g.batch.num_requests; ++r) add_request(step, r, tiles);
+    int64_t cost = 0;
+    for (const Item& tile : tiles) cost += cost_of(g, tile), step.work += work_of(g, tile);
+    if (step.threads == 1 || step.work < SERIAL_WORK) {
+        step.threads = 1;
+        step.items = std::move(tiles);
+        return;
+    }
+    const int64_t fair = std::max<int64_t>(1, cost / (step.threads * 4));
+    int num_partials = 0;
+    step.items.reserve(tiles.size());
+    for (Item tile : tiles) {
+        const int first = tile.key_begin / STRIP * STRIP, keys = tile.key_end - first;
+        int64_t parts = std::min<int64_t>((cost_of(g, tile) + fair - 1) / fair, keys / SMALLEST_SPLIT);
+        if (parts <= 1) {
+            step.items.push_back(tile);
+            continue;
+        }
+        const int length = round_up(int((keys + parts - 1) / parts), CHUNK);
+        SplitTile split{tile, num_partials, 0};
+        for (int begin = first; begin < tile.key_end; begin += length) {
+            Item part = tile;
+            part.key_begin = std::max(begin, tile.key_begin);
+            part.key_end = std::min(begin + length, tile.key_end);
+            part.partial = num_partials++;
+            step.items.push_back(part);
+            ++split.num_partials;
+        }
+        step.split_tiles.push_back(split);
+    }
+    std::stable_sort(step.items.begin(), step.items.end(),
+                     [&](const Item& a, const Item& b) { return cost_of(g, a) > cost_of(g, b); });
+    if (num_partials) step.partials.reset(new float[size_t(num_partials) * g.partial_size]);
+}
+
+// One thread's scratch memory, kept from step to step.
+class ScratchMemory {
+  public:
+    Scratch carve(const Geometry& g) {
+        const size_t rows = g.tile_rows;
+        const size_t sizes[] = {rows * g.dk, rows * CHUNK, rows * CHUNK / 2, rows * g.dv, rows, rows};
+        size_t total = 16;
+        for (size_t size : sizes) total += size + 16;
+        if (memory_.size() < total) memory_.resize(total);
+        uintptr_t at = reinterpret_cast<uintptr_t>(memory_.data());
+        float* parts[6];
+        for (int i = 0; i < 6; ++i) {
+            at = (at + 63) & ~uintptr_t(63);
+            parts[i] = reinterpret_cast<float*>(at);
+            at += sizes[i] * sizeof(float);
+        }
+        return {parts[0], parts[1], reinterpret_cast<uint32_t*>(parts[2]), parts[3], parts[4], parts[5]};
+    }
+
+  private:
+    std::vector<float> memory_;
+};
+
+}  // namespace
+}  // namespace mvllm
+
+using namespace mvllm;
+
+extern "C" {
+
+// Plans a step. The batch's arrays stay in use until the step is freed.
+void* mvllm_cpu_step_new(const Spec* spec, const Batch* batch) {
+    auto* step = new Step;
+    Geometry& g = step->geometry;
+    g.spec = *spec;
+    g.batch = *batch;
+    g.group = spec->num_heads / spec->num_kv_heads;
+    g.dk = round_up(spec->head_size, 4);
+    g.dv = round_up(spec->head_size, 16);
+    g.tile_rows = std::max(TILE_ROWS / g.group, 1) * g.group;
+    g.key_head = int64_t(g.dk) * batch->block_size;
+    g.value_head = int64_t(g.dv) * batch->block_size;
+    g.partial_size = g.tile_rows * (g.dv + 2);
+    step->threads = omp_get_max_threads();
+    divide(*step);
+    return step;
+}
+
+void mvllm_cpu_step_free(void* step) { delete static_cast<Step*>(step); }
+
+void mvllm_cpu_write_kv(const void* handle, const void* key, int64_t key_stride, const void* value, int64_t value_stride,
+                        void* keys, void* values) {
+    const Step& step = *static_cast<const Step*>(handle);
+    const Geometry& g = step.geometry;
+    const NewKV kv{key, value, key_stride, value_stride, keys, values};
+    const Isa& isa = current_isa();
+    const int tokens = g.batch.num_tokens;
+    if (int64_t(tokens) * g.spec.num_kv_heads * g.spec.head_size * 4 < SERIAL_WORK || omp_get_max_threads() == 1) {
+        isa.store_kv(g, kv, 0, tokens);
+        return;
+    }
+    const int groups = (tokens + STRIP - 1) / STRIP;
+#pragma omp parallel for schedule(static)
+    for (int i = 0; i < groups; ++i) isa.store_kv(g, kv, i * STRIP, std::min((i + 1) * STRIP, tokens));
+}
+
+void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_stride, const void* keys,
+                         const void* values, const float* sinks, void* out) {
+    const Step& step = *static_cast<const Step*>(handle);
+    const Geometry& g = step.geometry;
+    const Layer layer{query, query_stride, keys, values, sinks, out};
+    const Isa& isa = current_isa();
+    const int count = int(step.items.size());
+    std::atomic<int> next{0};
+    auto work = [&](bool together) {
+        thread_local ScratchMemory memory;
+        const Scratch scratch = memory.carve(g);
+        for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;)
+            isa.attend(g, layer, step.items[i], scratch, step.partials.get());
+        if (step.split_tiles.empty()) return;
+        if (together) {
+#pragma omp barrier
+#pragma omp for schedule(dynamic, 1)
+            for (size_t i = 0; i < step.split_tiles.size(); ++i)
+                isa.combine(g, layer, step.split_tiles[i], scratch, step.partials.get());
+        }
+    };
+    if (step.threads == 1) {
+        work(false);
+        return;
+    }
+#pragma omp parallel num_threads(step.threads)
+    work(true);
+}
+
+}  // extern "C"

@@ -1,0 +1,50 @@
+// Which instruction set runs: the best that the processor has, or what MVLLM_CPU_ISA names if the processor has it.
+
+#include <cstdlib>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace mvllm {
+namespace {
+
+bool runs_here(const Isa& isa) {
+#if MVLLM_X86
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+                      __builtin_cpu_supports("bmi2");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                        __builtin_cpu_supports("avx512vl");
+    if (&isa == &isa_avx2) return avx2;
+    if (&isa == &isa_avx512) return avx512;
+    if (&isa == &isa_avx512_bf16) return avx512 && __builtin_cpu_supports("avx512bf16");
+#endif
+    return &isa == &isa_generic;
+}
+
+const Isa* const best_first[] = {
+#if MVLLM_X86
+    &isa_avx512_bf16, &isa_avx512, &isa_avx2,
+#endif
+    &isa_generic,
+};
+
+const Isa& choose() {
+    const char* asked = std::getenv("MVLLM_CPU_ISA");
+    const Isa* best = nullptr;
+    for (const Isa* isa : best_first) {
+        if (!runs_here(*isa)) continue;
+        if (!best) best = isa;
+        if (asked && !std::strcmp(asked, isa->name)) return *isa;
+    }
+    return *best;
+}
+
+}  // namespace
+
+const Isa& current_isa() {
+    static const Isa& isa = choose();
+    return isa;
+}
+
+}  // namespace mvllm

@@ -1,0 +1,119 @@
+// Row-wise operations. They round where the references in core round, so results agree to the last bit or nearly. Included
+// inside a namespace, after simd.h.
+
+// What a value becomes when it is stored as E and read back.
+template <class E>
+INLINE vf rounded(vf v) {
+    if constexpr (sizeof(typename E::type) == 4) return v;
+    typename E::type stored[LANES];
+    E::narrow(stored, v);
+    return E::widen(stored);
+}
+template <class E>
+INLINE float rounded(float v) {
+    return E::get(E::put(v));
+}
+
+template <class E>
+static void rms_norm_rows(const RmsNorm& op, int64_t begin, int64_t end) {
+    typedef typename E::type T;
+    const int size = op.size, whole = size / LANES * LANES;
+    const T* weight = static_cast<const T*>(op.weight);
+    for (int64_t row = begin; row < end; ++row) {
+        const T* x = static_cast<const T*>(op.x) + row * op.x_stride;
+        T* out = static_cast<T*>(op.out) + row * size;
+        vf squares[4] = {};
+        float rest = 0;
+        int d = 0;
+        if (op.residual) {
+            T* residual = static_cast<T*>(op.residual) + row * size;
+            for (; d < whole; d += LANES) {
+                vf sum = rounded<E>(E::widen(residual + d) + E::widen(x + d));
+                E::narrow(residual + d, sum);
+                squares[d / LANES % 4] += sum * sum;
+            }
+            for (; d < size; ++d) {
+                residual[d] = E::put(E::get(residual[d]) + E::get(x[d]));
+                rest += E::get(residual[d]) * E::get(residual[d]);
+            }
+            x = residual;
+        } else {
+            for (; d < whole; d += LANES) {
+                vf v = E::widen(x + d);
+                squares[d / LANES % 4] += v * v;
+            }
+            for (; d < size; ++d) rest += E::get(x[d]) * E::get(x[d]);
+        }
+        rest += sum_lanes((squares[0] + squares[1]) + (squares[2] + squares[3]));
+        const float factor = 1.f / __builtin_sqrtf(rest / float(size) + op.eps);
+        for (d = 0; d < whole; d += LANES)
+            E::narrow(out + d, rounded<E>(E::widen(x + d) * factor) * E::widen(weight + d));
+        for (; d < size; ++d) out[d] = E::put(rounded<E>(E::get(x[d]) * factor) * E::get(weight[d]));
+    }
+}
+
+template <class E>
+static void silu_and_mul_rows(const SiluAndMul& op, int64_t begin, int64_t end) {
+    typedef typename E::type T;
+    const vf limit = splat(88.f);
+    for (int64_t row = begin; row < end; ++row) {
+        const T* gate = static_cast<const T*>(op.x) + row * op.x_stride;
+        const T* up = gate + op.size;
+        T* out = static_cast<T*>(op.out) + row * op.size;
+        int64_t d = 0;
+        for (; d + LANES <= op.size; d += LANES) {
+            vf x = E::widen(gate + d), y = -x;
+            vf silu = x / (1.f + vexp(y > limit ? limit : y));
+            E::narrow(out + d, rounded<E>(silu) * E::widen(up + d));
+        }
+        for (; d < op.size; ++d) {
+            float x = E::get(gate[d]), y = -x;
+            float silu = x / (1.f + exp_one(y > 88.f ? 88.f : y));
+            out[d] = E::put(rounded<E>(silu) * E::get(up[d]));
+        }
+    }
+}
+
+template <class E>
+INLINE void rotate_heads(typename E::type* head, int64_t stride, int heads, const float* cos, int half) {
+    const float* sin = cos + half;
+    for (int h = 0; h < heads; ++h, head += stride) {
+        int d = 0;
+        for (; d + LANES <= half; d += LANES) {
+            vf a = E::widen(head + d), b = E::widen(head + half + d), c = load(cos + d), s = load(sin + d);
+            E::narrow(head + d, a * c - b * s);
+            E::narrow(head + half + d, b * c + a * s);
+        }
+        for (; d < half; ++d) {
+            float a = E::get(head[d]), b = E::get(head[half + d]);
+            head[d] = E::put(a * cos[d] - b * sin[d]);
+            head[half + d] = E::put(b * cos[d] + a * sin[d]);
+        }
+    }
+}
+
+template <class E>
+static void rotary_tokens(const Rotary& op, int64_t begin, int64_t end) {
+    typedef typename E::type T;
+    for (int64_t t = begin; t < end; ++t) {
+        int64_t at = op.wide_index ? static_cast<const int64_t*>(op.index)[t] : static_cast<const int32_t*>(op.index)[t];
+        const float* cos = op.cos_sin + at * op.rotary_dim;
+        rotate_heads<E>(static_cast<T*>(op.query) + t * op.query_stride, op.query_head_stride, op.num_heads, cos,
+                        op.rotary_dim / 2);
+        rotate_heads<E>(static_cast<T*>(op.key) + t * op.key_stride, op.key_head_stride, op.num_kv_heads, cos,
+                        op.rotary_dim / 2);
+    }
+}
+
+#define BY_DTYPE(function, op, begin, end)                          \
+    switch (op.dtype) {                                             \
+        case F32: return function<Float32>(op, begin, end);         \
+        case BF16: return function<BFloat16>(op, begin, end);       \
+        default: return function<Float16>(op, begin, end);          \
+    }
+
+static void rms_norm(const RmsNorm& op, int64_t begin, int64_t end) { BY_DTYPE(rms_norm_rows, op, begin, end) }
+static void silu_and_mul(const SiluAndMul& op, int64_t begin, int64_t end) { BY_DTYPE(silu_and_mul_rows, op, begin, end) }
+static void rotary(const Rotary& op, int64_t begin, int64_t end) { BY_DTYPE(rotary_tokens, op, begin, end) }
+
+#undef BY_DTYPE

@@ -1,0 +1,25 @@
+// All kernels, compiled for one instruction set: avx2.
+
+#include "kernels.h"
+
+#if MVLLM_X86
+#include <immintrin.h>
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,bmi2")
+
+#define LANES 8
+#define HAS_BF16_DOT 0
+namespace mvllm {
+namespace avx2 {
+#include "simd.h"
+#include "attention_tile.h"
+#include "kv_store.h"
+#include "elementwise.h"
+}  // namespace avx2
+#pragma GCC pop_options
+
+const Isa isa_avx2 = {"avx2",           avx2::attend,       avx2::combine, avx2::store_kv,
+    avx2::rms_norm, avx2::silu_and_mul, avx2::rotary};
+}  // namespace mvllm
+#endif

@@ -1,0 +1,25 @@
+// All kernels, compiled for one instruction set: avx512_bf16.
+
+#include "kernels.h"
+
+#if MVLLM_X86
+#include <immintrin.h>
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2,prefer-vector-width=512")
+
+#define LANES 16
+#define HAS_BF16_DOT 1
+namespace mvllm {
+namespace avx512_bf16 {
+#include "simd.h"
+#include "attention_tile.h"
+#include "kv_store.h"
+#include "elementwise.h"
+}  // namespace avx512_bf16
+#pragma GCC pop_options
+
+const Isa isa_avx512_bf16 = {"avx512_bf16",           avx512_bf16::attend,       avx512_bf16::combine, avx512_bf16::store_kv,
+    avx512_bf16::rms_norm, avx512_bf16::silu_and_mul, avx512_bf16::rotary};
+}  // namespace mvllm
+#endif

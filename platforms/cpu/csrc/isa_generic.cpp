@@ -1,0 +1,16 @@
+// All kernels, compiled for one instruction set: generic.
+
+#include "kernels.h"
+
+#define LANES 4
+#define HAS_BF16_DOT 0
+namespace mvllm {
+namespace generic {
+#include "simd.h"
+#include "attention_tile.h"
+#include "kv_store.h"
+#include "elementwise.h"
+}  // namespace generic
+const Isa isa_generic = {"generic",           generic::attend,       generic::combine, generic::store_kv,
+    generic::rms_norm, generic::silu_and_mul, generic::rotary};
+}  // namespace mvllm

@@ -1,0 +1,154 @@
+// What the files of this library share: the layout of the cache, the plan of a step, and the table of kernels that each
+// instruction set fills in. `isa_*.cpp` compile the same inner loops (simd.h, attention_tile.h, ...) for one instruction
+// set each; `dispatch.cpp` picks the best one that the processor has; everything else is compiled for any processor.
+//
+// Cache of one layer, for each block and key/value head (Dk = head size rounded up to 4, Dv = rounded up to 16):
+//
+//     keys      [Dk][block]        one row per dimension: a vector holds the same dimension of neighbouring keys, so scores
+//                                  come out side by side and no sum runs across a vector
+//     values    [block][Dv]        one row per token: a vector holds neighbouring dimensions of the output
+//
+// bfloat16 is stored in pairs, the form that its dot-product instructions take. It is also the cheapest to widen by hand:
+// a pair is one 32-bit lane, whose upper half is already a float32 and whose lower half is one shift away.
+//
+//     keys      [Dk / 2][block][2]     (d, d + 1) of one key side by side
+//     values    [block / 2][Dv][2]     (t, t + 1) of one dimension side by side
+//
+// Padding is zero and stays zero, except slots that hold no token yet: their scores are never used, and their values are
+// never multiplied (zero times a stale NaN is NaN).
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace mvllm {
+
+enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
+
+constexpr int STRIP = 16;        // tokens handled together; every block is a whole number of strips
+constexpr int CHUNK = 128;       // tokens whose scores are kept at a time
+constexpr int TILE_ROWS = 32;    // rows (query tokens x heads of a group) that share one walk over the keys
+
+inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// One kind of attention layer. Mirrored in Python (paged_attention.py).
+struct Spec {
+    int32_t num_heads, num_kv_heads, head_size;
+    int32_t dtype, kv_dtype;     // DType
+    int32_t window;              // 0: none
+    float scale, soft_cap;       // soft_cap 0: none
+};
+
+// One step's batch. Mirrored in Python. The arrays stay the caller's and outlive the step.
+struct Batch {
+    int32_t num_requests, num_tokens, block_size, block_table_stride;
+    const int32_t* query_start_loc;
+    const int32_t* seq_lens;
+    const int32_t* block_table;
+    const int32_t* slot_mapping;
+};
+
+// A tile of rows of one request and one key/value head, over a range of keys.
+struct Item {
+    int32_t request, kv_head;
+    int32_t query_begin, query_end;  // tokens, counted within the request's new ones
+    int32_t key_begin, key_end;
+    int32_t partial;                 // index of its partial result, or -1 when it has all the keys its rows see
+};
+
+// A tile whose keys were split: its items' partial results are contiguous.
+struct SplitTile {
+    Item item;
+    int32_t first_partial, num_partials;
+};
+
+// Tensors of one layer. `query` rows lie `query_stride` elements apart.
+struct Layer {
+    const void* query;
+    int64_t query_stride;
+    const void* keys;
+    const void* values;
+    const float* sinks;  // [num_heads] or null
+    void* out;           // [tokens, num_heads * head_size]
+};
+
+struct Geometry {
+    Spec spec;
+    Batch batch;
+    int group, dk, dv;       // query heads per key/value head; padded head sizes
+    int tile_rows;           // most rows of one item
+    int64_t key_head, value_head;  // elements per block and head
+    int partial_size;        // floats per partial result: tile_rows * (dv + 2)
+};
+
+// Memory of one thread, aligned to 64 bytes. Sizes for `rows` rows.
+struct Scratch {
+    float* query;      // [rows, dk], or bfloat16 pairs [rows, dk / 2]
+    float* scores;     // [rows, CHUNK]
+    uint32_t* pairs;   // [rows, CHUNK / 2]: probabilities as bfloat16 pairs
+    float* acc;        // [rows, dv]
+    float* row_max;    // [rows]
+    float* row_sum;    // [rows]
+};
+
+// A step's new keys and values, and the layer's cache. Rows lie `*_stride` elements apart.
+struct NewKV {
+    const void* key;
+    const void* value;
+    int64_t key_stride, value_stride;
+    void* keys;
+    void* values;
+};
+
+// out = norm(x) * weight; with a residual, residual += x first and the sum is normalised.
+struct RmsNorm {
+    const void* x;
+    void* residual;  // null, or [rows, size] contiguous
+    const void* weight;
+    void* out;  // [rows, size] contiguous
+    int64_t x_stride;
+    int32_t size, dtype;
+    float eps;
+};
+
+// out[i] = silu(x[i]) * x[size + i]; `x` rows lie `x_stride` elements apart.
+struct SiluAndMul {
+    const void* x;
+    void* out;
+    int64_t x_stride, size;
+    int32_t dtype;
+};
+
+// Rotates queries and keys in place. `index` holds 64-bit numbers where `wide_index`, else 32-bit ones.
+struct Rotary {
+    const void* index;
+    const float* cos_sin;  // [rows, rotary_dim]: cosines, then sines
+    void* query;
+    void* key;
+    int64_t query_stride, query_head_stride, key_stride, key_head_stride;
+    int32_t wide_index, num_heads, num_kv_heads, rotary_dim, dtype;
+};
+
+// The kernels of one instruction set.
+struct Isa {
+    const char* name;
+    void (*attend)(const Geometry&, const Layer&, const Item&, const Scratch&, float* partials);
+    void (*combine)(const Geometry&, const Layer&, const SplitTile&, const Scratch&, const float* partials);
+    void (*store_kv)(const Geometry&, const NewKV&, int token_begin, int token_end);
+    void (*rms_norm)(const RmsNorm&, int64_t row_begin, int64_t row_end);
+    void (*silu_and_mul)(const SiluAndMul&, int64_t row_begin, int64_t row_end);
+    void (*rotary)(const Rotary&, int64_t token_begin, int64_t token_end);
+};
+
+extern const Isa isa_generic;
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define MVLLM_X86 1
+extern const Isa isa_avx2;
+extern const Isa isa_avx512;
+extern const Isa isa_avx512_bf16;
+#endif
+
+const Isa& current_isa();
+
+}  // namespace mvllm

@@ -1,0 +1,173 @@
+// Vectors of LANES floats for the instruction set that the including file is compiled for. Included inside a namespace.
+// GCC's vector types do the arithmetic; only the float16 conversions and the bfloat16 dot product need intrinsics.
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(LANES * 4)));
+typedef int32_t vi __attribute__((vector_size(LANES * 4)));
+typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
+typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
+typedef float vf_mem __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint32_t vu_mem __attribute__((vector_size(LANES * 4), aligned(2), may_alias));
+typedef uint16_t vh_mem __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+
+INLINE vf splat(float x) { return x - vf{}; }
+INLINE vf load(const float* p) { return *reinterpret_cast<const vf_mem*>(p); }
+INLINE void store(float* p, vf v) { *reinterpret_cast<vf_mem*>(p) = v; }
+
+INLINE float as_float(uint32_t bits) {
+    float f;
+    __builtin_memcpy(&f, &bits, 4);
+    return f;
+}
+INLINE uint32_t as_bits(float f) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &f, 4);
+    return bits;
+}
+
+// ---- scalar conversions ------------------------------------------------------------------------------------------------
+
+INLINE float from_bf16(uint16_t h) { return as_float(uint32_t(h) << 16); }
+
+// To the nearest, ties to even; a NaN stays one.
+INLINE uint16_t to_bf16(float f) {
+    uint32_t bits = as_bits(f);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t((bits >> 16) | 0x40);
+    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+#if defined(__F16C__)
+INLINE float from_f16(uint16_t h) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(h))); }
+INLINE uint16_t to_f16(float f) { return uint16_t(_mm_cvtsi128_si32(_mm_cvtps_ph(_mm_set_ss(f), 0))); }
+#elif defined(__aarch64__)
+INLINE float from_f16(uint16_t h) {
+    __fp16 x;
+    __builtin_memcpy(&x, &h, 2);
+    return float(x);
+}
+INLINE uint16_t to_f16(float f) {
+    __fp16 x = __fp16(f);
+    uint16_t h;
+    __builtin_memcpy(&h, &x, 2);
+    return h;
+}
+#else
+INLINE float from_f16(uint16_t h) {
+    uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff;
+    if (rest >= 0x7c00) return as_float(sign | 0x7f800000u | (rest & 0x3ff) << 13);
+    // Multiplying by 2^112 moves the exponent's bias, and makes subnormals normal on the way.
+    return as_float(sign | as_bits(as_float(rest << 13) * as_float(0x77800000u)));
+}
+INLINE uint16_t to_f16(float f) {
+    uint32_t bits = as_bits(f), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffffu;
+    if (rest > 0x7f800000u) return uint16_t(sign | 0x7e00);
+    if (rest >= 0x477ff000u) return uint16_t(sign | 0x7c00);
+    if (rest < 0x38800000u) {  // subnormal: adding 0.5 lines the significand up with float16's last place
+        uint32_t shifted = as_bits(as_float(rest) + 0.5f) - 0x3f000000u;
+        return uint16_t(sign | shifted);
+    }
+    return uint16_t(sign | ((rest + 0xfff + (rest >> 13 & 1) - 0x38000000u) >> 13));
+}
+#endif
+
+// ---- element types -----------------------------------------------------------------------------------------------------
+// `widen` reads LANES elements, `narrow` writes them; `get` and `put` do one; `bf16` turns one into bfloat16.
+
+struct Float32 {
+    typedef float type;
+    INLINE vf widen(const float* p) { return load(p); }
+    INLINE void narrow(float* p, vf v) { store(p, v); }
+    INLINE float get(float x) { return x; }
+    INLINE float put(float x) { return x; }
+    INLINE uint16_t bf16(float x) { return to_bf16(x); }
+};
+
+struct BFloat16 {
+    typedef uint16_t type;
+    INLINE vf widen(const uint16_t* p) {
+        vh h = *reinterpret_cast<const vh_mem*>(p);
+        return (vf)(__builtin_convertvector(h, vu) << 16);
+    }
+    INLINE void narrow(uint16_t* p, vf v) {
+        vu bits = (vu)v;
+        vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        vu nan = (bits >> 16) | 0x40;
+        vu out = (bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded;
+        *reinterpret_cast<vh_mem*>(p) = __builtin_convertvector(out, vh);
+    }
+    INLINE float get(uint16_t x) { return from_bf16(x); }
+    INLINE uint16_t put(float x) { return to_bf16(x); }
+    INLINE uint16_t bf16(uint16_t x) { return x; }
+};
+
+struct Float16 {
+    typedef uint16_t type;
+    INLINE vf widen(const uint16_t* p) {
+#if LANES == 16 && defined(__AVX512F__)
+        return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif LANES == 8 && defined(__F16C__)
+        return (vf)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+        vf v;
+        for (int i = 0; i < LANES; ++i) v[i] = from_f16(p[i]);
+        return v;
+#endif
+    }
+    INLINE void narrow(uint16_t* p, vf v) {
+#if LANES == 16 && defined(__AVX512F__)
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, 0));
+#elif LANES == 8 && defined(__F16C__)
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, 0));
+#else
+        for (int i = 0; i < LANES; ++i) p[i] = to_f16(v[i]);
+#endif
+    }
+    INLINE float get(uint16_t x) { return from_f16(x); }
+    INLINE uint16_t put(float x) { return to_f16(x); }
+    INLINE uint16_t bf16(uint16_t x) { return to_bf16(from_f16(x)); }
+};
+
+// ---- functions ---------------------------------------------------------------------------------------------------------
+
+INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
+
+INLINE float sum_lanes(vf v) {
+    float s = 0;
+    for (int i = 0; i < LANES; ++i) s += v[i];
+    return s;
+}
+INLINE float max_lanes(vf v) {
+    float m = v[0];
+    for (int i = 1; i < LANES; ++i) m = v[i] > m ? v[i] : m;
+    return m;
+}
+
+// e^x to about 2 units in the last place; 0 below -87, and for -infinity. x <= 88. NaN stays NaN.
+INLINE vf vexp(vf x) {
+    const float magic = 12582912.f;  // adding and taking it away rounds to an integer
+    vf low = splat(-87.f);
+    vf y = x < low ? low : x;
+    vf n = (y * 1.44269504f + magic) - magic;
+    vf r = y - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.f;
+    vi exponent = (__builtin_convertvector(n, vi) + 127) << 23;
+    vf e = p * (vf)exponent;
+    return x < low ? vf{} : e;
+}
+
+INLINE vf vtanh(vf x) {
+    vf y = vmin(vmax(x, splat(-15.f)), splat(15.f));
+    y = x == x ? y : x;
+    return 1.f - 2.f / (vexp(y * 2.f) + 1.f);
+}
+
+INLINE float exp_one(float x) { return vexp(splat(x))[0]; }

@@ -1,0 +1,184 @@
+"""Paged attention through the compiled kernels: one call stores a layer's keys and values, one attends for the whole batch.
+
+The kernels walk the block table themselves; nothing is gathered or padded. How a layer's cache is laid out is drawn in
+`csrc/kernels.h`; only the kernels read it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+
+from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout, KVLayout
+from mvllm_cpu import kernels
+from mvllm_cpu.memory import zeros
+from mvllm_cpu.torch_attention import KV_DTYPES, Cache, spec_problems
+
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class _Spec(ctypes.Structure):
+    """`Spec` of csrc/kernels.h."""
+
+    _fields_ = [
+        ("num_heads", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("head_size", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        ("kv_dtype", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
+    ]
+
+
+class _Batch(ctypes.Structure):
+    """`Batch` of csrc/kernels.h."""
+
+    _fields_ = [
+        ("num_requests", ctypes.c_int32),
+        ("num_tokens", ctypes.c_int32),
+        ("block_size", ctypes.c_int32),
+        ("block_table_stride", ctypes.c_int32),
+        ("query_start_loc", ctypes.c_void_p),
+        ("seq_lens", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p),
+        ("slot_mapping", ctypes.c_void_p),
+    ]
+
+
+class PagedMetadata:
+    """A planned step, owned by the library, and the arrays that it reads.
+
+    Attributes:
+        handle: The library's step.
+        num_tokens: Tokens of real requests; later rows are padding.
+    """
+
+    def __init__(self, library: ctypes.CDLL, spec: _Spec, batch: BatchLayout) -> None:
+        arrays = (batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping)
+        self._arrays = tuple(np.ascontiguousarray(array, dtype=np.int32) for array in arrays)
+        starts, seq_lens, block_table, slot_mapping = self._arrays
+        plain = _Batch(
+            num_requests=batch.num_requests,
+            num_tokens=len(slot_mapping),
+            block_size=batch.block_size,
+            block_table_stride=block_table.shape[1] if block_table.ndim == 2 else 0,
+            query_start_loc=starts.ctypes.data,
+            seq_lens=seq_lens.ctypes.data,
+            block_table=block_table.ctypes.data,
+            slot_mapping=slot_mapping.ctypes.data,
+        )
+        self.num_tokens = int(starts[batch.num_requests])
+        self._free = library.mvllm_cpu_step_free
+        self.handle: int = library.mvllm_cpu_step_new(ctypes.byref(spec), ctypes.byref(plain))
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._free(self.handle)
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """States the argument types of the attention functions."""
+    pointer, length = ctypes.c_void_p, ctypes.c_int64
+    library.mvllm_cpu_step_new.argtypes = [ctypes.POINTER(_Spec), ctypes.POINTER(_Batch)]
+    library.mvllm_cpu_step_new.restype = pointer
+    library.mvllm_cpu_step_free.argtypes = [pointer]
+    library.mvllm_cpu_step_free.restype = None
+    library.mvllm_cpu_write_kv.argtypes = [pointer, pointer, length, pointer, length, pointer, pointer]
+    library.mvllm_cpu_write_kv.restype = None
+    library.mvllm_cpu_attention.argtypes = [pointer, pointer, length, pointer, pointer, pointer, pointer]
+    library.mvllm_cpu_attention.restype = None
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+class PagedAttention(AttentionBackend):
+    """Paged attention through the compiled kernels. Needs `kernels.load().library`."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        library = kernels.load().library
+        assert library is not None, "the platform offers this backend only with the kernels loaded"
+        declare(library)
+        self._library: Any = library
+        self._dtype, self._kv_dtype = KV_DTYPES[spec.dtype], KV_DTYPES[spec.kv_dtype]
+        self._spec = _Spec(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            dtype=DTYPE_CODES[self._dtype],
+            kv_dtype=DTYPE_CODES[self._kv_dtype],
+            window=spec.sliding_window or 0,
+            scale=spec.scale,
+            soft_cap=spec.soft_cap or 0.0,
+        )
+        self._key_size = _round_up(spec.head_size, 4)
+        self._value_size = _round_up(spec.head_size, 16)
+
+    @classmethod
+    def validate(cls, spec: AttentionSpec) -> list[str]:
+        return spec_problems(spec)
+
+    def kv_layout(self) -> KVLayout:
+        per_token = self.spec.num_kv_heads * (self._key_size + self._value_size) * self._kv_dtype.itemsize
+        return KVLayout(block_sizes=BLOCK_SIZES, bytes_per_token=per_token)
+
+    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> Cache:
+        assert block_size in BLOCK_SIZES, f"block size {block_size} is not among those of kv_layout(): {BLOCK_SIZES}"
+        heads = self.spec.num_kv_heads
+        keys = zeros((num_blocks, heads, self._key_size, block_size), self._kv_dtype)
+        return keys, zeros((num_blocks, heads, self._value_size, block_size), self._kv_dtype)
+
+    def build_metadata(self, batch: BatchLayout) -> PagedMetadata:
+        return PagedMetadata(self._library, self._spec, batch)
+
+    def write_kv(self, kv: Cache, key: torch.Tensor, value: torch.Tensor, metadata: PagedMetadata) -> None:
+        key, value, (keys, values) = self._rows(key), self._rows(value), kv
+        self._library.mvllm_cpu_write_kv(
+            metadata.handle,
+            key.data_ptr(),
+            key.stride(0),
+            value.data_ptr(),
+            value.stride(0),
+            keys.data_ptr(),
+            values.data_ptr(),
+        )
+
+    def forward(
+        self, query: torch.Tensor, kv: Cache, metadata: PagedMetadata, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        query, (keys, values) = self._rows(query), kv
+        out = torch.empty((query.shape[0], self.spec.num_heads * self.spec.head_size), dtype=self._dtype)
+        if metadata.num_tokens < query.shape[0]:
+            out[metadata.num_tokens :].zero_()
+        if sinks is not None:
+            sinks = sinks.float().contiguous()
+        self._library.mvllm_cpu_attention(
+            metadata.handle,
+            query.data_ptr(),
+            query.stride(0),
+            keys.data_ptr(),
+            values.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+            out.data_ptr(),
+        )
+        return out
+
+    def copy_blocks(self, kv: Cache, source: torch.Tensor, destination: torch.Tensor) -> None:
+        for cache in kv:
+            cache[destination] = cache[source]
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` with heads side by side and the compute dtype, as the kernels read it; rows may stay strided."""
+        if x.dtype != self._dtype:
+            x = x.to(self._dtype)
+        if x.stride(2) != 1 or x.stride(1) != x.shape[2]:
+            x = x.contiguous()
+        return x
