@@ -32,9 +32,13 @@ class TokenCounts:
             token_ids: int32 [num_tokens]; the whole sequence, whose beginning is as it was.
             num_prompt_tokens: How many of them are the prompt.
         """
-        for position in range(self._num_counted, len(token_ids)):
-            self._count(int(token_ids[position]), int(position >= num_prompt_tokens))
-        self._num_counted = len(token_ids)
+        done, total = self._num_counted, len(token_ids)
+        begin_of_output = min(max(done, num_prompt_tokens), total)
+        for token_id in np.unique(token_ids[done:begin_of_output]).tolist():
+            self._count(token_id, 0)
+        for token_id in token_ids[begin_of_output:].tolist():
+            self._count(token_id, 1)
+        self._num_counted = total
 
     @property
     def token_ids(self) -> np.ndarray:

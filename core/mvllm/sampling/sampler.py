@@ -27,7 +27,7 @@ from mvllm.sampling.uniforms import uniforms
 from mvllm.sampling.upload import Selection, Upload
 
 _MAX_CANDIDATES = 1024
-"""Up to this top_k, picking out candidates beats sorting the vocabulary."""
+"""Up to this top_k, top_p is looked for among the k most probable tokens, and above it in the whole vocabulary."""
 
 
 class Sampler:
@@ -154,21 +154,24 @@ class _Batch:
         token_ids = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         if len(self.greedy):
             token_ids = self.greedy.put(token_ids, self.greedy.take(logits).argmax(dim=1))
-        filters, coarse, fine = self._random_tensors(self.random_keys, logits.shape[1])
+        filters, coarse, fine = self._random_tensors(self.random_keys)
         weights = filtered_weights(self.random.take(logits), self.random.take(peaks), filters)
         return self.random.put(token_ids, draw(weights, coarse, fine)), peaks
 
-    def _random_tensors(self, keys: _RandomKeys, vocab_size: int) -> tuple[Filters, torch.Tensor, torch.Tensor]:
+    def _random_tensors(self, keys: _RandomKeys) -> tuple[Filters, torch.Tensor, torch.Tensor]:
         get = self.upload.get
         filters = Filters(
             inv_temperature=get(keys.inv_temperature),
             min_p_gap=get(keys.min_p_gap),
             top_k=self.upload.get_ids(keys.top_k),
             top_p=get(keys.top_p),
+            top_p_gap=get(keys.top_p_gap),
             narrow=keys.narrow,
-            num_candidates=min(keys.num_candidates, vocab_size),
-            wide=keys.wide,
-            any_top_p=keys.any_top_p,
+            num_candidates=min(keys.num_candidates, self.logits.shape[1]),
+            narrow_top_p=keys.narrow_top_p,
+            broad=keys.broad,
+            num_broad_candidates=min(keys.num_broad_candidates, self.logits.shape[1]),
+            nucleus=keys.nucleus,
         )
         return filters, get(keys.coarse), get(keys.fine)
 
@@ -200,25 +203,28 @@ class _Batch:
         upload, state, vocab_size = self.upload, self.state, self.logits.shape[1]
         rows = self.rows[in_batch]
         temperature, top_k, top_p = state.temperature[rows], state.top_k[rows], state.top_p[rows]
-        has_top_k = (top_k > 0) & (top_k < vocab_size)
+        has_top_k, has_top_p = (top_k > 0) & (top_k < vocab_size), top_p < 1.0
         is_narrow = has_top_k & (top_k <= _MAX_CANDIDATES)
-        is_wide = ~is_narrow & (has_top_k | (top_p < 1.0))
+        is_broad = has_top_k & ~is_narrow
         with np.errstate(divide="ignore"):
             min_p_gap = temperature * np.log(state.min_p[rows])
+            top_p_gap = temperature * (np.log1p(-top_p) - np.float32(np.log(vocab_size)))
         positions = self.history.num_tokens[rows] - self.history.num_prompt_tokens[rows]
         coarse, fine = uniforms(state.seeds[rows], positions)
-        largest = int(top_k[is_narrow].max(initial=1))
         return _RandomKeys(
             inv_temperature=upload.add(1.0 / temperature),
             min_p_gap=upload.add(min_p_gap),
             top_k=upload.add(np.where(has_top_k, top_k, vocab_size)),
             top_p=upload.add(top_p),
+            top_p_gap=upload.add(top_p_gap),
             coarse=upload.add(coarse),
             fine=upload.add(fine),
             narrow=upload.select(is_narrow),
-            wide=upload.select(is_wide),
-            num_candidates=max(64, 1 << (largest - 1).bit_length()),
-            any_top_p=bool((top_p < 1.0).any()),
+            num_candidates=_bucket(top_k[is_narrow]),
+            narrow_top_p=bool((is_narrow & has_top_p).any()),
+            broad=upload.select(is_broad),
+            num_broad_candidates=_bucket(top_k[is_broad]),
+            nucleus=upload.select(has_top_p & ~is_narrow),
         )
 
 
@@ -230,12 +236,21 @@ class _RandomKeys:
     min_p_gap: int
     top_k: int
     top_p: int
+    top_p_gap: int
     coarse: int
     fine: int
     narrow: Selection
-    wide: Selection
     num_candidates: int
-    any_top_p: bool
+    narrow_top_p: bool
+    broad: Selection
+    num_broad_candidates: int
+    nucleus: Selection
+
+
+def _bucket(top_k: np.ndarray) -> int:
+    """The next power of two, so that a device that compiles for each shape sees few of them."""
+    largest = int(top_k.max(initial=1))
+    return max(64, 1 << (largest - 1).bit_length())
 
 
 _EMPTY = np.empty(0, dtype=np.int64)

@@ -1,0 +1,77 @@
+"""Log-probabilities and ranks equal those of torch's log_softmax in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mvllm.messages.sampling_params import SamplingParams
+from mvllm.sampling import logprobs as logprobs_module
+from mvllm.sampling.logprobs import prompt_logprobs
+from tests.unit.sampling.builders import Sampled, random_logits, sample_batch
+
+VOCAB = 500
+
+
+def assert_right(entry, logits: torch.Tensor, token_id: int, num_logprobs: int) -> None:
+    exact = logits.double().log_softmax(0)
+    order = sorted(range(len(logits)), key=lambda i: (-float(logits[i]), i))
+    assert entry.token_ids == [token_id, *order[:num_logprobs]]
+    assert entry.logprobs == pytest.approx([float(exact[i]) for i in entry.token_ids], abs=1e-5)
+    assert entry.rank == 1 + int((logits > logits[token_id]).sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("asked", "given"), [(0, 0), (1, 1), (20, 20), (-1, VOCAB), (VOCAB, VOCAB), (VOCAB + 9, VOCAB)]
+)
+def test_of_a_prompt(dtype, asked, given):
+    logits = random_logits(7, VOCAB).to(dtype)
+    token_ids = torch.tensor([0, 499, 3, 3, 250, 77, 1])
+    found = prompt_logprobs(logits, token_ids, asked)
+    assert len(found) == 7
+    for entry, row, token_id in zip(found, logits, token_ids.tolist(), strict=True):
+        assert_right(entry, row, token_id, given)
+
+
+def test_of_a_long_prompt_are_computed_in_pieces(monkeypatch):
+    logits, token_ids = random_logits(50, VOCAB), torch.arange(50)
+    whole = prompt_logprobs(logits, token_ids, 4)
+    monkeypatch.setattr(logprobs_module, "_CHUNK_ELEMENTS", 7 * VOCAB)
+    assert prompt_logprobs(logits, token_ids, 4) == whole
+
+
+def test_of_an_empty_piece_of_a_prompt():
+    assert prompt_logprobs(torch.empty(0, VOCAB), torch.empty(0, dtype=torch.int64), 3) == []
+
+
+def test_of_samples_each_row_as_many_as_it_asked_for():
+    logits = random_logits(5, VOCAB, seed=2)
+    asked = [None, 0, 3, -1, 20]
+    sequences = [Sampled(SamplingParams(temperature=i % 2, seed=i, logprobs=k)) for i, k in enumerate(asked)]
+    sampled = sample_batch(logits, sequences)
+    assert set(sampled.logprobs) == {1, 2, 3, 4}
+    for row, entry in sampled.logprobs.items():
+        wanted = VOCAB if asked[row] == -1 else asked[row]
+        assert_right(entry, logits[row], sampled.tolist()[row], wanted)
+
+
+def test_are_those_before_temperature_and_filters():
+    logits = random_logits(1, VOCAB, seed=2)
+    params = SamplingParams(temperature=0.2, top_k=2, top_p=0.5, seed=1, logprobs=5)
+    sampled = sample_batch(logits, [Sampled(params)])
+    assert_right(sampled.logprobs[0], logits[0], sampled.tolist()[0], 5)
+
+
+def test_a_greedy_token_has_rank_one_and_stands_first_even_when_others_tie():
+    logits = torch.zeros(1, VOCAB, dtype=torch.bfloat16)
+    logits[0, [30, 100, 101, 400]] = 5.0
+    entry = sample_batch(logits, [Sampled(SamplingParams(temperature=0, logprobs=2))]).logprobs[0]
+    assert entry.token_ids == [30, 30, 100] and entry.rank == 1
+
+
+def test_impossible_tokens_have_a_logprob_of_minus_infinity():
+    logits = random_logits(1, VOCAB)
+    logits[0, 5:] = -torch.inf
+    (entry,) = prompt_logprobs(logits, torch.tensor([100]), 6)
+    assert entry.rank == 6 and entry.logprobs[0] == -torch.inf and entry.logprobs[-1] == -torch.inf

@@ -1,0 +1,92 @@
+"""What the sampler asks of a device: no waiting, one copy towards it, and no work that no row needs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mvllm.messages.sampling_params import SamplingParams
+from mvllm.sampling.state import MAX_VOCAB_SIZE, SamplingState
+from tests.unit.sampling.builders import Sampled, random_logits, sample_batch
+
+VOCAB = 256
+
+MIXED = [
+    Sampled(SamplingParams(temperature=0)),
+    Sampled(SamplingParams(temperature=0.5, top_k=5)),
+    Sampled(SamplingParams(top_p=0.5, logprobs=3)),
+    Sampled(SamplingParams(min_p=0.5)),
+    Sampled(SamplingParams(min_tokens=9, repetition_penalty=1.2, frequency_penalty=1.0), eos=[3]),
+    Sampled(SamplingParams(temperature=0, presence_penalty=1.0, logprobs=-1)),
+]
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every operation, and every copy between devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.copies: list[str] = []
+        self.largest_result = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.names.append(func.name())
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.largest_result = max(self.largest_result, tensor.numel())
+        source = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if source is not None and isinstance(result, torch.Tensor) and result.device != source.device:
+            self.copies.append(func.name())
+        return result
+
+
+def test_an_all_greedy_batch_is_one_pass_over_the_logits():
+    logits = random_logits(8, VOCAB).bfloat16()
+    with Recorder() as recorder:
+        sample_batch(logits, [Sampled(SamplingParams(temperature=0))] * 8)
+    assert recorder.names == ["aten::max.dim"]
+    assert recorder.largest_result == 8
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_sampling_copies_once_to_the_device_and_waits_for_nothing(with_mask):
+    """Tensors on the meta device have no values: whatever reads one raises."""
+    logits = torch.empty(len(MIXED), VOCAB, device="meta", dtype=torch.bfloat16)
+    mask = torch.empty(len(MIXED), VOCAB, device="meta", dtype=torch.bool) if with_mask else None
+    with Recorder() as recorder:
+        sampled = sample_batch(logits, MIXED, mask)
+    assert len(recorder.copies) == 1
+    assert sampled.token_ids.shape == (len(MIXED),) and sampled.token_ids.dtype == torch.int64
+    assert sampled.token_ids.device == logits.device
+    with pytest.raises(NotImplementedError):
+        sampled.tolist()
+
+
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9}, {"min_p": 0.1}])
+def test_no_vocabulary_is_sorted(params):
+    with Recorder() as recorder:
+        sample_batch(random_logits(2, 5000), [Sampled(SamplingParams(**params)), Sampled()])
+    assert not any("sort" in name for name in recorder.names)
+    assert any("topk" in name for name in recorder.names) is ("top_k" in params)
+
+
+def test_token_ids_are_int64_in_every_kind_of_batch():
+    logits = random_logits(len(MIXED), VOCAB)
+    for sequences in (MIXED, MIXED[:1], MIXED[1:2]):
+        sampled = sample_batch(logits[: len(sequences)], sequences)
+        assert sampled.token_ids.dtype == torch.int64 and sampled.token_ids.tolist() == sampled.tolist()
+
+
+def test_token_ids_beyond_float32_precision_are_refused():
+    with pytest.raises(ValueError, match="vocabular"):
+        SamplingState(1, MAX_VOCAB_SIZE + 1, 0)
+
+
+def test_the_largest_token_id_survives_the_way_to_the_host():
+    logits = torch.zeros(1, MAX_VOCAB_SIZE, dtype=torch.bfloat16)
+    logits[0, -1] = 1.0
+    sampled = sample_batch(logits, [Sampled(SamplingParams(temperature=0))])
+    assert sampled.tolist() == [MAX_VOCAB_SIZE - 1] == sampled.token_ids.tolist()
