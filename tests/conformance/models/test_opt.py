@@ -1,0 +1,8 @@
+"""OPT checkpoints give what transformers gives."""
+
+from tests.helpers.parity import names_of
+from tests.helpers.parity_suite import ParitySuite
+
+
+class TestOPT(ParitySuite):
+    names = names_of("opt")

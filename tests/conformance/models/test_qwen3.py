@@ -1,0 +1,8 @@
+"""Qwen3 checkpoints give what transformers gives."""
+
+from tests.helpers.parity import names_of
+from tests.helpers.parity_suite import ParitySuite
+
+
+class TestQwen3(ParitySuite):
+    names = names_of("qwen3")

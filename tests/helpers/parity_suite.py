@@ -1,0 +1,50 @@
+"""The parity tests of one family; each has a file of its own, so that families can be tested side by side.
+
+    class TestLlama(ParitySuite):
+        names = names_of("llama")
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+
+from tests.helpers import parity
+from tests.helpers.parity import BLOCK_SIZE, MAX_LEN, Oracle
+
+
+class ParitySuite:
+    """`checkpoint` runs through `names`. Every way in which the engine may treat a prompt gives what transformers gives."""
+
+    names: ClassVar[list[str]] = []
+
+    @pytest.fixture
+    def expected(self, checkpoint: str) -> Oracle:
+        return parity.oracle(checkpoint)
+
+    def test_alone_in_a_batch_and_after_prefix_hits(self, expected: Oracle) -> None:
+        with parity.engine(expected.folder) as llm:
+            for i in (0, 5, 11):
+                parity.check(expected, parity.generate(llm, [expected.prompts[i]]), [i])
+            assert llm.reset_prefix_cache()
+            parity.check(expected, parity.generate(llm, expected.prompts))
+
+            again = parity.generate(llm, expected.prompts)
+            parity.check(expected, again)
+            for output, prompt in zip(again, expected.prompts, strict=True):
+                assert output.num_cached_tokens == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+    def test_cut_into_chunks_by_a_tiny_budget(self, expected: Oracle) -> None:
+        with parity.engine(expected.folder, max_num_seqs=8, max_num_batched_tokens=11) as llm:
+            outputs = parity.generate(llm, expected.prompts, prompt_logprobs=1)
+            parity.check(expected, outputs)
+            parity.check_prompt_logprobs(expected, outputs)
+
+    def test_preempted_and_recomputed(self, expected: Oracle) -> None:
+        with parity.engine(expected.folder, kv_cache_memory_bytes=None, memory_utilization=0.9) as llm:
+            enough_for_two = parity.bytes_of_blocks(llm, 2 * MAX_LEN // BLOCK_SIZE)
+        with parity.engine(expected.folder, kv_cache_memory_bytes=enough_for_two) as llm:
+            parity.check(expected, parity.generate(llm, expected.prompts))
+            stats = llm.llm_engine.stats
+            assert stats is not None and stats.num_preemptions > 0
