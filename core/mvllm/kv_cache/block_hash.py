@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from array import array
+import struct
 from collections.abc import Sequence
 
 BlockHash = bytes
@@ -58,4 +58,4 @@ def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
         parent: The name of the block before it, or the request's root.
         token_ids: The tokens of this block.
     """
-    return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
+    return hashlib.sha256(parent + struct.pack(f"<{len(token_ids)}q", *token_ids)).digest()

@@ -96,9 +96,7 @@ class Request:
         self.stop_ids = frozenset([*eos_token_ids, *(params.stop_token_ids or ())])
 
         # Stop strings are found by the front end, which must see the text to find them.
-        self.emits_each_step = params.output_kind != RequestOutputKind.FINAL_ONLY or bool(
-            params.stop and params.detokenize
-        )
+        self.emits_each_step = params.output_kind != RequestOutputKind.FINAL_ONLY or bool(params.stop)
         self.logprobs: list[PositionLogprobs] | None = None if params.logprobs is None else []
         self.prompt_logprobs: list[PositionLogprobs] | None = None if params.prompt_logprobs is None else []
         self.is_plain = self.emits_each_step and self.logprobs is None and self.prompt_logprobs is None

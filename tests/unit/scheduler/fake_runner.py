@@ -1,4 +1,4 @@
-"""A model runner without a model: tokens are a pure function of the tokens before them, and KV is checked as it is read.
+"""A model runner without a model: tokens are a pure function of the tokens before, and KV is checked as it is read.
 
 It keeps the worker's side of the contract to the letter: it knows only plans, keeps its own rows, and appends its own
 samples. What it "writes" to the KV slot of a position is a fingerprint of all tokens up to there; before it samples it
@@ -13,6 +13,9 @@ from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 
 VOCAB_SIZE = 50
+
+POISON = -1
+"""What a failing row writes, and what every row writes that reads it: "not a number", which spreads."""
 
 
 def fingerprints(token_ids: list[int], start: int = 7) -> list[int]:
@@ -63,7 +66,7 @@ class FakeRunner:
     """Executes plans.
 
     Attributes:
-        failing: Ids of requests whose row fails whenever it computes.
+        failing: Ids of requests whose row fails whenever it computes, and spoils the KV that it writes.
         num_computed: Tokens computed so far, by request id.
     """
 
@@ -82,6 +85,7 @@ class FakeRunner:
         self._apply(plan)
         for row, count in zip(plan.rows, plan.num_scheduled_tokens, strict=True):
             self._write(self.rows[row], count)
+        self._spread_poison(plan)
         output = ModelRunnerOutput(step=plan.step)
         for position, (row, count) in enumerate(zip(plan.rows, plan.num_scheduled_tokens, strict=True)):
             self._read_and_sample(position, self.rows[row], count, output)
@@ -116,15 +120,38 @@ class FakeRunner:
         request_id = row.data.request_id
         self.num_computed[request_id] = self.num_computed.get(request_id, 0) + count
 
+    def _spread_poison(self, plan: SchedulerOutput) -> None:
+        """Lets every row of the step that reads poison write poison, until nothing changes."""
+        spreading = True
+        while spreading:
+            spreading = False
+            for row, count in zip(plan.rows, plan.num_scheduled_tokens, strict=True):
+                spreading |= self._poison_row(self.rows[row], count)
+
+    def _poison_row(self, row: _Row, count: int) -> bool:
+        slots = [self._slot(row, p) for p in range(row.num_computed)]
+        first = row.num_computed - count
+        if row.data.request_id not in self.failing:
+            spoilt = [p for p, slot in enumerate(slots) if self.slots[slot] == POISON]
+            if not spoilt:
+                return False
+            first = max(first, spoilt[0])
+        written = slots[first:]
+        changed = any(self.slots[slot] != POISON for slot in written)
+        for slot in written:
+            self.slots[slot] = POISON
+        return changed
+
     def _read_and_sample(self, position: int, row: _Row, count: int, output: ModelRunnerOutput) -> None:
         read = [self.slots[self._slot(row, p)] for p in range(row.num_computed)]
-        assert read == row.prints[: row.num_computed], f"{row.data.request_id} reads KV of other tokens"
+        failed = row.data.request_id in self.failing or POISON in read
+        assert failed or read == row.prints[: row.num_computed], f"{row.data.request_id} reads KV of other tokens"
         params, num_prompt = row.data.sampling_params, row.data.num_prompt_tokens
         first, last = row.num_computed - count, min(row.num_computed, num_prompt - 1)
         if params.prompt_logprobs is not None and first < last:
             output.prompt_logprobs[position] = [logprobs_of(t) for t in row.tokens[first + 1 : last + 1]]
         token = -1
-        if row.data.request_id in self.failing:
+        if failed:
             output.errors[position] = "not a number"
         elif row.num_computed == len(row.tokens):
             token = next_token(row.prints[-1])

@@ -1,0 +1,81 @@
+"""What planning a step and taking in its results cost, in microseconds: python tests/perf/scheduler_cost.py
+
+Steady decode: every request is past its prompt and none ends. No torch, no worker; tokens are made up beforehand. Each
+figure is the median of several runs of whole multiples of the block size in steps, so that block allocation is in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+from mvllm.config.engine_config import SchedulerConfig
+from mvllm.kv_cache.manager import KVCacheManager
+from mvllm.messages.requests import EngineCoreRequest
+from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
+from mvllm.messages.scheduler_output import ModelRunnerOutput
+from mvllm.scheduler.scheduler import Scheduler
+
+BLOCK_SIZE = 16
+PROMPT_LEN = 32
+
+
+def decoding_scheduler(num_running: int, output_kind: RequestOutputKind) -> Scheduler:
+    """A scheduler whose requests have all been through their first step."""
+    max_model_len = 8192
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=num_running, max_num_batched_tokens=max(2048, num_running * PROMPT_LEN)),
+        max_model_len=max_model_len,
+        kv_cache=KVCacheManager(num_blocks=num_running * max_model_len // BLOCK_SIZE, block_size=BLOCK_SIZE),
+    )
+    for i in range(num_running):
+        params = SamplingParams(max_tokens=None, output_kind=output_kind, detokenize=False)
+        prompt = [i * PROMPT_LEN + p for p in range(PROMPT_LEN)]
+        scheduler.add_request(
+            EngineCoreRequest(
+                request_id=str(i), prompt_token_ids=prompt, sampling_params=params, eos_token_ids=[2_000_000]
+            )
+        )
+    plan = scheduler.schedule()
+    scheduler.update_from_output(plan, ModelRunnerOutput(step=plan.step, sampled_token_ids=[5] * num_running))
+    assert scheduler.num_running == num_running
+    return scheduler
+
+
+def measure(scheduler: Scheduler, num_running: int, num_steps: int) -> tuple[float, float]:
+    """Seconds per step of `schedule` and of `update_from_output`."""
+    tokens = list(range(num_running))
+    clock = time.perf_counter
+    plan_time = update_time = 0.0
+    for _ in range(num_steps):
+        start = clock()
+        plan = scheduler.schedule()
+        planned = clock()
+        output = ModelRunnerOutput(step=plan.step, sampled_token_ids=tokens)
+        answered = clock()
+        scheduler.update_from_output(plan, output)
+        update_time += clock() - answered
+        plan_time += planned - start
+    return plan_time / num_steps, update_time / num_steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--running", type=int, nargs="+", default=[1, 32, 256], help="requests running at once")
+    parser.add_argument("--runs", type=int, default=9, help="runs per figure")
+    args = parser.parse_args()
+    print("steady decode, µs per step         schedule     update      total   per request")
+    for output_kind in (RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY):
+        for num_running in args.running:
+            scheduler = decoding_scheduler(num_running, output_kind)
+            measure(scheduler, num_running, BLOCK_SIZE)
+            runs = [measure(scheduler, num_running, 4 * BLOCK_SIZE) for _ in range(args.runs)]
+            plan, update = (statistics.median(column) * 1e6 for column in zip(*runs, strict=True))
+            total = statistics.median(sum(run) for run in runs) * 1e6
+            name = f"{num_running} running, {output_kind.name.lower()}"
+            print(f"{name:<32}{plan:>11.1f}{update:>11.1f}{total:>11.1f}{total / num_running:>14.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Whatever comes in whatever order, under whatever limits: tokens do not depend on it, and nothing leaks.
+
+Three things watch each step: the scheduler's own `check_integrity`, the fake runner, which refuses KV of the wrong
+tokens, and at the end the comparison with the tokens of a request that was alone in the world.
+"""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mvllm.messages.requests import FinishReason
+from mvllm.messages.sampling_params import RequestOutputKind
+from tests.unit.scheduler.builders import Engine, make_request, make_scheduler
+from tests.unit.scheduler.fake_runner import expected_tokens, logprobs_of
+
+MAX_MODEL_LEN = 32
+
+
+@dataclass
+class Limits:
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_chunked_prefill: bool
+    enable_caching: bool
+    policy: str
+    depth: int
+
+    def make_engine(self) -> Engine:
+        settings = {name: value for name, value in vars(self).items() if name != "depth"}
+        if not self.enable_chunked_prefill:
+            settings["max_num_batched_tokens"] = max(self.max_num_batched_tokens, MAX_MODEL_LEN)
+        return Engine(make_scheduler(max_model_len=MAX_MODEL_LEN, **settings), depth=self.depth)
+
+
+limits = st.builds(
+    Limits,
+    num_blocks=st.integers(8, 24),
+    block_size=st.sampled_from([1, 2, 4, 5]),
+    max_num_seqs=st.integers(1, 6),
+    max_num_batched_tokens=st.integers(1, 40),
+    enable_chunked_prefill=st.booleans(),
+    enable_caching=st.booleans(),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    depth=st.integers(1, 3),
+)
+
+requests = st.fixed_dictionaries(
+    {
+        # Few different tokens, so that prompts share prefixes of all lengths.
+        "prompt": st.lists(st.sampled_from([1, 1, 1, 1, 2]), min_size=1, max_size=24),
+        "max_tokens": st.one_of(st.none(), st.integers(1, 12)),
+        "min_tokens": st.integers(0, 3),
+        "eos": st.sampled_from([[], [7], list(range(0, 50, 6))]),
+        "stop_token_ids": st.sampled_from([None, [3], list(range(1, 50, 7))]),
+        "priority": st.integers(-1, 1),
+        "cache_salt": st.sampled_from([None, None, "a", "b"]),
+        "sibling_group": st.sampled_from([None, "g", "h"]),
+        "logprobs": st.sampled_from([None, 1]),
+        "prompt_logprobs": st.sampled_from([None, None, 1]),
+        "output_kind": st.sampled_from(list(RequestOutputKind)),
+    }
+).filter(lambda request: request["min_tokens"] <= (request["max_tokens"] or MAX_MODEL_LEN))
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), requests),
+        st.tuples(st.just("step"), st.integers(1, 4)),
+        st.tuples(st.just("abort"), st.integers(0, 30)),
+        st.tuples(st.just("fail"), st.integers(0, 30)),
+    ),
+    max_size=40,
+)
+
+
+@settings(deadline=None, max_examples=250)
+@given(limits, actions)
+def test_any_traffic_gives_the_tokens_of_each_request_alone(limits, actions):
+    engine, added, aborted = limits.make_engine(), {}, set()
+    for action, argument in actions:
+        name = f"r{argument}" if isinstance(argument, int) else ""
+        if action == "add":
+            request = make_request(**argument, request_id=f"r{len(added)}")
+            added[request.request_id] = request
+            engine.add(request)
+        elif action == "step":
+            for _ in range(argument):
+                engine.step()
+        elif action == "abort":
+            if name in added and engine.results[name].finish_reason is None:
+                aborted.add(name)
+            engine.scheduler.abort_requests([name])
+            engine.scheduler.check_integrity()
+        elif action == "fail":
+            engine.runner.failing.add(name)
+    engine.run()
+
+    any_failed = bool(engine.runner.failing & added.keys())
+    for name, request in added.items():
+        check_result(engine, request, limits, ended_early=name in aborted, may_fail=any_failed)
+    assert engine.scheduler.make_stats().kv_cache_usage == 0.0
+
+    engine.runner.failing.clear()
+    for request in added.values():  # again, on what the cache holds now: nothing of a failed request may be in it
+        request.request_id += "-again"
+        engine.run(request)
+        check_result(engine, request, limits, ended_early=False, may_fail=False)
+    engine.step()
+    assert not engine.runner.rows
+
+
+def check_result(engine, request, limits, *, ended_early, may_fail):
+    result = engine.results[request.request_id]
+    params = request.sampling_params
+    expected = expected_tokens(request.prompt_token_ids, params, request.eos_token_ids, MAX_MODEL_LEN)
+    num_needed = len(request.prompt_token_ids) + len(expected) - 1
+    if ended_early:
+        assert result.finish_reason is None
+        assert result.token_ids == expected[: len(result.token_ids)]
+        return
+    if result.finish_reason is FinishReason.ERROR:
+        assert may_fail or num_needed > limits.num_blocks * limits.block_size, result.outputs[-1].error
+        assert result.token_ids == expected[: len(result.token_ids)]
+        return
+    assert result.token_ids == expected
+    stops = {*request.eos_token_ids, *(params.stop_token_ids or [])}
+    stopped = expected[-1] in stops and len(expected) >= params.min_tokens
+    assert result.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+    if params.logprobs is not None:
+        assert result.logprobs == [logprobs_of(token) for token in expected]
+    if params.prompt_logprobs is not None:
+        assert result.prompt_logprobs == [logprobs_of(token) for token in request.prompt_token_ids[1:]]
+    if params.output_kind is RequestOutputKind.FINAL_ONLY:
+        assert len(result.outputs) == 1
+
+
+@pytest.mark.parametrize(("depth", "policy", "enable_caching"), [(1, "fcfs", True), (2, "priority", False)])
+def test_ten_thousand_requests_leave_no_block_row_or_request_behind(depth, policy, enable_caching):
+    dice = random.Random(0)
+    engine = Engine(
+        make_scheduler(
+            num_blocks=14,
+            block_size=4,
+            max_num_seqs=16,
+            max_num_batched_tokens=48,
+            max_model_len=MAX_MODEL_LEN,
+            policy=policy,
+            enable_caching=enable_caching,
+        ),
+        depth=depth,
+    )
+    num_added, alive = 0, []
+    while num_added < 5_000:  # times two: once per set of parameters
+        for _ in range(dice.randrange(6)):
+            prompt = [dice.randrange(2)] * dice.randrange(1, 12) + [dice.randrange(9)]
+            group = f"g{num_added // 3}" if dice.random() < 0.3 else None
+            engine.add(
+                make_request(
+                    prompt,
+                    request_id=f"r{num_added}",
+                    max_tokens=dice.randrange(1, 10),
+                    eos=[3],
+                    priority=dice.randrange(3),
+                    cache_salt=dice.choice([None, "a"]),
+                    sibling_group=group,
+                    prompt_logprobs=dice.choice([None, None, None, 0]),
+                )
+            )
+            alive.append(f"r{num_added}")
+            num_added += 1
+        if dice.random() < 0.2:
+            engine.scheduler.abort_requests(dice.sample(alive, min(3, len(alive))))
+        if dice.random() < 0.02:
+            engine.runner.failing.add(dice.choice(alive))
+        for _ in range(dice.randrange(4)):
+            engine.step()
+        alive = alive[-60:]
+    engine.run()
+    stats = engine.scheduler.make_stats()
+    assert stats.num_preemptions > 20
+    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.step()
+    engine.run()
+    assert not engine.runner.rows
+    assert not engine.scheduler._requests and not engine.scheduler._batches and not engine.scheduler._prompt_starts
+    assert engine.scheduler._num_prompt_logprobs == 0
