@@ -1,0 +1,327 @@
+"""Every bound of SamplingParams, on both sides; whatever is not acceptable is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import fractions
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mvllm.errors import RequestError
+from mvllm.messages.sampling_params import (
+    MAX_N,
+    MAX_STOP_STRING_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    RequestOutputKind,
+    SamplingParams,
+    validate_for_model,
+)
+
+HUGE = 10**5000
+"""An integer that Python refuses to turn into text."""
+
+NEXT_AFTER_ONE = math.nextafter(1.0, 2.0)
+NEXT_AFTER_TWO = math.nextafter(2.0, 3.0)
+INT64_MAX = 2**63 - 1
+
+ACCEPTED = [
+    ("n", [1, MAX_N]),
+    ("temperature", [0, 0.0, -0.0, 0.01, 1, 1e308]),
+    ("top_p", [5e-324, 0.5, 1, 1.0]),
+    ("top_k", [-1, 0, 1, INT64_MAX]),
+    ("min_p", [0, 0.0, 0.5, 1, 1.0]),
+    ("presence_penalty", [-2, -2.0, 0, 2, 2.0]),
+    ("frequency_penalty", [-2, -2.0, 0, 2, 2.0]),
+    ("repetition_penalty", [5e-324, 1, 2.0, 1e308]),
+    ("seed", [None, -(2**63), -2, -1, 0, INT64_MAX]),
+    ("stop", [None, "a", ["a"], ("a", "b"), [], ["x" * MAX_STOP_STRING_LENGTH], ["x"] * MAX_STOP_STRINGS, "\n", "é\0"]),
+    ("stop_token_ids", [None, [], [0], [2**31 - 1], (1, 2), list(range(MAX_STOP_TOKEN_IDS))]),
+    ("include_stop_str_in_output", [True, False]),
+    ("ignore_eos", [True, False]),
+    ("max_tokens", [None, 1, INT64_MAX]),
+    ("min_tokens", [0, 1, 16]),
+    ("logprobs", [None, -1, 0, 1, INT64_MAX]),
+    ("prompt_logprobs", [None, -1, 0, 1, INT64_MAX]),
+    ("detokenize", [True, False]),
+    ("skip_special_tokens", [True, False]),
+    ("spaces_between_special_tokens", [True, False]),
+    ("output_kind", [*RequestOutputKind, 0, 2]),
+]
+
+NO_NUMBER = ["1", b"1", [], [1], {}, 1j, object(), "", np.bool_(True), np.zeros(2)]
+NO_FINITE_NUMBER = [math.nan, math.inf, -math.inf, HUGE, -HUGE, True, False, None, *NO_NUMBER]
+NO_INT64 = [2**63, -(2**63) - 1, HUGE, -HUGE, 1.0, 1.5, math.nan, math.inf, True, False, *NO_NUMBER]
+NO_BOOLEAN = [0, 1, 1.0, "true", None, [], object()]
+
+REFUSED = [
+    ("n", [0, -1, MAX_N + 1, 16384, None, *NO_INT64]),
+    ("temperature", [-5e-324, -1, *NO_FINITE_NUMBER]),
+    ("top_p", [0, 0.0, -0.1, NEXT_AFTER_ONE, 2, *NO_FINITE_NUMBER[:-1]]),
+    ("top_k", [-2, None, *NO_INT64]),
+    ("min_p", [-5e-324, NEXT_AFTER_ONE, 2, *NO_FINITE_NUMBER]),
+    ("presence_penalty", [-NEXT_AFTER_TWO, NEXT_AFTER_TWO, 3, *NO_FINITE_NUMBER]),
+    ("frequency_penalty", [-NEXT_AFTER_TWO, NEXT_AFTER_TWO, 3, *NO_FINITE_NUMBER]),
+    ("repetition_penalty", [0, 0.0, -1.0, *NO_FINITE_NUMBER]),
+    ("seed", NO_INT64),
+    ("stop", ["", [""], ["a", ""], 1, [1], [None], [["a"]], b"a", [b"a"], {"a"}, {"a": 1}, object(), True]),
+    ("stop", ["x" * (MAX_STOP_STRING_LENGTH + 1), ["x"] * (MAX_STOP_STRINGS + 1), "x" * 10**6, ["x"] * 10**5]),
+    ("stop", ["\ud800", ["a", "b\udfff"]]),
+    ("stop_token_ids", [1, "1", ["1"], [1.0], [True], [None], [-1], [2**31], [HUGE], {1}, {1: 1}, object()]),
+    ("stop_token_ids", [list(range(MAX_STOP_TOKEN_IDS + 1)), [5] * 10**6]),
+    ("include_stop_str_in_output", NO_BOOLEAN),
+    ("ignore_eos", NO_BOOLEAN),
+    ("max_tokens", [0, -1, *NO_INT64]),
+    ("min_tokens", [-1, 17, INT64_MAX, None, *NO_INT64]),
+    ("logprobs", [-2, *NO_INT64]),
+    ("prompt_logprobs", [-2, *NO_INT64]),
+    ("detokenize", NO_BOOLEAN),
+    ("skip_special_tokens", NO_BOOLEAN),
+    ("spaces_between_special_tokens", NO_BOOLEAN),
+    ("output_kind", [-1, 3, 1.0, True, None, "DELTA", HUGE, object()]),
+]
+
+
+def cases(table: list[tuple[str, list[Any]]]) -> list[Any]:
+    return [
+        pytest.param(field, value, id=f"{field}-{number}")
+        for number, (field, value) in enumerate((field, value) for field, values in table for value in values)
+    ]
+
+
+@pytest.mark.parametrize(("field", "value"), cases(ACCEPTED))
+def test_accepts(field, value):
+    params = SamplingParams(**{field: value})
+    assert SamplingParams(**msgspec.structs.asdict(params)) == params, "checking twice changes nothing"
+
+
+@pytest.mark.parametrize(("field", "value"), cases(REFUSED))
+def test_refuses_and_names_the_field(field, value):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.parameter == field
+    assert str(caught.value).startswith(f"{field} must be ") and "; got " in str(caught.value)
+    assert len(str(caught.value)) < 250 and str(caught.value).isascii()
+
+
+def test_both_tables_cover_every_field():
+    names = {field.name for field in msgspec.structs.fields(SamplingParams)}
+    assert {field for field, _ in ACCEPTED} == names == {field for field, _ in REFUSED}
+
+
+def test_a_refusal_says_range_and_value():
+    with pytest.raises(RequestError, match=r"^top_p must be a number > 0 and <= 1; got 1\.5$"):
+        SamplingParams(top_p=1.5)
+    with pytest.raises(RequestError, match=r"^n must be an integer from 1 to 128; got 'many'$"):
+        SamplingParams(n="many")
+    with pytest.raises(RequestError, match=r"^max_tokens must be an integer >= 1 \(in 64 bits\) or None; got 0$"):
+        SamplingParams(max_tokens=0)
+    with pytest.raises(RequestError, match=r"^seed must be .*; got an integer of 16610 bits$"):
+        SamplingParams(seed=HUGE)
+
+
+def test_is_a_value_error_too():
+    with pytest.raises(ValueError, match="temperature"):
+        SamplingParams(temperature=-1)
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "kept"),
+    [
+        ("seed", -1, None),
+        ("top_k", -1, 0),
+        ("stop", "end", ["end"]),
+        ("stop", [], None),
+        ("stop", ("a", "b"), ["a", "b"]),
+        ("stop_token_ids", [], None),
+        ("stop_token_ids", (3, 1, 3), [3, 1]),
+        ("temperature", 0.001, 0.01),
+        ("temperature", 5e-324, 0.01),
+        ("temperature", 0.01, 0.01),
+        ("temperature", -0.0, 0.0),
+        ("temperature", 1, 1.0),
+        ("top_p", np.float32(0.5), 0.5),
+        ("top_k", np.int64(7), 7),
+        ("min_p", fractions.Fraction(1, 4), 0.25),
+        ("stop_token_ids", [np.int32(4)], [4]),
+        ("output_kind", 1, RequestOutputKind.DELTA),
+    ],
+)
+def test_normalizes(field, given, kept):
+    value = getattr(SamplingParams(**{field: given}), field)
+    assert value == kept and type(value) is type(kept)
+    assert math.copysign(1, value) == 1 if isinstance(value, float) else True
+
+
+def test_stop_needs_text():
+    with pytest.raises(RequestError, match="detokenize") as caught:
+        SamplingParams(stop="a", detokenize=False)
+    assert caught.value.parameter == "stop"
+    SamplingParams(stop=[], stop_token_ids=[1], detokenize=False)
+
+
+def test_several_greedy_sequences_are_refused():
+    with pytest.raises(RequestError, match="temperature is 0") as caught:
+        SamplingParams(n=2, temperature=0)
+    assert caught.value.parameter == "n"
+    SamplingParams(n=2, temperature=1e-9)
+
+
+def test_min_tokens_up_to_max_tokens():
+    SamplingParams(min_tokens=5, max_tokens=5)
+    SamplingParams(min_tokens=500, max_tokens=None)
+    with pytest.raises(RequestError, match="max_tokens, which is 5") as caught:
+        SamplingParams(min_tokens=6, max_tokens=5)
+    assert caught.value.parameter == "min_tokens"
+
+
+def test_copies_are_independent_and_checked():
+    params = SamplingParams(stop=["a"], stop_token_ids=[1])
+    twin = params.clone()
+    assert twin == params == copy.copy(params) and twin is not params
+    twin.stop.append("b")
+    twin.stop_token_ids.append(2)
+    assert (params.stop, params.stop_token_ids) == (["a"], [1])
+    assert msgspec.structs.replace(params, temperature=1e-4).temperature == 0.01
+    with pytest.raises(RequestError, match="top_p"):
+        msgspec.structs.replace(params, top_p=0.0)
+
+
+def test_the_list_given_stays_the_givers():
+    mine = ["a"]
+    params = SamplingParams(stop=mine)
+    mine.append("")
+    assert params.stop == ["a"]
+
+
+def test_travels_unchanged():
+    params = SamplingParams(temperature=0.3, top_k=4, stop="x", stop_token_ids=[3], seed=-5, output_kind=2, logprobs=-1)
+    for codec in (msgspec.msgpack, msgspec.json):
+        assert codec.decode(codec.encode(params), type=SamplingParams) == params
+
+
+@pytest.mark.parametrize("changes", [{"temperature": -1.0}, {"n": 500}, {"stop": [""]}, {"min_tokens": 99}])
+def test_is_checked_again_where_it_arrives(changes):
+    """A process that decodes a message does not rely on the sender."""
+    message = msgspec.msgpack.encode(changes)
+    with pytest.raises(msgspec.ValidationError, match=next(iter(changes))):
+        msgspec.msgpack.decode(message, type=SamplingParams)
+
+
+class Odd(enum.IntEnum):
+    SEVEN = 7
+
+
+ANYTHING = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.decimals(),
+    st.fractions(),
+    st.complex_numbers(),
+    st.text(),
+    st.binary(),
+    st.text(alphabet=st.characters(codec=None)),
+    st.lists(st.integers()),
+    st.lists(st.one_of(st.none(), st.booleans(), st.floats(), st.text(), st.integers(-(2**70), 2**70))),
+    st.dictionaries(st.text(), st.integers()),
+    st.sets(st.integers()),
+    st.dates(),
+    st.sampled_from([Odd.SEVEN, RequestOutputKind.DELTA, object(), int, HUGE, ..., NotImplemented, range(3)]),
+    st.sampled_from(
+        [np.int8(1), np.uint64(2**64 - 1), np.float16("nan"), np.float64("inf"), np.array(1), np.array([])]
+    ),
+)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from([field.name for field in msgspec.structs.fields(SamplingParams)]),
+        ANYTHING,
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_no_value_of_any_type_raises_anything_but_a_request_error(changes):
+    try:
+        params = SamplingParams(**changes)
+    except RequestError as error:
+        assert error.parameter in {*changes, "n", "min_tokens", "stop"}
+        assert str(error).isascii()
+        return
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+# --- what depends on the model
+
+
+def check(params: SamplingParams, **changes: int) -> SamplingParams:
+    facts = {"vocab_size": 1000, "max_model_len": 100, "max_logprobs": 20, "prompt_len": 40}
+    return validate_for_model(params, **{**facts, **changes})
+
+
+def assert_refused(parameter: str, params: SamplingParams, **changes: int) -> str:
+    with pytest.raises(RequestError) as caught:
+        check(params, **changes)
+    assert caught.value.parameter == parameter
+    return str(caught.value)
+
+
+def test_stop_tokens_lie_in_the_vocabulary():
+    check(SamplingParams(stop_token_ids=[0, 999]))
+    assert "0 to 999" in assert_refused("stop_token_ids", SamplingParams(stop_token_ids=[3, 1000]))
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_logprobs_up_to_the_limit(field):
+    def asking_for(count: int) -> SamplingParams:
+        return SamplingParams(**{field: count})
+
+    for count in (0, 20):
+        check(asking_for(count))
+    for count in (21, 1001, INT64_MAX, -1):
+        message = assert_refused(field, asking_for(count))
+        assert "from 0 to 20" in message and "max_logprobs" in message and message.endswith(str(count))
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize("max_logprobs", [-1, 1000, 5000])
+def test_logprobs_of_the_whole_vocabulary_where_the_engine_allows(field, max_logprobs):
+    for count in (-1, 0, 1000):
+        check(SamplingParams(**{field: count}), max_logprobs=max_logprobs)
+    message = assert_refused(field, SamplingParams(**{field: 1001}), max_logprobs=max_logprobs)
+    assert "from 0 to 1000" in message
+
+
+def test_max_logprobs_zero_still_allows_the_sampled_token():
+    check(SamplingParams(logprobs=0), max_logprobs=0)
+    assert_refused("logprobs", SamplingParams(logprobs=1), max_logprobs=0)
+
+
+def test_min_tokens_fit_in_the_context():
+    check(SamplingParams(min_tokens=60, max_tokens=None))
+    assert "0 to 60" in assert_refused("min_tokens", SamplingParams(min_tokens=61, max_tokens=None))
+    assert_refused("min_tokens", SamplingParams(min_tokens=INT64_MAX, max_tokens=None))
+
+
+@pytest.mark.parametrize(("asked", "settled"), [(None, 60), (60, 60), (61, 60), (INT64_MAX, 60), (59, 59), (1, 1)])
+def test_max_tokens_end_with_the_context(asked, settled):
+    params = SamplingParams(max_tokens=asked)
+    assert check(params).max_tokens == settled
+    assert params.max_tokens == asked, "the params given are left as they are"
+
+
+def test_a_prompt_must_leave_room_for_a_token():
+    assert check(SamplingParams(max_tokens=None), prompt_len=99).max_tokens == 1
+    for length in (100, 101, 10**9):
+        assert "max_model_len" in assert_refused("prompt", SamplingParams(), prompt_len=length)
