@@ -269,6 +269,8 @@ def install(steps: Steps) -> None:
     # No build isolation: the build tools are the pinned ones above, and nothing is downloaded twice.
     steps.run("mvllm and the tools", [*pip, "--no-build-isolation", "-e", f"{ROOT}[dev]"])
     steps.run("mvllm-cpu (compiles its kernels)", [*pip, "--no-build-isolation", "-e", PLATFORM])
+    if any(PLATFORM.glob("csrc/*.cpp")) and not any(PLATFORM.glob("src/mvllm_cpu/_kernels*")):
+        print("note: no C++ compiler built mvllm-cpu's kernels; it works without them, slower", flush=True)
 
 
 def pinned(name: str) -> str:

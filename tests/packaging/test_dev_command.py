@@ -94,6 +94,16 @@ def test_a_new_source_file_of_the_kernels_rebuilds(dev, frame):
     assert any("platforms/cpu" in command for command in dev.commands)
 
 
+def test_kernels_that_no_compiler_built_are_mentioned(dev, frame, capsys):
+    (frame / "platforms/cpu/csrc/new.cpp").write_text("int x;")
+    dev.setup()
+    assert "no C++ compiler" in capsys.readouterr().out
+    (frame / "platforms/cpu/src/mvllm_cpu").mkdir(parents=True)
+    (frame / "platforms/cpu/src/mvllm_cpu/_kernels.so").touch()
+    dev.setup(fresh=True)
+    assert "no C++ compiler" not in capsys.readouterr().out
+
+
 def test_an_environment_abandoned_half_way_is_made_anew(dev):
     dev.failing = "torch=="
     with pytest.raises(dev.StepFailed):
