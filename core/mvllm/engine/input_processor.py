@@ -16,12 +16,9 @@ from typing import Any
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.tokenizer import Tokenizer
 from mvllm.errors import RequestError
-from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.messages.sampling_params import SamplingParams, validate_for_model
-
-logger = get_logger(__name__)
 
 MAX_CACHE_SALT_LENGTH = 256
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
@@ -57,7 +54,7 @@ class InputProcessor:
 
     Args:
         config: The engine's settled configuration.
-        tokenizer: The model's tokenizer; None refuses text and `detokenize`.
+        tokenizer: The model's tokenizer; with None, text and stop strings are refused, and outputs have no text.
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
@@ -65,17 +62,10 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._priorities_allowed = config.scheduler.policy == "priority"
         self._eos_token_ids = self._end_tokens()
-        self._default_params: SamplingParams | None = None
 
     def default_params(self) -> SamplingParams:
-        """A new SamplingParams with the defaults of the model's generation_config.json; says so in the log, once."""
-        defaults = self._model.generation_defaults
-        if self._default_params is None:
-            if defaults:
-                shown = ", ".join(f"{name}={value}" for name, value in defaults.items())
-                logger.info("Default sampling parameters come from the model's generation_config.json: %s", shown)
-            self._default_params = SamplingParams(**defaults)
-        return self._default_params.clone()
+        """A new SamplingParams with the defaults of the model's generation_config.json."""
+        return SamplingParams(**self._model.generation_defaults)
 
     def process(
         self,
@@ -231,12 +221,11 @@ class InputProcessor:
             raise RequestError(
                 f"sampling_params must be SamplingParams; found {_show(params)}.", parameter="sampling_params"
             )
-        if self._tokenizer is None and (params.detokenize or params.stop):
-            what = "stop strings need" if params.stop else "detokenize needs"
+        if self._tokenizer is None and params.stop:
             raise RequestError(
-                f"{what} a tokenizer, but the engine was started with skip_tokenizer_init. Pass detokenize=False"
-                + (" and stop_token_ids instead of stop." if params.stop else "."),
-                parameter="stop" if params.stop else "detokenize",
+                "Stop strings need a tokenizer, but the engine was started with skip_tokenizer_init. "
+                "Pass stop_token_ids instead of stop.",
+                parameter="stop",
             )
         return validate_for_model(
             params,

@@ -40,10 +40,19 @@ class LLM:
     """
 
     def __init__(self, model: str, **kwargs: Any) -> None:
+        self._start(EngineArgs.from_kwargs(model=model, **kwargs))
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> LLM:
+        """An LLM for settings that were gathered elsewhere."""
+        llm = cls.__new__(cls)
+        llm._start(args)
+        return llm
+
+    def _start(self, args: EngineArgs) -> None:
         configure_logging()
-        self._closed = False
-        self._engine: LLMEngine | None = LLMEngine.from_engine_args(EngineArgs.from_kwargs(model=model, **kwargs))
         self._request_ids = itertools.count()
+        self._engine: LLMEngine | None = LLMEngine.from_engine_args(args)
 
     def __enter__(self) -> LLM:
         return self

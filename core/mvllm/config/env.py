@@ -1,0 +1,38 @@
+"""Every environment variable that the core reads, in one list, so that a misspelt one is noticed."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+
+KNOWN_VARIABLES: dict[str, str] = {
+    "MVLLM_PLATFORM": "Platform plugin to run on, where --platform or platform= does not say.",
+    "MVLLM_LOGGING_LEVEL": "Level of mvllm's log: DEBUG, INFO, WARNING or ERROR.",
+}
+"""Name to meaning. Environment variables carry facts about a deployment; behaviour has settings."""
+
+
+def unknown_variables(platforms: Iterable[str] = (), environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
+    """Variables that look like ours but that nobody reads.
+
+    Args:
+        platforms: Names of installed platforms; variables beginning with `MVLLM_<NAME>_` are theirs.
+        environ: Where to look; the process's environment by default.
+
+    Returns:
+        Name of each to the nearest known name, or None where there is none near.
+    """
+    owned = tuple(f"MVLLM_{name.upper().replace('-', '_')}_" for name in platforms)
+    strangers = sorted(
+        name
+        for name in (os.environ if environ is None else environ)
+        if name.startswith("MVLLM_") and name not in KNOWN_VARIABLES and not (owned and name.startswith(owned))
+    )
+    return {name: next(iter(difflib.get_close_matches(name, KNOWN_VARIABLES, n=1)), None) for name in strangers}
+
+
+def describe_unknown(name: str, nearest: str | None) -> str:
+    """One sentence about an unknown variable."""
+    meant = f" Did you mean {nearest}?" if nearest else f" mvllm reads {', '.join(KNOWN_VARIABLES)}."
+    return f"The environment variable {name} is not known and has no effect.{meant}"

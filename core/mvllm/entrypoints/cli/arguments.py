@@ -1,0 +1,146 @@
+"""Options that are generated from the declarations of the engine's and the sampler's settings."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import re
+import types
+import typing
+from typing import Any
+
+import msgspec
+
+from mvllm.config.engine_args import EngineArgs
+from mvllm.config.option import Option
+from mvllm.errors import ConfigError
+from mvllm.messages.sampling_params import SamplingParams
+
+_GROUP_TITLES = {
+    "model": "model",
+    "cache": "KV cache",
+    "scheduler": "scheduler",
+    "parallel": "several devices",
+    "load": "loading",
+    "platform": "platform",
+}
+# What a terminal has no use for, and what has an option of its own.
+_NOT_SAMPLING_OPTIONS = {"output_kind", "detokenize", "logprobs", "prompt_logprobs", "seed"}
+_NOT_ENGINE_OPTIONS = {"seed", "skip_tokenizer_init"}
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds one option per setting of the engine, grouped. Only options that are given end up in the namespace."""
+    groups: dict[str, Any] = {}
+    for setting in EngineArgs.options():
+        if setting.name in _NOT_ENGINE_OPTIONS:
+            continue
+        if setting.group not in groups:
+            groups[setting.group] = parser.add_argument_group(_GROUP_TITLES.get(setting.group, setting.group))
+        _add_setting(groups[setting.group], setting)
+
+
+def engine_args(args: argparse.Namespace) -> EngineArgs:
+    """The engine's settings that were given.
+
+    Raises:
+        ConfigError: One is not permitted.
+    """
+    names = {setting.name for setting in EngineArgs.options()}
+    given = {name: value for name, value in vars(args).items() if name in names and name != "seed"}
+    if getattr(args, "seed", None) is not None and args.seed >= 0:
+        given["seed"] = args.seed
+    return EngineArgs.from_kwargs(**given)
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int | None, several: bool = False) -> None:
+    """Adds one option per sampling parameter.
+
+    Args:
+        max_tokens: The command's default; None for the rest of the context.
+        several: Whether the command can show several sequences per prompt.
+    """
+    group = parser.add_argument_group("sampling", "What is not given comes from the model's generation_config.json.")
+    help_texts = attribute_help(SamplingParams)
+    hints = typing.get_type_hints(SamplingParams)
+    default = "the rest of the context" if max_tokens is None else str(max_tokens)
+    for field in msgspec.structs.fields(SamplingParams):
+        if field.name in _NOT_SAMPLING_OPTIONS or (field.name == "n" and not several):
+            continue
+        text = help_texts[field.name]
+        if field.name == "max_tokens":
+            text += f" Default: {default}."
+        _add_sampling_option(group, field.name, hints[field.name], text)
+    group.add_argument("--seed", type=int, default=argparse.SUPPRESS, help="Makes the output reproducible.")
+    parser.set_defaults(default_max_tokens=max_tokens)
+
+
+def sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
+    """`defaults` with the sampling parameters that were given.
+
+    Raises:
+        RequestError: A value is out of its range.
+    """
+    names = {field.name for field in msgspec.structs.fields(SamplingParams)}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    if "max_tokens" not in given and defaults.max_tokens == SamplingParams().max_tokens:
+        given["max_tokens"] = args.default_max_tokens
+    return msgspec.structs.replace(defaults, **given)
+
+
+def attribute_help(cls: type) -> dict[str, str]:
+    """The texts of the `Attributes:` section of a class's docstring, by attribute."""
+    section = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    texts: dict[str, str] = {}
+    for entry in re.split(r"\n(?=    \w)", "\n" + section):
+        name, _, text = entry.strip().partition(":")
+        if name:
+            texts[name] = " ".join(text.replace("`", "").split())
+    return texts
+
+
+def _add_setting(group: Any, setting: Option) -> None:
+    flags = [f"--{name.replace('_', '-')}" for name in (setting.name, *setting.aliases)]
+    text = setting.help.replace("%", "%%")
+    shown = setting.default not in (None, "") and not isinstance(setting.default, bool) and setting.name != "model"
+    text += f" Default: {setting.default}." if shown else ""
+    common: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS, "help": text}
+    if setting.kind is bool:
+        group.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
+    elif setting.kind is dict:
+        group.add_argument(*flags, type=_json_object, metavar="JSON", **common)
+    else:
+        metavar = None if setting.choices else {int: "N", float: "X", str: "TEXT"}.get(setting.kind)
+        group.add_argument(
+            *flags,
+            type=setting.kind,
+            choices=setting.choices or None,
+            metavar=metavar,
+            required=setting.name == "model",
+            **common,
+        )
+
+
+def _add_sampling_option(group: Any, name: str, hint: Any, text: str) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    kinds = set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
+    common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+    if bool in kinds:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+    elif list[str] in kinds or list[int] in kinds:
+        common["help"] += " May be given several times."
+        group.add_argument(flag, action="append", type=int if list[int] in kinds else str, metavar="TEXT", **common)
+    else:
+        kind = float if float in kinds else int
+        group.add_argument(flag, type=kind, metavar="X" if kind is float else "N", **common)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as e:
+        raise ConfigError(f"{text!r} is not JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise ConfigError(f"{text!r} must be a JSON object.")
+    return value

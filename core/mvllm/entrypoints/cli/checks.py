@@ -1,0 +1,316 @@
+"""The checks of `mvllm doctor`. Each has a stable id, and none of them can end the others, whatever it finds."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform as host
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from mvllm.config.env import describe_unknown, unknown_variables
+from mvllm.errors import MvllmError
+from mvllm.platform.discovery import Candidate, discover, find_sources, load_attribute
+from mvllm.platform.phases import Phase, enter_phase
+from mvllm.platform.spec import CONTRACT, Check, CheckStatus
+from mvllm.version import __version__
+
+_MIN_PYTHON = (3, 11)
+_MIN_SHARED_MEMORY = 256 * 2**20
+_MIN_OPEN_FILES = 1024
+_TORCH_TIMEOUT_SECONDS = 120
+_TORCH_PROBE = "import torch; print(torch.__version__); print((torch.ones(2) + 1).sum().item())"
+
+Checks = Iterable[Check]
+
+
+def run_checks(*, platform: str | None = None, model: str | None = None) -> list[Check]:
+    """All checks, in the order in which things are needed.
+
+    Args:
+        platform: Look at this platform only.
+        model: Folder or name of a model to look at.
+    """
+    candidates = discover(only=platform)
+    checks = _guarded("python.version", _python)
+    checks += _guarded("core.version", _core)
+    checks += _guarded("core.dependencies", _dependencies)
+    checks += _guarded("torch.import", lambda: _torch(candidates))
+    checks += _guarded("platform.entry_points", lambda: _entry_points(candidates, platform))
+    for candidate in candidates:
+        prefix = f"platform.{candidate.name}"
+        checks += _guarded(f"{prefix}.plugin", lambda c=candidate: _plugin(c))  # type: ignore[misc]
+        checks += _guarded(f"{prefix}.doctor", lambda c=candidate: _own_checks(c))  # type: ignore[misc]
+    checks += _guarded("platform.choice", lambda: _choice(candidates, platform))
+    checks += _guarded("environment.visible_devices", _visible_devices)
+    checks += _guarded("environment.unknown", _unknown_variables)
+    checks += _guarded("system.shared_memory", _shared_memory)
+    checks += _guarded("system.open_files", _open_files)
+    checks += _guarded("system.memory", _memory)
+    if model is not None:
+        checks += _guarded("model.folder", lambda: _model(model))
+    return checks
+
+
+def _guarded(check_id: str, make: Callable[[], Checks]) -> list[Check]:
+    """The checks that `make` gives; if it fails itself, that is what is broken."""
+    try:
+        return list(make())
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # noqa: BLE001  (a plugin may raise anything, SystemExit included; it is shown)
+        return [Check(check_id, CheckStatus.BROKEN, f"the check failed: {type(e).__name__}: {e}", "report this")]
+
+
+def _check(check_id: str, good: bool, found: str, remedy: str | None, bad: CheckStatus = CheckStatus.BROKEN) -> Check:
+    return Check(check_id, CheckStatus.OK if good else bad, found, None if good else remedy)
+
+
+# --- the installation
+
+
+def _python() -> Checks:
+    needed = ".".join(map(str, _MIN_PYTHON))
+    yield _check(
+        "python.version",
+        sys.version_info >= _MIN_PYTHON,
+        f"Python {host.python_version()} at {sys.executable}",
+        f"use Python {needed} or newer",
+    )
+
+
+def _core() -> Checks:
+    contract = f"{CONTRACT[0]}.{CONTRACT[1]}"
+    yield Check("core.version", CheckStatus.OK, f"mvllm {__version__}, platform contract {contract}")
+
+
+def _dependencies() -> Checks:
+    """What the core's own metadata requires, against what is installed."""
+    try:
+        requirements = importlib.metadata.requires("mvllm") or []
+    except importlib.metadata.PackageNotFoundError:
+        remedy = "install it: pip install mvllm"
+        yield Check("core.dependencies", CheckStatus.WARNING, "mvllm is run from a folder, not installed", remedy)
+        return
+    needed = [r for r in requirements if "extra ==" not in r]
+    problems = [problem for r in needed if (problem := _problem_with(r)) is not None]
+    found = "; ".join(problems) if problems else f"all {len(needed)} required packages are there"
+    yield _check("core.dependencies", not problems, found, "pip install -U mvllm")
+
+
+def _problem_with(requirement: str) -> str | None:
+    match = re.match(r"[A-Za-z0-9._-]+", requirement)
+    name = match.group(0) if match else requirement
+    try:
+        installed = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{name} is missing"
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        return None
+    wanted = Requirement(requirement)
+    fits = wanted.specifier.contains(installed, prereleases=True)
+    return None if fits else f"{name} is {installed}, needed is {wanted.specifier}"
+
+
+def _torch(candidates: Sequence[Candidate]) -> Checks:
+    """Imports torch in a process of its own: an import that crashes must not take the doctor with it."""
+    floors = {c.name: c.spec.torch_floor for c in candidates if c.spec is not None and c.spec.torch_floor}
+    try:
+        installed = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        bad = CheckStatus.BROKEN if floors else CheckStatus.WARNING
+        remedy = "reinstall the platform package, which brings the torch it needs"
+        yield Check("torch.import", bad, "torch is not installed", remedy)
+        return
+    command = [sys.executable, "-c", _TORCH_PROBE]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_TIMEOUT_SECONDS, check=False)
+    last_line = (ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1]
+    works = ran.returncode == 0
+    found = f"torch {installed}" + ("" if works else f" cannot be imported: {last_line}")
+    yield _check("torch.import", works, found, "reinstall torch together with the platform package")
+    for name, floor in floors.items():
+        yield _check(
+            f"platform.{name}.torch",
+            _version(installed) >= _version(floor or ""),
+            f"torch {installed}, needed is {floor} or newer",
+            f"pip install -U torch mvllm-{name}",
+        )
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3])
+
+
+# --- platforms
+
+
+def _entry_points(candidates: Sequence[Candidate], asked: str | None) -> Checks:
+    from mvllm.platform.choose import installable_platforms
+
+    names = sorted({source.name for source in find_sources()})
+    found = f"{len(names)} platform plugin(s): {', '.join(names)}" if names else "no platform plugin is installed"
+    known = installable_platforms()
+    remedy = f"pip install mvllm-{asked}" if asked else f"pip install {known[0] if known else 'mvllm-<platform>'}"
+    if asked and not candidates:
+        found += f"; {asked!r} is not among them"
+    yield _check("platform.entry_points", bool(candidates), found, remedy)
+
+
+def _plugin(candidate: Candidate) -> Checks:
+    """One plugin: does it load, does it speak our contract, does it find devices?"""
+    prefix = f"platform.{candidate.name}"
+    if candidate.failure is not None:
+        failure = candidate.failure
+        part = "contract" if failure.stage == "contract" else "plugin"
+        found = f"{candidate.source} is broken at {failure.stage}: {failure.message}"
+        yield Check(f"{prefix}.{part}", CheckStatus.BROKEN, found, failure.remedy)
+        return
+    yield Check(f"{prefix}.plugin", CheckStatus.OK, str(candidate.source))
+    if candidate.spec is not None:
+        contract = ".".join(map(str, candidate.spec.contract))
+        yield Check(f"{prefix}.contract", CheckStatus.OK, f"contract {contract}")
+    probe = candidate.probe
+    if probe is not None:
+        devices = ", ".join(device.name for device in probe.devices)
+        found = f"{probe.reason}" + (f" ({devices})" if devices and devices not in probe.reason else "")
+        yield _check(f"{prefix}.devices", probe.available, found, probe.remedy, CheckStatus.WARNING)
+
+
+def _own_checks(candidate: Candidate) -> Checks:
+    """What the platform itself has to say, where it can be used."""
+    if not candidate.available or candidate.spec is None:
+        return
+    with enter_phase(Phase.FRONTEND):
+        yield from load_attribute(candidate.spec.factory)().doctor()
+
+
+def _choice(candidates: Sequence[Candidate], asked: str | None) -> Checks:
+    """Which platform an engine would run on now."""
+    name = asked or os.environ.get("MVLLM_PLATFORM") or None
+    usable = [c for c in candidates if c.available and (name is None or c.name == name)]
+    if len(usable) == 1:
+        broken = [c.name for c in candidates if c.failure is not None and name is None]
+        found = f"{usable[0].source}"
+        remedy = f"mend {', '.join(broken)}, or choose with --platform {usable[0].name}"
+        yield _check("platform.choice", not broken, found, remedy)
+    elif usable:
+        names = " or ".join(f"--platform {c.name}" for c in usable)
+        found = f"{len(usable)} platforms are available"
+        yield Check("platform.choice", CheckStatus.WARNING, found, f"choose with {names}, or MVLLM_PLATFORM")
+    else:
+        found = f"the platform {name!r} cannot be used" if name else "no platform can be used"
+        yield Check("platform.choice", CheckStatus.BROKEN, found, "see the checks of the platforms above")
+
+
+# --- the environment and the machine
+
+
+def _visible_devices() -> Checks:
+    """Variables by which drivers hide devices. Each vendor has its own; the ending is what they share."""
+    found = {name: value for name, value in sorted(os.environ.items()) if name.endswith("_VISIBLE_DEVICES")}
+    if not found:
+        yield Check("environment.visible_devices", CheckStatus.OK, "no *_VISIBLE_DEVICES variable is set")
+        return
+    hiding = [name for name, value in found.items() if value.strip() in ("", "-1", "none", "void", "NoDevFiles")]
+    yield _check(
+        "environment.visible_devices",
+        not hiding,
+        ", ".join(f"{name}={value!r}" for name, value in found.items()),
+        f"{', '.join(hiding)} hides every device; unset it, or list the devices to use",
+        CheckStatus.WARNING,
+    )
+
+
+def _unknown_variables() -> Checks:
+    unknown = unknown_variables(source.name for source in find_sources())
+    if not unknown:
+        yield Check("environment.unknown", CheckStatus.OK, "every MVLLM_* variable is known")
+        return
+    found = " ".join(describe_unknown(name, nearest) for name, nearest in unknown.items())
+    yield Check("environment.unknown", CheckStatus.WARNING, found, "unset or rename")
+
+
+def _shared_memory() -> Checks:
+    folder = Path("/dev/shm")  # noqa: S108  (looked at, not written to)
+    if not folder.is_dir():
+        yield Check("system.shared_memory", CheckStatus.OK, f"{folder} does not exist on this system")
+        return
+    usage = shutil.disk_usage(folder)
+    yield _check(
+        "system.shared_memory",
+        usage.free >= _MIN_SHARED_MEMORY,
+        f"{folder}: {usage.free / 2**20:,.0f} of {usage.total / 2**20:,.0f} MiB free",
+        "in a container, start it with --shm-size=1g or --ipc=host; several workers need the room",
+        CheckStatus.WARNING,
+    )
+
+
+def _open_files() -> Checks:
+    try:
+        import resource
+    except ImportError:
+        yield Check("system.open_files", CheckStatus.OK, "this system has no such limit")
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = soft == resource.RLIM_INFINITY
+    yield _check(
+        "system.open_files",
+        unlimited or soft >= _MIN_OPEN_FILES,
+        f"{'unlimited' if unlimited else soft} open files allowed (hard limit {hard})",
+        f"ulimit -n {_MIN_OPEN_FILES}",
+        CheckStatus.WARNING,
+    )
+
+
+def _memory() -> Checks:
+    import psutil  # type: ignore[import-untyped]
+
+    memory = psutil.virtual_memory()
+    found = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB of host memory available"
+    yield Check("system.memory", CheckStatus.OK, found)
+
+
+# --- the model
+
+
+def _model(model: str) -> Checks:
+    """The folder's config, architecture, weights and tokenizer, without loading the weights."""
+    from mvllm.config.engine_args import EngineArgs
+    from mvllm.config.vocabulary import check_tokenizer
+    from mvllm.engine.tokenizer import load_tokenizer
+    from mvllm.models.checkpoint import read_checkpoint
+    from mvllm.models.registry import resolve_model_class
+
+    try:
+        config = EngineArgs.from_kwargs(model=model).create_model_config()
+    except MvllmError as e:
+        yield Check("model.folder", CheckStatus.BROKEN, str(e), "pass a folder written by save_pretrained()")
+        return
+    found = f"{config.path}: {config.architecture}, {config.num_layers} layers, context {config.max_model_len:,}"
+    yield Check("model.folder", CheckStatus.OK, found)
+
+    def architecture() -> str:
+        resolve_model_class(config.architecture)
+        return config.architecture
+
+    def weights() -> str:
+        tensors = read_checkpoint(config.path)
+        return f"{len(tensors)} tensors"
+
+    def tokenizer() -> str:
+        loaded = load_tokenizer(config)
+        assert loaded is not None
+        check_tokenizer(config.vocab_size, loaded.length)
+        return f"{loaded.length} tokens, vocabulary {config.vocab_size}"
+
+    for name, action in (("architecture", architecture), ("weights", weights), ("tokenizer", tokenizer)):
+        try:
+            yield Check(f"model.{name}", CheckStatus.OK, action())
+        except MvllmError as e:
+            yield Check(f"model.{name}", CheckStatus.BROKEN, str(e), "see the message")

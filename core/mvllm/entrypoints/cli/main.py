@@ -1,0 +1,128 @@
+"""The command `mvllm`: finds the subcommand and runs it. Only the module of the subcommand in use is imported."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from mvllm.config.env import describe_unknown, unknown_variables
+from mvllm.errors import MvllmError
+from mvllm.logging import configure_logging, get_logger
+from mvllm.version import __version__
+
+logger = get_logger(__name__)
+
+COMMANDS = {
+    "generate": "generate text from prompts given on the command line",
+    "chat": "talk with a model in the terminal",
+    "complete": "continue text, prompt by prompt",
+    "platforms": "list the platform plugins found, and why they can or cannot be used",
+    "doctor": "check this installation and this machine",
+    "ops": "list the operations and what implements them on a platform",
+}
+"""Each is a module of this package with `add_arguments(parser)` and `run(args) -> exit status`."""
+
+EXIT_ERROR = 1
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Returns:
+        0; 1 after an error, which is explained on stderr; 130 after Ctrl-C. Wrong usage exits with 2.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    module: ModuleType | None = None
+    try:
+        name = next((a for a in arguments if not a.startswith("-")), None)
+        if name in COMMANDS:
+            module = importlib.import_module(f"mvllm.entrypoints.cli.{name}")
+        args = _make_parser(name, module).parse_args(_expand_help(arguments))
+        configure_logging()
+        _warn_about_environment()
+        assert module is not None
+        status: int = module.run(args)
+        sys.stdout.flush()
+        return status
+    except MvllmError as e:
+        return _fail(str(e))
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone (`mvllm generate ... | head`). Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_ERROR
+
+
+def _make_parser(name: str | None, module: ModuleType | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mvllm",
+        description="Run large language models on the hardware for which a platform plugin is installed.",
+        epilog="`mvllm COMMAND --help` explains a command, `mvllm COMMAND --help=WORD` only its options about WORD.",
+    )
+    parser.add_argument("--version", action="version", version=f"mvllm {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command, summary in COMMANDS.items():
+        sub = commands.add_parser(
+            command,
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            allow_abbrev=False,
+        )
+        if command == name and module is not None:
+            module.add_arguments(sub)
+            sub.add_argument("--help-about", metavar="WORD", action=_HelpAbout, help=argparse.SUPPRESS)
+    return parser
+
+
+class _HelpAbout(argparse.Action):
+    """Prints the options that have to do with a word, and exits."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        word = str(values).lower()
+        chosen = argparse.ArgumentParser(prog=parser.prog, add_help=False, usage=argparse.SUPPRESS)
+        for group in parser._action_groups:
+            # A word that names a group shows all of it.
+            whole = word in (group.title or "").lower()
+            section = chosen.add_argument_group(group.title)
+            for action in group._group_actions:
+                text = f"{' '.join(action.option_strings)} {action.dest} {action.help}".lower()
+                if action.help != argparse.SUPPRESS and (whole or word in text or word.replace("-", "_") in text):
+                    section._add_action(action)
+        print(chosen.format_help().strip() or f"No option of `{parser.prog}` has to do with {values!r}.")
+        parser.exit()
+
+
+def _expand_help(arguments: Sequence[str]) -> list[str]:
+    """`--help=WORD`, which argparse does not know, as an option that it does."""
+    return [f"--help-about={a.removeprefix('--help=')}" if a.startswith("--help=") else a for a in arguments]
+
+
+def _warn_about_environment() -> None:
+    if any(name.startswith("MVLLM_") for name in os.environ):
+        from mvllm.platform.discovery import find_sources
+
+        for name, nearest in unknown_variables(source.name for source in find_sources()).items():
+            logger.warning("%s", describe_unknown(name, nearest))
+
+
+def _fail(message: str) -> int:
+    """One screen about an error: what we raise on purpose needs no traceback."""
+    print(f"error: {message}", file=sys.stderr)
+    return EXIT_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

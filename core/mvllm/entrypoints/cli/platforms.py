@@ -1,0 +1,90 @@
+"""`mvllm platforms`: every platform plugin found, and whether it can be used."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from mvllm.platform.discovery import Candidate, discover
+from mvllm.platform.spec import CONTRACT
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this command."""
+    parser.add_argument("--platform", metavar="NAME", help="Look at this one only; no other plugin is imported.")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
+    parser.add_argument("--verbose", action="store_true", help="Print the traceback of a broken plugin.")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the list. A plugin that cannot be used is no error here: saying so is what this command is for."""
+    candidates = discover(only=args.platform)
+    if args.json:
+        print(json.dumps({"contract": _dotted(CONTRACT), "platforms": [_as_json(c) for c in candidates]}, indent=2))
+        return 0
+    if not candidates:
+        print(_nothing_found(args.platform))
+    for candidate in candidates:
+        print("\n".join(_lines(candidate, verbose=args.verbose)))
+    return 0
+
+
+def _nothing_found(name: str | None) -> str:
+    if name is not None:
+        return f"No installed platform plugin is called {name!r}. Run: pip install mvllm-{name}"
+    from mvllm.platform.choose import installable_platforms
+
+    known = installable_platforms()
+    return "No platform plugin is installed. Run, for instance: pip install " + (
+        known[0] if known else "mvllm-<platform>"
+    )
+
+
+def _lines(candidate: Candidate, *, verbose: bool) -> list[str]:
+    source, spec, probe, failure = candidate.source, candidate.spec, candidate.probe, candidate.failure
+    state = "broken" if failure else "available" if candidate.available else "not available"
+    lines = [
+        f"{candidate.name}: {state}",
+        f"  plugin    {source.distribution} {source.version} (entry point {source.name} = {source.entry_point})",
+    ]
+    if spec is not None:
+        lines.append(f"  contract  {_dotted(spec.contract)} (this core speaks {_dotted(CONTRACT)})")
+        lines.append(f"  vendor    {spec.vendor}" + (f", torch >= {spec.torch_floor}" if spec.torch_floor else ""))
+    if failure is not None:
+        lines.append(f"  {failure.stage:<9} {failure.message}")
+        lines.append(f"  remedy    {failure.remedy}")
+        if verbose and failure.details():
+            lines += ["  " + line for line in failure.details().rstrip().splitlines()]
+    elif probe is not None:
+        lines.append(f"  probe     {probe.reason} ({candidate.probe_seconds * 1000:.0f} ms)")
+        if probe.remedy and not probe.available:
+            lines.append(f"  remedy    {probe.remedy}")
+        for device in probe.devices:
+            memory = f", {device.memory_bytes / 2**30:.1f} GiB" if device.memory_bytes is not None else ""
+            lines.append(f"  device {device.index}  {device.name}{memory}")
+    return lines
+
+
+def _as_json(candidate: Candidate) -> dict[str, Any]:
+    source, spec, probe, failure = candidate.source, candidate.spec, candidate.probe, candidate.failure
+    return {
+        "name": candidate.name,
+        "available": candidate.available,
+        "distribution": source.distribution,
+        "version": source.version,
+        "entry_point": source.entry_point,
+        "contract": _dotted(spec.contract) if spec else None,
+        "vendor": spec.vendor if spec else None,
+        "torch_floor": spec.torch_floor if spec else None,
+        "reason": failure.message if failure else probe.reason if probe else None,
+        "remedy": failure.remedy if failure else probe.remedy if probe else None,
+        "failed_at": failure.stage if failure else None,
+        "devices": [
+            {"index": d.index, "name": d.name, "memory_bytes": d.memory_bytes} for d in (probe.devices if probe else ())
+        ],
+    }
+
+
+def _dotted(contract: tuple[int, int]) -> str:
+    return f"{contract[0]}.{contract[1]}"

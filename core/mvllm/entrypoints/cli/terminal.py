@@ -1,0 +1,77 @@
+"""What the commands that generate text have in common: showing it as it comes, and the line about speed at the end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+from mvllm.engine.llm_engine import LLMEngine
+from mvllm.engine.outputs import CompletionOutput
+from mvllm.entrypoints.streaming import stream
+from mvllm.messages.inputs import PromptType
+from mvllm.messages.sampling_params import SamplingParams
+
+
+class Speedometer:
+    """Counts output tokens and the time spent on them."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.seconds = 0.0
+
+    def summary(self, engine: LLMEngine) -> str:
+        """`64 output tokens in 0.52 s, 123.1 tokens/s, platform ...`"""
+        rate = self.num_tokens / self.seconds if self.seconds > 0 else 0.0
+        return (
+            f"{self.num_tokens} output tokens in {self.seconds:.2f} s, {rate:,.1f} output tokens/s, "
+            f"platform {engine.platform_summary}"
+        )
+
+
+def print_stream(
+    engine: LLMEngine, prompt: PromptType, params: SamplingParams, speed: Speedometer
+) -> tuple[str, str | None]:
+    """Prints the answer to `prompt` as it comes.
+
+    Returns:
+        The text of the first sequence, and the error that ended it, if one did.
+    """
+    start = time.perf_counter()
+    text, error = "", None
+    try:
+        for output in stream(engine, prompt, params):
+            for sequence in output.outputs:
+                speed.num_tokens += len(sequence.token_ids)
+                error = error or sequence.error
+                text += sequence.text
+                print(sequence.text, end="", flush=True)
+    finally:
+        speed.seconds += time.perf_counter() - start
+    print(flush=True)
+    return text, error
+
+
+def describe_end(sequence: CompletionOutput) -> str:
+    """Why a sequence ended, where that is worth a word."""
+    if sequence.error:
+        return f" [error: {sequence.error}]"
+    return ""
+
+
+def read_lines(prompt: str) -> Iterator[str]:
+    """Lines that the user types, or that come through a pipe, until the end of input. Ctrl-C is passed on."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        try:
+            import readline  # noqa: F401  (input() edits lines and keeps a history once it is imported)
+        except ImportError:
+            pass
+    while True:
+        try:
+            line = input(prompt if interactive else "")
+        except EOFError:
+            if interactive:
+                print()
+            return
+        yield line
