@@ -197,14 +197,9 @@ def _copy_all(entries: Mapping[str, TensorEntry], targets: Mapping[str, list[Wei
 def _copy(reader: SafetensorsReader, entry: TensorEntry, target: WeightTarget, buffer: bytearray) -> bytearray:
     """Streams one rectangle, a few whole rows at a time; returns the buffer, which grows if one row needs it."""
     dtype = _FLOATS[entry.dtype]
-    source = target.source or (slice(0, 1),)  # a scalar is a tensor of one row
-    shape = entry.shape or (1,)
-    columns = shape[1:]
-    row_bytes = math.prod(columns) * dtype.itemsize
-    destination = target.parameter.detach()[target.destination] if target.source else target.parameter.detach().view(1)
-    if target.transpose:
-        destination = destination.transpose(0, 1)  # now indexed like the source
-    if destination.numel() == 0 or row_bytes == 0:
+    shape, source, destination = _rectangle(target)
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    if destination.numel() == 0:
         return buffer
     if row_bytes > len(buffer):
         buffer = bytearray(row_bytes)
@@ -213,8 +208,8 @@ def _copy(reader: SafetensorsReader, entry: TensorEntry, target: WeightTarget, b
         stop = min(start + rows_at_once, rows.stop)
         view = memoryview(buffer)[: (stop - start) * row_bytes]
         reader.read_into(view, entry, start * row_bytes)
-        chunk = torch.frombuffer(view, dtype=dtype).view(stop - start, *columns)[(slice(None), *source[1:])]
-        destination[start - rows.start : stop - rows.start].copy_(chunk)
+        chunk = torch.frombuffer(view, dtype=dtype).view(stop - start, *shape[1:])
+        destination[start - rows.start : stop - rows.start].copy_(chunk[(slice(None), *source[1:])])
     return buffer
 
 
@@ -222,14 +217,24 @@ def _fill_dummy(targets: Mapping[str, list[WeightTarget]], seed: int) -> None:
     tensors = DummyTensors(seed)
     for name, of_name in targets.items():
         for target in of_name:
-            destination = target.parameter.detach()[target.destination]
-            if target.transpose:
-                destination = destination.transpose(0, 1)
-            rows = target.source[0]
-            for start, values in tensors.rows(name, tuple(target.source_shape), rows.start, rows.stop):
-                chunk = torch.from_numpy(values)[(slice(None), *target.source[1:])]
-                offset = start - rows.start
-                destination[offset : offset + len(values)].copy_(chunk)
+            shape, source, destination = _rectangle(target)
+            rows = source[0]
+            for start, values in tensors.rows(name, shape, rows.start, rows.stop):
+                chunk = torch.from_numpy(values)[(slice(None), *source[1:])]
+                destination[start - rows.start : start - rows.start + len(values)].copy_(chunk)
+
+
+def _rectangle(target: WeightTarget) -> tuple[tuple[int, ...], tuple[slice, ...], torch.Tensor]:
+    """The checkpoint tensor's shape, what is read of it, and the place it goes to, viewed with the same dimensions.
+
+    A scalar counts as a tensor of one row.
+    """
+    if not target.source_shape:
+        return (1,), (slice(0, 1),), target.parameter.detach().view(1)
+    destination = target.parameter.detach()[target.destination]
+    if target.transpose:
+        destination = destination.transpose(0, 1)
+    return tuple(target.source_shape), target.source, destination
 
 
 def _progress(total: int, use_tqdm: bool) -> Any:
