@@ -1,4 +1,4 @@
-"""Paged attention through the compiled kernels: one call stores a layer's keys and values, one attends for the whole batch.
+"""Paged attention through the compiled kernels: a call to store a layer's keys and values, a call to attend, per step.
 
 The kernels walk the block table themselves; nothing is gathered or padded. How a layer's cache is laid out is drawn in
 `csrc/kernels.h`; only the kernels read it.

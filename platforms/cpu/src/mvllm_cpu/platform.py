@@ -122,7 +122,12 @@ class CPUPlatform(Platform):
         return TorchAttention(spec)
 
     def ops(self) -> Sequence[OpProvider]:
-        return ()
+        from mvllm_cpu import kernels, packed_linear
+        from mvllm_cpu.ops import KernelOps
+
+        loaded = kernels.load()
+        compiled = KernelOps(loaded.library).providers() if loaded.library is not None else ()
+        return (*compiled, *packed_linear.providers())
 
     def doctor(self) -> Sequence[Check]:
         from mvllm_cpu import doctor
