@@ -10,6 +10,8 @@ import json
 import textwrap
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from mvllm.plugin_api import CONTRACT
 
@@ -123,7 +125,7 @@ class Plugins:
         )
 
     def start_llm(self, model, **variables):
-        return self.outcome(f"from mvllm import LLM\nLLM(model={str(model)!r}, skip_tokenizer_init=True)", **variables)
+        return self.outcome(f"from mvllm import LLM\nLLM(model={str(model)!r})", **variables)
 
 
 @pytest.fixture
@@ -149,6 +151,9 @@ def model(tmp_path_factory):
         "max_position_embeddings": 64,
     }
     (folder / "config.json").write_text(json.dumps(config))
+    words = {f"<{number}>": number for number in range(config["vocab_size"])}
+    Tokenizer(WordLevel(words, unk_token="<0>")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return folder
 
 
@@ -176,6 +181,15 @@ def test_with_a_broken_one_llm_says_what_broke(plugins, model):
     assert "PlatformError" in outcome["error"]
     for word in ("mvllm-acme 1.2.3", "broken", "No module named 'acme_driver_bindings'", "remedy"):
         assert word in outcome["text"]
+
+
+def test_the_command_line_says_the_same_without_a_traceback(plugins, model):
+    arguments = ["generate", "--model", model, "--prompt", "Hello"]
+    main = "import sys; from mvllm.entrypoints.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    done = plugins.environment.run("-c", main, *arguments, path=[plugins.folder])
+    assert done.returncode == 1
+    assert "pip install mvllm-cpu" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 # --------------------------------------------------------------------------------------------------------- choosing

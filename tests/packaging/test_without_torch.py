@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import zipfile
 from email.parser import Parser
 
@@ -73,6 +74,13 @@ def test_every_module_of_a_torch_free_package_imports(core_only, package):
         for module in pkgutil.walk_packages(getattr(package, "__path__", []), package.__name__ + "."):
             importlib.import_module(module.name)
     """)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"]])
+def test_the_installed_command_answers_without_torch(core_only, arguments):
+    done = subprocess.run([core_only.folder / "bin" / "mvllm", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "mvllm" in done.stdout
 
 
 @pytest.mark.parametrize("tier", ["scheduler", "kv_cache"])
