@@ -20,9 +20,8 @@ def run(args: argparse.Namespace) -> int:
     with enter_phase(Phase.WORKER):
         table = OpTable.resolve(chosen.platform.ops())
     rows = table.describe()
-    print(
-        f"Operations on platform {chosen}.\nProviders are asked in this order; the first that supports a case runs it.\n"
-    )
+    print(f"Operations on platform {chosen}.")
+    print("Providers are asked in this order; the first that supports a case runs it.\n")
     width = max(len(row.op) for row in rows)
     providers = max(len(", ".join(row.candidates)) for row in rows)
     for row in rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Iterator
@@ -63,10 +64,8 @@ def read_lines(prompt: str) -> Iterator[str]:
     """Lines that the user types, or that come through a pipe, until the end of input. Ctrl-C is passed on."""
     interactive = sys.stdin.isatty()
     if interactive:
-        try:
+        with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (input() edits lines and keeps a history once it is imported)
-        except ImportError:
-            pass
     while True:
         try:
             line = input(prompt if interactive else "")

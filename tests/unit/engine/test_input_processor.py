@@ -1,0 +1,178 @@
+"""What passes the door, in which shape, and what does not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mvllm import RequestError, SamplingParams
+from mvllm.engine.input_processor import InputProcessor
+from tests.unit.engine.builders import make_config
+from tests.unit.engine.tokenizers import make_tokenizer
+
+
+def make_processor(*, tokenizer=True, **config):
+    return InputProcessor(make_config(**config), make_tokenizer() if tokenizer else None)
+
+
+def process(prompt, params=None, processor=None, **kwargs):
+    return (processor or make_processor()).process("r", prompt, params, **kwargs)
+
+
+def refusal(prompt, params=None, processor=None, **kwargs):
+    with pytest.raises(RequestError) as caught:
+        process(prompt, params, processor, **kwargs)
+    return caught.value
+
+
+def test_text_is_tokenized():
+    request = process("Hello world")
+    assert request.prompt == "Hello world"
+    assert request.core.prompt_token_ids == make_tokenizer().encode("Hello world")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [1, 2, 3],
+        (1, 2, 3),
+        np.array([1, 2, 3]),
+        [np.int32(1), 2, 3],
+        {"prompt_token_ids": [1, 2, 3]},
+    ],
+)
+def test_token_ids_are_taken_as_they_are(prompt):
+    request = process(prompt)
+    assert request.core.prompt_token_ids == [1, 2, 3]
+    assert all(type(i) is int for i in request.core.prompt_token_ids)
+    assert request.prompt is None
+
+
+def test_text_beside_token_ids_is_only_echoed():
+    request = process({"prompt": "anything", "prompt_token_ids": [4, 5]})
+    assert (request.prompt, request.core.prompt_token_ids) == ("anything", [4, 5])
+
+
+def test_the_callers_list_is_not_kept():
+    ids = [1, 2, 3]
+    request = process(ids)
+    ids.append(4)
+    assert request.core.prompt_token_ids == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        (3.5, "found 3.5"),
+        (None, "found None"),
+        (b"bytes", "type bytes"),
+        ({"promt": "x"}, "Did you mean 'prompt'"),
+        ({}, "found neither"),
+        ({"prompt": 5}, "must be a text; found 5"),
+        ({"prompt_token_ids": "12"}, "found '12'"),
+        ([], "empty"),
+        ("", "empty"),
+        ({"prompt_token_ids": []}, "empty"),
+        ([1, True, 2], "found True at position 1"),
+        ([1, 2.0], "found 2.0 at position 1"),
+        (np.array([1.0, 2.0]), "found 1.0 at position 0"),
+        ([1, -1], "found -1 at position 1"),
+        ([1, 500], "found 500 at position 1"),
+        ([2**80], "81 bits"),
+        ([1, "x"], "found 'x' at position 1"),
+        ([[1, 2]], "type list"),
+        ("a\ud800b", "character 1 is a lone surrogate U+D800"),
+    ],
+)
+def test_a_bad_prompt_is_refused_naming_what_was_found(prompt, words):
+    error = refusal(prompt)
+    assert words in str(error)
+    assert error.parameter == "prompt"
+
+
+def test_token_ids_reach_up_to_the_vocabulary():
+    assert process([0, 499]).core.prompt_token_ids == [0, 499]
+
+
+def test_a_prompt_that_leaves_room_for_one_token_passes():
+    processor = make_processor(max_model_len=8)
+    request = process([1] * 7, SamplingParams(max_tokens=None), processor)
+    assert request.core.sampling_params.max_tokens == 1
+
+
+@pytest.mark.parametrize("length", [8, 9])
+def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(length):
+    error = refusal([1] * length, None, make_processor(max_model_len=8))
+    assert f"{length} tokens" in str(error)
+    assert "8 (max_model_len)" in str(error)
+
+
+def test_max_tokens_none_is_the_rest_of_the_context():
+    request = process([1] * 10, SamplingParams(max_tokens=None), make_processor(max_model_len=64))
+    assert request.core.sampling_params.max_tokens == 54
+
+
+def test_settings_the_model_cannot_serve_are_refused():
+    assert refusal([1], SamplingParams(stop_token_ids=[500])).parameter == "stop_token_ids"
+    assert refusal([1], SamplingParams(logprobs=21)).parameter == "logprobs"
+
+
+def test_settings_of_another_type_are_refused():
+    assert refusal([1], {"temperature": 0}).parameter == "sampling_params"
+
+
+def test_no_settings_means_the_models_defaults():
+    processor = make_processor(generation_defaults={"temperature": 0.25, "top_k": 7})
+    params = process([1], None, processor).core.sampling_params
+    assert (params.temperature, params.top_k) == (0.25, 7)
+
+
+def test_end_tokens_come_from_the_model_and_the_tokenizer():
+    processor = make_processor(eos_token_ids=(9,))
+    assert process([1], None, processor).core.eos_token_ids == [9, make_tokenizer().eos_token_id]
+
+
+class TestCacheSalt:
+    def test_it_reaches_the_core(self):
+        assert process({"prompt": "x", "cache_salt": "mine"}).core.cache_salt == "mine"
+
+    @pytest.mark.parametrize("salt", ["", "x" * 257, 5, "a\nb"])
+    def test_bad_ones_are_refused(self, salt):
+        assert refusal({"prompt": "x", "cache_salt": salt}).parameter == "cache_salt"
+
+    def test_the_longest_passes(self):
+        assert process({"prompt": "x", "cache_salt": "x" * 256}).core.cache_salt == "x" * 256
+
+
+class TestWithoutTokenizer:
+    def test_token_ids_pass(self):
+        assert process([1, 2], None, make_processor(tokenizer=False)).core.prompt_token_ids == [1, 2]
+
+    def test_text_is_refused(self):
+        assert "skip_tokenizer_init" in str(refusal("x", None, make_processor(tokenizer=False)))
+
+    def test_stop_strings_are_refused(self):
+        error = refusal([1], SamplingParams(stop="x"), make_processor(tokenizer=False))
+        assert error.parameter == "stop"
+
+
+class TestPriority:
+    def test_it_needs_the_policy(self):
+        assert "scheduling_policy" in str(refusal([1], priority=3))
+
+    def test_it_reaches_the_core(self):
+        assert process([1], None, make_processor(policy="priority"), priority=-3).core.priority == -3
+
+    @pytest.mark.parametrize("priority", [True, 1.5, "1", 2**40])
+    def test_bad_ones_are_refused(self, priority):
+        assert refusal([1], None, make_processor(policy="priority"), priority=priority).parameter == "priority"
+
+
+def test_of_several_the_bad_one_is_named():
+    with pytest.raises(RequestError, match="Prompt 1 of 3"):
+        make_processor().process_batch(["a", "b", "c"], ["x", [-1], "y"], [None] * 3)
+
+
+def test_of_several_the_empty_text_is_named():
+    with pytest.raises(RequestError, match=r"Prompt 2 of 3: The prompt is empty"):
+        make_processor().process_batch(["a", "b", "c"], ["x", [1], ""], [None] * 3)
