@@ -21,7 +21,7 @@ from mvllm.sampling.draw import draw
 from mvllm.sampling.filters import Filters, filtered_weights
 from mvllm.sampling.logprobs import gather_logprobs
 from mvllm.sampling.output import GatheredLogprobs, SamplerOutput
-from mvllm.sampling.penalties import apply_penalties
+from mvllm.sampling.penalties import TokenCounts, apply_penalties
 from mvllm.sampling.state import LOGPROBS, MIN_TOKENS, PENALTIES, RANDOM, SamplingState, TokenHistory
 from mvllm.sampling.uniforms import uniforms
 from mvllm.sampling.upload import Selection, Upload
@@ -179,24 +179,29 @@ class _Batch:
 
     def _add_edits(self, is_blocked: np.ndarray, is_penalized: np.ndarray) -> _Edits:
         """Lists the places to change, as (row among the work rows, token id)."""
-        upload, state, history = self.upload, self.state, self.history
-        blocked_rows, blocked_ids = [_EMPTY], [_EMPTY]
-        for index in np.flatnonzero(is_blocked).tolist():
-            ids = state.end_tokens[int(self.rows[self.work.indices[index]])]
-            blocked_rows.append(np.full(len(ids), index))
-            blocked_ids.append(ids)
-        penalty_rows, penalty_ids, factors, amounts = [_EMPTY], [_EMPTY], [_EMPTY], [_EMPTY]
-        for index in np.flatnonzero(is_penalized).tolist():
-            row = int(self.rows[self.work.indices[index]])
-            counts = state.counts[row]
-            counts.update(history.token_ids[row, : history.num_tokens[row]], int(history.num_prompt_tokens[row]))
-            generated = counts.counts
-            penalty_rows.append(np.full(len(generated), index))
-            penalty_ids.append(counts.token_ids)
-            factors.append(np.full(len(generated), state.repetition[row]))
-            amounts.append(state.frequency[row] * generated + state.presence[row] * (generated > 0))
-        lists = blocked_rows, blocked_ids, penalty_rows, penalty_ids, factors, amounts
-        return _Edits(*(upload.add(np.concatenate(parts)) for parts in lists))
+        add, state = self.upload.add, self.state
+        blocked, penalized = np.flatnonzero(is_blocked), np.flatnonzero(is_penalized)
+        end_tokens = [state.end_tokens[row] for row in self.rows[self.work.indices[blocked]].tolist()]
+        rows = self.rows[self.work.indices[penalized]]
+        counts = [self._count_tokens(row) for row in rows.tolist()]
+        lengths = _lengths([count.token_ids for count in counts])
+        generated = _concatenate([count.counts for count in counts])
+        amounts = np.repeat(state.frequency[rows], lengths) * generated
+        amounts += np.repeat(state.presence[rows], lengths) * (generated > 0)
+        return _Edits(
+            blocked_rows=add(np.repeat(blocked, _lengths(end_tokens))),
+            blocked_ids=add(_concatenate(end_tokens)),
+            penalty_rows=add(np.repeat(penalized, lengths)),
+            penalty_ids=add(_concatenate([count.token_ids for count in counts])),
+            penalty_factors=add(np.repeat(state.repetition[rows], lengths)),
+            penalty_amounts=add(amounts),
+        )
+
+    def _count_tokens(self, row: int) -> TokenCounts:
+        """Brings the row's counts up to its history."""
+        counts, history = self.state.counts[row], self.history
+        counts.update(history.token_ids[row, : history.num_tokens[row]], int(history.num_prompt_tokens[row]))
+        return counts
 
     def _add_random(self, in_batch: np.ndarray) -> _RandomKeys:
         """Adds the parameters of the random rows, given as indices into the batch."""
@@ -253,4 +258,9 @@ def _bucket(top_k: np.ndarray) -> int:
     return max(64, 1 << (largest - 1).bit_length())
 
 
-_EMPTY = np.empty(0, dtype=np.int64)
+def _lengths(parts: list[np.ndarray]) -> np.ndarray:
+    return np.array([len(part) for part in parts], dtype=np.int64)
+
+
+def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
