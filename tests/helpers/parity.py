@@ -56,10 +56,13 @@ def oracle(name: str) -> Oracle:
     folder = make_checkpoint(name, Path(tempfile.mkdtemp(prefix="mvllm-parity-")) / name)
     prompts = _prompts(name)
     model = load_reference(folder)
+    remembers = ZOO[name].max_prompt_len < MAX_LEN  # its RoPE keeps what the sequence before was scaled to
     tokens, logprobs, prompt_logprobs = [], [], []
     for prompt in prompts:
+        model = load_reference(folder) if remembers else model
         ids = torch.tensor([prompt])
         with torch.inference_mode():
+            over_prompt = model(ids).logits[0, :-1]
             result = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -70,7 +73,6 @@ def oracle(name: str) -> Oracle:
                 output_logits=True,
                 return_dict_in_generate=True,
             )
-            over_prompt = model(ids).logits[0, :-1]
         tokens.append(result.sequences[0, len(prompt) :].tolist())
         logprobs.append(torch.log_softmax(torch.cat(result.logits).float(), dim=-1))
         prompt_logprobs.append(torch.log_softmax(over_prompt.float(), dim=-1))
@@ -125,8 +127,10 @@ def check_prompt_logprobs(expected: Oracle, outputs: list[RequestOutput]) -> Non
             assert entries is not None and prompt[position] in entries
             for token, entry in entries.items():
                 assert abs(entry.logprob - float(reference[token])) < LOGPROB_TOLERANCE, f"prompt {i}, token {position}"
-            rank = 1 + int((reference > reference[prompt[position]]).sum())
-            assert entries[prompt[position]].rank == rank
+            own = reference[prompt[position]]
+            best = 1 + int((reference > own + LOGPROB_TOLERANCE).sum())
+            worst = 1 + int((reference > own - LOGPROB_TOLERANCE).sum()) - 1
+            assert best <= entries[prompt[position]].rank <= worst
 
 
 def bytes_of_blocks(llm: LLM, num_blocks: int) -> int:
