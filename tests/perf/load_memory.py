@@ -1,0 +1,92 @@
+"""Peak memory of loading a checkpoint, beside the size of its weights: python tests/perf/load_memory.py [--mib 600]
+
+A synthetic checkpoint (three shards, a large embedding) is loaded by a fresh process into a model of the same dtype.
+The peak is that process's largest resident size (ru_maxrss), so it counts the interpreter and torch as well; the promise
+is at most the weights plus 500 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ALLOWED_EXTRA = 500_000_000
+WIDTH = 1024
+
+_LOAD = """
+import json, resource, sys, time
+import torch
+from torch import nn
+from pathlib import Path
+from mvllm.layers.weight_target import WeightTarget
+from mvllm.models.weights import load_weights
+
+class Model(nn.Module):
+    def __init__(self, shapes):
+        super().__init__()
+        self.shapes = shapes
+        self.parts = nn.ParameterList(nn.Parameter(torch.zeros(s, dtype=torch.bfloat16)) for s in shapes.values())
+    def weight_targets(self):
+        whole = [tuple(slice(0, n) for n in shape) for shape in self.shapes.values()]
+        return {n: [WeightTarget(p, s, w, w)] for (n, s), p, w in zip(self.shapes.items(), self.parts, whole)}
+    def ignores(self, name):
+        return False
+
+folder, shapes = Path(sys.argv[1]), json.loads(sys.argv[2])
+model = Model({name: tuple(shape) for name, shape in shapes.items()})
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+start = time.perf_counter()
+load_weights(model, folder, use_tqdm=False)
+seconds = time.perf_counter() - start
+assert all(float(p[-1, -1]) == 1.0 for p in model.parts)
+print(json.dumps({
+    "weights": sum(p.numel() * p.element_size() for p in model.parts),
+    "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    "seconds": seconds,
+}))
+"""
+
+
+def write_checkpoint(folder: Path, mib: int) -> dict[str, list[int]]:
+    """bf16 ones in three shards, the first a single tensor of half the size; returns the shapes by name."""
+    import torch
+    from safetensors.torch import save_file
+
+    rows = mib * (1 << 20) // (2 * WIDTH)
+    shapes = {"embed": [rows // 2, WIDTH]}
+    shapes |= {f"layers.{i}.weight": [rows // 16, WIDTH] for i in range(8)}
+    names = list(shapes)
+    for number, part in enumerate((names[:1], names[1:5], names[5:]), start=1):
+        tensors = {name: torch.ones(shapes[name], dtype=torch.bfloat16) for name in part}
+        save_file(tensors, folder / f"model-{number:05d}-of-00003.safetensors")
+    return shapes
+
+
+def measure(mib: int) -> dict[str, float]:
+    """Bytes of the weights, peak bytes of the loading process, and seconds."""
+    with tempfile.TemporaryDirectory() as name:
+        shapes = write_checkpoint(Path(name), mib)
+        done = subprocess.run(
+            [sys.executable, "-c", _LOAD, name, json.dumps(shapes)], capture_output=True, text=True, check=True
+        )
+    return json.loads(done.stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mib", type=int, default=600)
+    found = measure(parser.parse_args().mib)
+    extra = found["peak"] - found["weights"]
+    print(f"weights {found['weights'] / 1e6:.0f} MB, loaded in {found['seconds']:.2f} s")
+    print(
+        f"peak    {found['peak'] / 1e6:.0f} MB = weights + {extra / 1e6:.0f} MB (allowed: {ALLOWED_EXTRA / 1e6:.0f} MB)"
+    )
+    sys.exit(extra > ALLOWED_EXTRA)
+
+
+if __name__ == "__main__":
+    main()
