@@ -1,0 +1,292 @@
+"""What callers see of requests, step by step. Steps are made by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from mvllm import Logprob, SamplingParams
+from mvllm.engine.input_processor import ProcessedRequest
+from mvllm.engine.output_processor import OutputProcessor
+from mvllm.engine.parallel_sampling import CoreIds, fan_out
+from mvllm.messages.requests import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    PositionLogprobs,
+)
+from mvllm.messages.sampling_params import RequestOutputKind
+from tests.unit.engine.tokenizers import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+DELTA, CUMULATIVE, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY
+kinds = pytest.mark.parametrize("kind", list(RequestOutputKind))
+
+
+def ids_of(text):
+    return TOKENIZER.encode(text)
+
+
+class Run:
+    """One request whose tokens the test hands out."""
+
+    def __init__(self, kind=CUMULATIVE, tokenizer=TOKENIZER, prompt_ids=(1, 2, 3), **params):
+        self.processor = OutputProcessor(tokenizer)
+        core = EngineCoreRequest(
+            request_id="r",
+            prompt_token_ids=list(prompt_ids),
+            sampling_params=SamplingParams(output_kind=kind, max_tokens=None, **params),
+            arrival_time=1.0,
+        )
+        self.children = fan_out(core, CoreIds())
+        self.processor.add_request(ProcessedRequest("prompt", core.sampling_params, core), self.children)
+        self.aborted = []
+
+    def step(self, ids, finish=None, child=0, **output):
+        """One step with news about one child; the RequestOutput it gives, or None."""
+        return self.steps({child: (ids, finish)}, **output)
+
+    def steps(self, news, **output):
+        outputs = [EngineCoreOutput(self.children[c].request_id, list(i), f, **output) for c, (i, f) in news.items()]
+        processed = self.processor.process(EngineCoreOutputs(outputs=outputs))
+        self.aborted += processed.requests_to_abort
+        assert len(processed.request_outputs) <= 1
+        return processed.request_outputs[0] if processed.request_outputs else None
+
+    def feed(self, ids, finish=FinishReason.LENGTH):
+        """A step per token, the last of which ends the sequence; all outputs."""
+        outputs = [self.step([i], finish if n == len(ids) - 1 else None) for n, i in enumerate(ids)]
+        return [output for output in outputs if output is not None]
+
+
+def text_of(outputs, kind):
+    """The whole text, from outputs of either kind."""
+    if kind == DELTA:
+        return "".join(output.outputs[0].text for output in outputs)
+    return outputs[-1].outputs[0].text
+
+
+@kinds
+def test_each_kind_tells_the_same_story(kind):
+    ids = ids_of("The cat sat on the 🎉 mat.")
+    outputs = Run(kind).feed(ids)
+    assert text_of(outputs, kind) == "The cat sat on the 🎉 mat."
+    told = [i for o in outputs for i in o.outputs[0].token_ids] if kind == DELTA else outputs[-1].outputs[0].token_ids
+    assert told == ids
+    assert outputs[-1].finished
+    assert outputs[-1].outputs[0].finish_reason == "length"
+    assert [o.finished for o in outputs[:-1]] == [False] * (len(outputs) - 1)
+
+
+def test_final_only_shows_nothing_before_the_end():
+    assert len(Run(FINAL_ONLY).feed(ids_of("The cat sat."))) == 1
+
+
+def test_what_was_shown_does_not_change_afterwards():
+    run = Run(CUMULATIVE, logprobs=0)
+    first = run.step([5], logprobs=[PositionLogprobs([5], [-1.0], 1)])
+    run.step([6], logprobs=[PositionLogprobs([6], [-2.0], 1)])
+    sequence = first.outputs[0]
+    assert (sequence.token_ids, len(sequence.logprobs), sequence.cumulative_logprob) == ([5], 1, -1.0)
+
+
+@kinds
+def test_the_token_that_ends_the_sequence_is_listed_but_not_written(kind):
+    run = Run(kind, skip_special_tokens=False)
+    outputs = run.feed([*ids_of("Hello"), TOKENIZER.eos_token_id], FinishReason.STOP)
+    assert text_of(outputs, kind) == "Hello"
+    assert outputs[-1].outputs[0].token_ids[-1] == TOKENIZER.eos_token_id
+
+
+def test_the_token_that_ends_the_sequence_is_written_if_asked():
+    run = Run(FINAL_ONLY, include_stop_str_in_output=True)
+    (output,) = run.feed(ids_of("Hello!"), FinishReason.STOP)
+    assert output.outputs[0].text == "Hello!"
+
+
+def test_the_stop_token_is_told():
+    run = Run()
+    output = run.step([5, 6], FinishReason.STOP, stop_reason=6)
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", 6)
+
+
+def test_an_error_ends_the_request_with_its_reason():
+    output = Run().step([], FinishReason.ERROR, error="the logits are NaN")
+    assert output.finished
+    assert (output.outputs[0].finish_reason, output.outputs[0].error) == ("error", "the logits are NaN")
+
+
+def test_without_detokenize_there_is_no_text():
+    (output,) = Run(FINAL_ONLY, detokenize=False).feed([5, 6])
+    assert (output.outputs[0].text, output.outputs[0].token_ids) == ("", [5, 6])
+
+
+class TestStopStrings:
+    @kinds
+    def test_the_text_ends_before_it_and_the_core_is_told(self, kind):
+        run = Run(kind, stop=["on the"])
+        outputs = run.feed(ids_of("The cat sat on the mat."), None)
+        assert text_of(outputs, kind) == "The cat sat "
+        last = outputs[-1]
+        assert last.finished
+        assert (last.outputs[0].finish_reason, last.outputs[0].stop_reason) == ("stop", "on the")
+        assert run.aborted == [run.children[0].request_id]
+
+    @kinds
+    def test_it_is_kept_if_asked(self, kind):
+        outputs = Run(kind, stop=["on the"], include_stop_str_in_output=True).feed(
+            ids_of("The cat sat on the mat."), None
+        )
+        assert text_of(outputs, kind) == "The cat sat on the"
+
+    def test_nothing_of_it_is_ever_streamed(self):
+        outputs = Run(DELTA, stop=["Köln, x", "naïve"]).feed(ids_of("Grüße aus Köln, naïve café"), None)
+        shown = "".join(o.outputs[0].text for o in outputs)
+        assert shown == "Grüße aus Köln, "
+        assert all("Köln" not in o.outputs[0].text or "Köln, " in o.outputs[0].text for o in outputs)
+
+    def test_what_was_held_back_comes_when_it_turns_out_harmless(self):
+        outputs = Run(DELTA, stop=["cat sat down"]).feed(ids_of("The cat sat on the mat"))
+        assert "".join(o.outputs[0].text for o in outputs) == "The cat sat on the mat"
+
+    def test_what_was_held_back_comes_at_the_end(self):
+        outputs = Run(DELTA, stop=["mat and more"]).feed(ids_of("The cat sat on the mat"))
+        assert "".join(o.outputs[0].text for o in outputs) == "The cat sat on the mat"
+
+    def test_the_core_is_not_told_if_it_has_ended_the_sequence_itself(self):
+        run = Run(stop=["mat"])
+        outputs = run.feed(ids_of("The cat sat on the mat"))
+        assert outputs[-1].outputs[0].finish_reason == "stop"
+        assert run.aborted == []
+
+    def test_tokens_behind_it_are_dropped(self):
+        ids = ids_of("The cat sat on the mat.")
+        output = Run(stop=["sat"], logprobs=0).step(ids, logprobs=[PositionLogprobs([i], [-1.0], 1) for i in ids])
+        sequence = output.outputs[0]
+        assert sequence.text == "The cat "
+        assert TOKENIZER.decode(sequence.token_ids) == "The cat sat"
+        assert len(sequence.logprobs) == len(sequence.token_ids)
+        assert sequence.cumulative_logprob == -len(sequence.token_ids)
+
+    def test_it_does_not_count_among_the_first_min_tokens(self):
+        ids = ids_of("The cat sat. The cat sat.")
+        within = len(ids_of("The cat sat"))
+        outputs = Run(stop=["sat"], min_tokens=within).feed(ids, None)
+        assert outputs[-1].outputs[0].text == "The cat sat. The cat "
+
+    def test_it_is_found_across_a_split_character(self):
+        outputs = Run(stop=["🦜"]).feed(ids_of("a bird 🦜 sings"), None)
+        assert outputs[-1].outputs[0].text == "a bird "
+
+    def test_later_news_about_the_sequence_is_passed_over(self):
+        run = Run(stop=["sat"])
+        run.feed(ids_of("The cat sat"), None)
+        assert run.step([5]) is None
+
+
+class TestLogprobs:
+    def test_the_token_comes_first_and_ranks_are_places(self):
+        position = PositionLogprobs([7, 4, 7, 9], [-2.0, -1.0, -2.0, -3.0], 2)
+        entry = Run(logprobs=3).step([7], logprobs=[position]).outputs[0].logprobs[0]
+        assert list(entry) == [7, 4, 9]
+        assert entry[7] == Logprob(-2.0, 2, TOKENIZER.decode([7]))
+        assert [entry[4].rank, entry[9].rank] == [1, 3]
+
+    def test_a_token_outside_the_top_is_added_to_them(self):
+        position = PositionLogprobs([7, 4], [-9.0, -1.0], 40)
+        entry = Run(logprobs=1).step([7], logprobs=[position]).outputs[0].logprobs[0]
+        assert {token: value.rank for token, value in entry.items()} == {7: 40, 4: 1}
+
+    def test_they_add_up(self):
+        run = Run(DELTA, logprobs=0)
+        run.step([7], logprobs=[PositionLogprobs([7], [-1.5], 1)])
+        second = run.step([8], logprobs=[PositionLogprobs([8], [-2.0], 1)])
+        assert second.outputs[0].cumulative_logprob == -3.5
+        assert [list(entry) for entry in second.outputs[0].logprobs] == [[8]]
+
+    def test_without_being_asked_for_there_are_none(self):
+        sequence = Run().step([7]).outputs[0]
+        assert (sequence.logprobs, sequence.cumulative_logprob) == (None, None)
+
+    def test_those_of_the_prompt_begin_with_none(self):
+        positions = [PositionLogprobs([2], [-1.0], 1), PositionLogprobs([3], [-2.0], 4)]
+        output = Run(prompt_logprobs=0).step([7], prompt_logprobs=positions)
+        assert output.prompt_logprobs[0] is None
+        assert [list(entry) for entry in output.prompt_logprobs[1:]] == [[2], [3]]
+
+    def test_a_prompt_of_one_token_has_just_none(self):
+        assert Run(prompt_logprobs=0, prompt_ids=[4]).step([7]).prompt_logprobs == [None]
+
+    def test_in_pieces_those_of_the_prompt_come_once(self):
+        run = Run(DELTA, prompt_logprobs=0)
+        positions = [PositionLogprobs([2], [-1.0], 1), PositionLogprobs([3], [-2.0], 4)]
+        assert run.step([7], prompt_logprobs=positions).prompt_logprobs is not None
+        assert run.step([8]).prompt_logprobs is None
+
+    def test_without_detokenize_tokens_have_no_text(self):
+        run = Run(detokenize=False, logprobs=0)
+        entry = run.step([7], logprobs=[PositionLogprobs([7], [-1.0], 1)]).outputs[0].logprobs[0]
+        assert entry[7].decoded_token is None
+
+
+class TestSeveralSequences:
+    def test_the_final_output_has_all_of_them_in_order(self):
+        run = Run(FINAL_ONLY, n=3)
+        assert run.step(ids_of("c"), FinishReason.LENGTH, child=2) is None
+        assert run.step(ids_of("a"), FinishReason.LENGTH, child=0) is None
+        output = run.step(ids_of("b"), FinishReason.STOP, child=1)
+        assert [(s.index, s.finish_reason) for s in output.outputs] == [(0, "length"), (1, "stop"), (2, "length")]
+        assert output.finished
+
+    def test_a_step_gives_one_output_for_all(self):
+        run = Run(DELTA, n=2)
+        output = run.steps({0: ([5], None), 1: ([6], None)})
+        assert [(s.index, s.token_ids) for s in output.outputs] == [(0, [5]), (1, [6])]
+
+    def test_in_pieces_only_those_with_news_are_shown(self):
+        run = Run(DELTA, n=2)
+        run.steps({0: ([5], FinishReason.LENGTH), 1: ([6], None)})
+        output = run.step([7], child=1)
+        assert [s.index for s in output.outputs] == [1]
+        assert not output.finished
+
+    def test_one_may_stop_while_the_others_go_on(self):
+        run = Run(CUMULATIVE, n=2, stop=["sat"])
+        first = run.step(ids_of("The cat sat"), child=0)
+        assert not first.finished
+        assert run.aborted == [run.children[0].request_id]
+        last = run.step(ids_of("The dog"), FinishReason.LENGTH, child=1)
+        assert [s.text for s in last.outputs] == ["The cat ", "The dog"]
+        assert last.finished
+
+
+class TestAborting:
+    def test_it_names_the_sequences_that_still_run(self):
+        run = Run(n=3)
+        run.step([5], FinishReason.LENGTH, child=1)
+        assert run.processor.abort_requests(["r", "unknown"]) == [
+            run.children[0].request_id,
+            run.children[2].request_id,
+        ]
+        assert run.processor.num_requests == 0
+
+    def test_nothing_is_shown_afterwards(self):
+        run = Run()
+        run.processor.abort_requests(["r"])
+        assert run.step([5]) is None
+
+
+def test_metrics_tell_when_things_happened():
+    run = Run()
+    first = run.step([5], scheduled_time=1.5)
+    last = run.step([6], FinishReason.LENGTH)
+    assert (first.metrics.arrival_time, first.metrics.first_scheduled_time) == (1.0, 1.5)
+    assert first.metrics.finished_time is None
+    assert first.metrics.first_token_time == last.metrics.first_token_time
+    assert last.metrics.first_token_time <= last.metrics.last_token_time <= last.metrics.finished_time
+
+
+def test_cached_tokens_are_those_of_the_first_sequence():
+    run = Run(n=2)
+    run.step([5], child=0, num_cached_tokens=0)
+    assert run.step([5], child=1, num_cached_tokens=2).num_cached_tokens == 0
