@@ -1,7 +1,7 @@
 """Operations that the compiled kernels replace: each is one call where torch needs several passes over the data.
 
-They round to the compute dtype where the references do, so a model's results do not depend on which of the two ran, up to
-the order of a sum.
+They round to the compute dtype where the references do, so a model's results do not depend on which of the two ran, up
+to the order of a sum.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from collections.abc import Sequence
 import torch
 
 from mvllm.plugin_api import OpCase, OpProvider
-from mvllm_cpu.paged_attention import DTYPE_CODES
-from mvllm_cpu.torch_attention import KV_DTYPES
+from mvllm_cpu.paged_attention import DTYPE_CODES, DTYPES
 
 PROVIDER = "mvllm_cpu"
 
 
 def supports(case: OpCase) -> list[str]:
     """Reasons why the kernels do not take a case."""
-    if case.dtype not in KV_DTYPES:
-        return [f"dtype {case.dtype} has no kernel (there are kernels for {', '.join(KV_DTYPES)})"]
+    if case.dtype not in DTYPES:
+        return [f"dtype {case.dtype} has no kernel (there are kernels for {', '.join(DTYPES)})"]
     return []
 
 
@@ -31,12 +30,15 @@ class KernelOps:
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, length, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         self._rms_norm = library.mvllm_cpu_rms_norm
-        self._rms_norm.argtypes = [pointer, length, *[pointer] * 3, length, length, number, ctypes.c_float]
+        self._rms_norm.argtypes = (
+            *(pointer, length, pointer, pointer, pointer),
+            *(length, length, number, ctypes.c_float),
+        )
         self._silu_and_mul = library.mvllm_cpu_silu_and_mul
         self._silu_and_mul.argtypes = [pointer, length, pointer, length, length, number]
         self._rotary = library.mvllm_cpu_rotary
-        heads = [pointer, length, length, number]
-        self._rotary.argtypes = [pointer, number, pointer, number, *heads, *heads, length, number]
+        heads = (pointer, length, length, number)
+        self._rotary.argtypes = (pointer, number, pointer, number, *heads, *heads, length, number)
         for function in (self._rms_norm, self._silu_and_mul, self._rotary):
             function.restype = None
 

@@ -15,10 +15,13 @@ import torch
 from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout, KVLayout
 from mvllm_cpu import kernels
 from mvllm_cpu.memory import zeros
-from mvllm_cpu.torch_attention import KV_DTYPES, Cache, spec_problems
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+Cache = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of one layer, laid out as csrc/kernels.h draws them."""
 
 
 class _Spec(ctypes.Structure):
@@ -108,7 +111,7 @@ class PagedAttention(AttentionBackend):
         assert library is not None, "the platform offers this backend only with the kernels loaded"
         declare(library)
         self._library: Any = library
-        self._dtype, self._kv_dtype = KV_DTYPES[spec.dtype], KV_DTYPES[spec.kv_dtype]
+        self._dtype, self._kv_dtype = DTYPES[spec.dtype], DTYPES[spec.kv_dtype]
         self._spec = _Spec(
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -124,7 +127,14 @@ class PagedAttention(AttentionBackend):
 
     @classmethod
     def validate(cls, spec: AttentionSpec) -> list[str]:
-        return spec_problems(spec)
+        problems = [
+            f"{what} {name} is not supported (supported: {', '.join(DTYPES)})"
+            for what, name in (("compute dtype", spec.dtype), ("KV cache dtype", spec.kv_dtype))
+            if name not in DTYPES
+        ]
+        if spec.num_kv_heads < 1 or spec.num_heads % spec.num_kv_heads:
+            problems.append(f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} key/value heads evenly")
+        return problems
 
     def kv_layout(self) -> KVLayout:
         per_token = self.spec.num_kv_heads * (self._key_size + self._value_size) * self._kv_dtype.itemsize

@@ -108,18 +108,18 @@ class CPUPlatform(Platform):
         return TorchCommunicator(group, device=device, backend="gloo")
 
     def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
+        from mvllm.plugin_api import ReferenceAttention
         from mvllm_cpu import kernels
         from mvllm_cpu.paged_attention import PagedAttention
-        from mvllm_cpu.torch_attention import TorchAttention
 
-        problems = TorchAttention.validate(spec)
+        loaded = kernels.load()
+        backend = ReferenceAttention if loaded.library is None else PagedAttention
+        problems = [*PagedAttention.validate(spec), *backend.validate(spec)]
         if problems:
             raise PlatformError(f"The CPU platform has no attention for this model: {'; '.join(problems)}.")
-        loaded = kernels.load()
-        if loaded.library is not None:
-            return PagedAttention(spec)
-        logger.warning("Attention runs in plain torch, which is slower: %s %s", loaded.reason, loaded.remedy or "")
-        return TorchAttention(spec)
+        if loaded.library is None:
+            logger.warning("Attention runs in plain torch, which is slower: %s %s", loaded.reason, loaded.remedy or "")
+        return backend(spec)
 
     def ops(self) -> Sequence[OpProvider]:
         from mvllm_cpu import kernels, packed_linear
