@@ -1,4 +1,7 @@
-"""Rotary settings of a checkpoint, spelled the new way (`rope_parameters`) or the old (`rope_theta`, `rope_scaling`)."""
+"""Rotary settings of a checkpoint, in the new spelling (`rope_parameters`) or the old (`rope_theta`, `rope_scaling`).
+
+Both mean the same; `rope_scaling` wins where a checkpoint has both, as it does for the reference implementation.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,21 @@ class RopeParameters:
     values: Mapping[str, Any]
     source: str
 
+    @property
+    def native_len(self) -> int:
+        """Sequences up to this length rotate the same whatever the scaling does to longer ones."""
+        return self.original_max_position if self.rope_type == "longrope" else self.max_position
+
+    def depends_on_length(self, max_len: int) -> bool:
+        """Whether a token's rotation depends on the length of its sequence, among sequences of up to `max_len` tokens."""
+        return self.rope_type in ("dynamic", "longrope") and max_len > self.native_len
+
+    def cache_key(self, prompt_len: int) -> int:
+        """Requests may share cached keys only where this is equal; 0 for all prompts within the original context."""
+        if not self.depends_on_length(prompt_len):
+            return 0
+        return 1 if self.rope_type == "longrope" else prompt_len
+
     @classmethod
     def of(cls, config: HFConfig, head_size: int) -> RopeParameters:
         """Reads the settings from a `config.json`.
@@ -55,7 +73,10 @@ class RopeParameters:
         Raises:
             ModelError: The type is unknown, or a setting is missing or of the wrong kind.
         """
-        values = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+        values = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
+            raise ModelError(f"{config.source}: the RoPE settings should be one flat JSON object, found {values!r}.")
+        values = dict(values)
         rope_type = values.get("rope_type") or values.get("type") or "default"
         if rope_type not in ROPE_TYPES:
             raise ModelError(

@@ -48,15 +48,16 @@ def dynamic_frequencies(p: RopeParameters, lengths: torch.Tensor) -> torch.Tenso
 
     Args:
         p: The settings.
-        lengths: [n], integers; those within the original context count as equal to it.
+        lengths: [n], integers, on the host; those within the original context count as equal to it.
 
     Returns:
-        [n, rotary_dim / 2] float32, on the device of `lengths`.
+        [n, rotary_dim / 2] float32.
     """
     factor, dim = p.values["factor"], p.rotary_dim
     growth = (factor * lengths.clamp(min=p.max_position) / p.max_position) - (factor - 1)
-    base = p.theta * growth ** (dim / (dim - 2)) if dim > 2 else torch.full_like(growth, p.theta)
-    return 1.0 / base.unsqueeze(-1) ** _exponents(dim, dim).to(lengths.device)
+    # The power in float64, as torch computes it for a single number.
+    power = (growth.double() ** (dim / (dim - 2))).float() if dim > 2 else torch.ones_like(growth)
+    return 1.0 / (p.theta * power).unsqueeze(-1) ** _exponents(dim, dim)
 
 
 def _exponents(count: int, denominator: int) -> torch.Tensor:
@@ -91,10 +92,10 @@ def _yarn(p: RopeParameters) -> tuple[torch.Tensor, float]:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, p.rotary_dim - 1)
     width = high - low if high != low else 0.001
-    interpolated = torch.clamp((torch.arange(half, dtype=torch.float32) - low) / width, 0, 1)
+    kept = 1 - torch.clamp((torch.arange(half, dtype=torch.float32) - low) / width, 0, 1)
 
     wavelengths = p.theta ** _exponents(p.rotary_dim, p.rotary_dim)
-    inv_freq = (1.0 / (factor * wavelengths)) * interpolated + (1.0 / wavelengths) * (1 - interpolated)
+    inv_freq = (1.0 / (factor * wavelengths)) * (1 - kept) + (1.0 / wavelengths) * kept
     return inv_freq, _yarn_attention_factor(p, factor)
 
 

@@ -12,7 +12,7 @@ however the engine cuts a prompt into chunks or recomputes it after a preemption
 the length is a function of p alone, and a table still does; `prompt_lens` is needed only for longer prompts.
 
 Keys of prompts beyond the original context depend on n as well as on the tokens, so a prefix cache may share their
-blocks only between requests of equal n (dynamic), or among the long ones (longrope): see `cache_key`.
+blocks only between requests of equal n (dynamic), or among the long ones (longrope): see `RopeParameters.cache_key`.
 """
 
 from __future__ import annotations
@@ -56,23 +56,12 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.rope = rope
         self.max_len = max_len
-        length_matters = rope.rope_type in ("dynamic", "longrope")
-        self.uses_prompt_lens = length_matters and max_len > self.native_len
-        # Not a buffer: casting a module's dtype must not touch the table.
-        self._table = self._build_table().to(ctx.device)
+        self.uses_prompt_lens = rope.depends_on_length(max_len)
+        by_length = dynamic_frequencies(rope, torch.arange(1, max_len + 1)) if rope.rope_type == "dynamic" else None
+        # Not buffers: casting a module's dtype must not touch the tables.
+        self._table = self._build_table(by_length).to(ctx.device)
+        self._by_length = None if by_length is None else by_length.to(ctx.device)
         self._rotate = ctx.op("rotary_embedding", head_size=rope.head_size, rotary_dim=rope.rotary_dim).function
-
-    @property
-    def native_len(self) -> int:
-        """Sequences up to this length rotate the same whatever the scaling does to longer ones."""
-        p = self.rope
-        return p.original_max_position if p.rope_type == "longrope" else p.max_position
-
-    def cache_key(self, prompt_len: int) -> int:
-        """Requests may share cached keys only where this is equal."""
-        if not self.uses_prompt_lens or prompt_len <= self.native_len:
-            return 0
-        return 1 if self.rope.rope_type == "longrope" else prompt_len
 
     def angles(self, positions: torch.Tensor, prompt_lens: torch.Tensor | None = None) -> StepAngles:
         """Looks up the angles of a step's tokens, once for all layers.
@@ -83,10 +72,10 @@ class RotaryEmbedding(nn.Module):
         """
         if prompt_lens is None or not self.uses_prompt_lens:
             return StepAngles(positions, self._table)
-        if self.rope.rope_type == "longrope":
+        if self._by_length is None:
             # Behind the usual rows stand those of long prompts: the long frequencies at every position.
-            return StepAngles(positions + self.max_len * (prompt_lens > self.native_len), self._table)
-        inv_freq = dynamic_frequencies(self.rope, torch.maximum(positions + 1, prompt_lens))
+            return StepAngles(positions + self.max_len * (prompt_lens > self.rope.native_len), self._table)
+        inv_freq = self._by_length.index_select(0, torch.maximum(positions, prompt_lens - 1))
         rows = _cos_sin(positions.unsqueeze(-1) * inv_freq, 1.0)
         return StepAngles(torch.arange(len(positions), device=positions.device), rows)
 
@@ -94,17 +83,17 @@ class RotaryEmbedding(nn.Module):
         """Rotates query [T, heads, head_size] and key [T, kv_heads, head_size]; their storage may be reused."""
         return self._rotate(angles.index, query, key, angles.cos_sin)
 
-    def _build_table(self) -> torch.Tensor:
-        p = self.rope
+    def _build_table(self, by_length: torch.Tensor | None) -> torch.Tensor:
         positions = torch.arange(self.max_len).unsqueeze(-1).float()
-        if p.rope_type == "dynamic":
-            return _cos_sin(positions * dynamic_frequencies(p, torch.arange(1, self.max_len + 1)), 1.0)
-        inv_freq, scale = frequencies(p)
+        if by_length is not None:
+            return _cos_sin(positions * by_length, 1.0)
+        inv_freq, scale = frequencies(self.rope)
         table = _cos_sin(positions * inv_freq, scale)
-        if p.rope_type != "longrope" or not self.uses_prompt_lens:
+        if not self.uses_prompt_lens:
             return table
-        long_table = _cos_sin(positions * long_frequencies(p)[0], scale)
-        return torch.cat((table[: self.native_len], long_table[self.native_len :], long_table))
+        long_table = _cos_sin(positions * long_frequencies(self.rope)[0], scale)
+        native = self.rope.native_len
+        return torch.cat((table[:native], long_table[native:], long_table))
 
 
 def _cos_sin(angles: torch.Tensor, scale: float) -> torch.Tensor:

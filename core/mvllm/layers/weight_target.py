@@ -22,12 +22,12 @@ class WeightTarget:
         parameter: What is filled; it may take parts of several checkpoint tensors.
         source_shape: Shape that the whole checkpoint tensor must have.
         source: What this rank reads of it, one slice with start and stop per dimension.
-        destination: Where that goes in the parameter, likewise.
+        destination: Where that goes in the parameter, likewise; an integer picks a matrix out of a stack.
         transpose: The checkpoint stores the matrix as [in, out]; the parameter is [out, in].
     """
 
     parameter: nn.Parameter
     source_shape: tuple[int, ...]
     source: tuple[slice, ...]
-    destination: tuple[slice, ...]
+    destination: tuple[slice | int, ...]
     transpose: bool = False

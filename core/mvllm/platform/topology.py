@@ -61,12 +61,14 @@ class GroupSpec:
         ranks: Global ranks, in group order.
         rank: The caller's global rank, one of `ranks`.
         init_method: Rendezvous address, for instance `tcp://127.0.0.1:1234`.
+        world_size: Ranks of the whole engine, all of which meet at `init_method`; None when the group meets alone.
     """
 
     name: str
     ranks: tuple[int, ...]
     rank: int
     init_method: str | None = None
+    world_size: int | None = None
 
     @property
     def rank_in_group(self) -> int:

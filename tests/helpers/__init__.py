@@ -1,0 +1,1 @@
+"""Builders that tests of several tiers share."""

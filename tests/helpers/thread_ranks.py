@@ -1,0 +1,92 @@
+"""Several ranks in one process: each runs in a thread, and collectives meet at a barrier."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from mvllm.distributed.group import GroupCoordinator
+from mvllm.platform.communicator import Communicator
+from mvllm.platform.topology import GroupSpec
+
+T = TypeVar("T")
+
+
+class _Meeting:
+    """Where the ranks of a group hand each other what they have."""
+
+    def __init__(self, world_size: int) -> None:
+        self._barrier = threading.Barrier(world_size, timeout=60)
+        self._slots: list[object] = [None] * world_size
+
+    def exchange(self, rank: int, thing: object) -> list:
+        self._slots[rank] = thing
+        self._barrier.wait()
+        everything = list(self._slots)
+        self._barrier.wait()
+        return everything
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+
+class ThreadCommunicator(Communicator):
+    """One rank's end of a meeting."""
+
+    def __init__(self, meeting: _Meeting, rank: int, world_size: int) -> None:
+        self._meeting, self.rank, self.world_size = meeting, rank, world_size
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._meeting.exchange(self.rank, tensor.clone())).sum(dim=0)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return torch.cat(self._meeting.exchange(self.rank, tensor.clone()), dim=dim)
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return self.all_reduce(tensor).chunk(self.world_size, dim=dim)[self.rank]
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        return tensor.copy_(self._meeting.exchange(self.rank, tensor.clone())[source])
+
+    def gather(self, tensor: torch.Tensor, destination: int = 0, dim: int = -1) -> torch.Tensor | None:
+        gathered = self.all_gather(tensor, dim)
+        return gathered if self.rank == destination else None
+
+    def all_to_all(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [sent[self.rank] for sent in self._meeting.exchange(self.rank, list(tensors))]
+
+    def send(self, tensor: torch.Tensor, destination: int) -> None:
+        raise NotImplementedError
+
+    def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def barrier(self) -> None:
+        self._meeting.exchange(self.rank, None)
+
+
+def fake_group(name: str, rank: int, world_size: int) -> GroupCoordinator:
+    """A rank of a group whose collectives nobody will call."""
+    meeting = _Meeting(world_size)
+    spec = GroupSpec(name, tuple(range(world_size)), rank)
+    return GroupCoordinator(spec, ThreadCommunicator(meeting, rank, world_size))
+
+
+def run_ranks(world_size: int, body: Callable[[GroupCoordinator], T], name: str = "tp") -> list[T]:
+    """Runs `body` once per rank, in threads, and returns the results in rank order."""
+    meeting = _Meeting(world_size)
+
+    def run(rank: int) -> T:
+        spec = GroupSpec(name, tuple(range(world_size)), rank)
+        try:
+            return body(GroupCoordinator(spec, ThreadCommunicator(meeting, rank, world_size)))
+        except BaseException:
+            meeting.abort()
+            raise
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return [future.result() for future in [pool.submit(run, rank) for rank in range(world_size)]]

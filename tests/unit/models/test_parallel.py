@@ -1,0 +1,123 @@
+"""Models cut over ranks compute what one rank computes, and every element of a checkpoint goes somewhere."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from mvllm.distributed.group import GroupCoordinator
+from mvllm.errors import ConfigError
+from mvllm.models.causal_lm import CausalLM
+from mvllm.models.registry import resolve_model_class
+from tests.helpers.model_zoo import make_checkpoint
+from tests.helpers.paged_driver import PagedDriver, load_model, make_context, read_config
+from tests.helpers.thread_ranks import fake_group, run_ranks
+from tests.unit.models.test_parity import draw_tokens
+
+NAMES = [
+    "llama-gqa",
+    "llama-mha-tied",
+    "llama-mqa-biases",
+    "qwen2-window",
+    "qwen3-biases-window",
+    "opt-norm-after-projected",
+    "opt",
+    "gpt2",
+    "gpt2-untied",
+]
+TOKENS = draw_tokens(30, seed=7)
+
+
+def run(driver: PagedDriver) -> torch.Tensor:
+    sequence = driver.add(20)
+    return torch.cat([driver.step([(sequence, piece)])[0] for piece in (TOKENS[:20], TOKENS[20:29], TOKENS[29:])])
+
+
+def build(folder: Path, tp: GroupCoordinator | None = None, pp: GroupCoordinator | None = None) -> CausalLM:
+    config = read_config(folder)
+    return resolve_model_class(config.architecture)(config, make_context(tp=tp, pp=pp))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_tensor_parallel_ranks_give_the_logits_of_one(name: str, world_size: int, tmp_path: Path) -> None:
+    folder = make_checkpoint(name, tmp_path, tokenizer=False)
+    alone = run(PagedDriver(load_model(folder)))
+    together = run_ranks(world_size, lambda tp: run(PagedDriver(load_model(folder, make_context(tp=tp)))))
+    for logits in together:
+        torch.testing.assert_close(logits, alone, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_pipeline_stages_give_the_logits_of_one(name: str, world_size: int, tmp_path: Path) -> None:
+    folder = make_checkpoint(name, tmp_path, tokenizer=False)
+    alone = run(PagedDriver(load_model(folder)))
+    stages = [load_model(folder, make_context(pp=fake_group("pp", rank, world_size))) for rank in range(world_size)]
+    torch.testing.assert_close(run(PagedDriver(*stages)), alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (2, 1), (4, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize("name", [*NAMES, "gpt2-first-names"])
+def test_the_ranks_together_read_every_element_once_or_in_equal_copies(
+    name: str, tp_size: int, pp_size: int, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(name, tmp_path, tokenizer=False)
+    read: dict[str, torch.Tensor] = {}
+    for pp_rank in range(pp_size):
+        for tp_rank in range(tp_size):
+            model = build(folder, fake_group("tp", tp_rank, tp_size), fake_group("pp", pp_rank, pp_size))
+            filled = {id(parameter): torch.zeros(parameter.shape) for parameter in model.parameters()}
+            for tensor_name, targets in model.weight_targets().items():
+                for target in targets:
+                    counts = read.setdefault(tensor_name, torch.zeros(target.source_shape))
+                    counts[target.source] += 1
+                    filled[id(target.parameter)][target.destination] += 1
+                    shape = [s.stop - s.start for s in target.source]
+                    assert filled[id(target.parameter)][target.destination].numel() == math.prod(shape)
+            for parameter_name, parameter in model.named_parameters():
+                times = filled[id(parameter)]
+                if "lm_head" in parameter_name or "embed_tokens" in parameter_name or "wte" in parameter_name:
+                    assert times.max() <= 1  # rows that only pad the vocabulary stay empty
+                else:
+                    assert (times == 1).all(), f"{parameter_name} is filled {times.unique().tolist()} times"
+    for tensor_name, counts in read.items():
+        assert counts.min() >= 1, f"nobody reads some elements of {tensor_name}"
+        assert counts.max() == counts.min() or "k_proj" in tensor_name or "v_proj" in tensor_name
+
+
+def test_a_stage_ignores_what_belongs_to_others_and_nothing_else(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama-gqa", tmp_path, tokenizer=False)
+    first, last = (build(folder, pp=fake_group("pp", rank, 2)) for rank in range(2))
+    assert first.ignores("model.norm.weight") and first.ignores("lm_head.weight")
+    assert first.ignores("model.layers.2.mlp.up_proj.weight") and not first.ignores("model.layers.0.mlp.up.weight")
+    assert last.ignores("model.embed_tokens.weight") and not last.ignores("lm_head.weight")
+    assert not first.ignores("model.layers.3.mlp.up_proj.weight"), "the model has three layers"
+
+
+def test_the_head_of_a_tied_checkpoint_is_ignored_and_its_last_stage_reads_the_embedding(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama-mha-tied", tmp_path, tokenizer=False)
+    last = build(folder, pp=fake_group("pp", 1, 2))
+    assert last.ignores("lm_head.weight")
+    assert "model.embed_tokens.weight" in last.weight_targets()
+    whole = build(folder)
+    assert whole.lm_head.weight is whole.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_size", "words"),
+    [("llama-gqa", 3, "attention heads"), ("qwen3", 8, "attention heads"), ("llama-gqa", 64, "attention heads")],
+)
+def test_ranks_that_do_not_divide_the_model_are_refused(name: str, tp_size: int, words: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(name, tmp_path, tokenizer=False)
+    with pytest.raises(ConfigError, match=words):
+        build(folder, tp=fake_group("tp", 0, tp_size))
+
+
+def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint("gpt2", tmp_path, tokenizer=False)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=4 is more than the model's 3 layers"):
+        build(folder, pp=fake_group("pp", 0, 4))
