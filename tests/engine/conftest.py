@@ -1,0 +1,27 @@
+"""A tiny checkpoint for the tests of this folder, and engines on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from mvllm import LLM
+from tests.helpers.model_zoo import make_checkpoint
+from tests.helpers.parity import engine
+
+MakeLLM = Callable[..., LLM]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama-gqa", tmp_path_factory.mktemp("engine") / "llama")
+
+
+@pytest.fixture
+def make_llm(checkpoint: Path) -> Iterator[MakeLLM]:
+    """Builds engines that are closed at the end of the test."""
+    with ExitStack() as stack:
+        yield lambda **settings: stack.enter_context(engine(settings.pop("model", checkpoint), **settings))
