@@ -87,4 +87,4 @@ def test_without_a_seed_engine_seed_and_id_both_count():
 
 
 def test_engine_seed_and_id_cannot_be_confused():
-    assert stream_seed(None, engine_seed=1, request_id="1:a") != stream_seed(None, engine_seed=11, request_id="a")
+    assert stream_seed(None, engine_seed=1, request_id="1a") != stream_seed(None, engine_seed=11, request_id="a")
