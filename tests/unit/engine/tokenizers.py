@@ -92,9 +92,15 @@ _SPECIAL = {
 }
 
 
+@functools.cache
+def _trained(kind: str) -> str:
+    """As JSON. Trained once: training breaks ties by chance."""
+    return str(KINDS[kind]().to_str())
+
+
 def make_hf_tokenizer(kind: str = "byte_level", chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """A transformers tokenizer of one of KINDS."""
-    hf = PreTrainedTokenizerFast(tokenizer_object=KINDS[kind](), **_SPECIAL[kind])
+    hf = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(_trained(kind)), **_SPECIAL[kind])
     hf.chat_template = chat_template
     return hf
 

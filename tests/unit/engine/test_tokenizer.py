@@ -1,0 +1,64 @@
+"""Loading a tokenizer, and refusing to."""
+
+from __future__ import annotations
+
+import pytest
+
+from mvllm import ModelError
+from mvllm.engine.tokenizer import load_tokenizer
+from tests.unit.engine.builders import make_config
+from tests.unit.engine.tokenizers import KINDS, make_tokenizer, save_tokenizer
+
+
+def load(folder):
+    return load_tokenizer(make_config(tokenizer=str(folder)).model)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_it_reads_a_folder(tmp_path, kind):
+    save_tokenizer(tmp_path, kind)
+    loaded, made = load(tmp_path), make_tokenizer(kind)
+    assert loaded.encode("Hello world 🎉") == made.encode("Hello world 🎉")
+    assert (loaded.length, loaded.eos_token_id) == (made.length, made.eos_token_id)
+
+
+def test_a_folder_without_one_is_named_with_the_files_looked_for(tmp_path):
+    with pytest.raises(ModelError, match=r"tokenizer\.json") as caught:
+        load(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_broken_one_is_named_with_the_files_found(tmp_path):
+    save_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=r"cannot be loaded") as caught:
+        load(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert "tokenizer.json" in str(caught.value)
+    assert caught.value.__cause__ is not None
+
+
+def test_its_code_does_not_run_unless_trusted(tmp_path):
+    save_tokenizer(tmp_path)
+    marker = tmp_path / "ran"
+    (tmp_path / "custom.py").write_text(
+        f"open({str(marker)!r}, 'w').close()\nfrom transformers import PreTrainedTokenizerFast\n"
+        "class Custom(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text('{"tokenizer_class": "Custom", "auto_map": {"AutoTokenizer": [null, "custom.Custom"]}}')
+    try:
+        load(tmp_path)
+    except ModelError as e:
+        assert "trust_remote_code" in str(e)
+    assert not marker.exists()
+
+
+def test_none_was_asked_for():
+    assert load_tokenizer(make_config().model) is None
+
+
+def test_ids_without_a_token_are_nothing():
+    tokenizer = make_tokenizer()
+    ids = tokenizer.encode("Hello")
+    assert tokenizer.decode([*ids, tokenizer.length + 7]) == "Hello"

@@ -1,0 +1,50 @@
+"""An LLM whose engine core answers with tokens that the test has chosen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.unit.engine.builders import Answer, FakeClient
+from tests.unit.engine.tokenizers import TEMPLATE, make_tokenizer, save_tokenizer
+
+TOKENIZER = make_tokenizer(chat_template=TEMPLATE)
+ANSWER_TEXT = "The cat sat on the mat."
+ANSWER = TOKENIZER.encode(ANSWER_TEXT)
+
+
+def save_model_folder(folder: Path, chat_template: str | None = TEMPLATE) -> str:
+    """Writes a folder with everything but weights."""
+    save_tokenizer(folder, chat_template=chat_template)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": TOKENIZER.length,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "eos_token_id": TOKENIZER.eos_token_id,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def use_fake_engine(monkeypatch, answer: Answer = lambda request: ANSWER) -> list[FakeClient]:
+    """From now on engines get a FakeClient; the list collects them."""
+    clients: list[FakeClient] = []
+
+    def make_client(config):
+        clients.append(FakeClient(config, answer))
+        return clients[-1]
+
+    monkeypatch.setattr("mvllm.engine.llm_engine.make_client", make_client)
+    return clients
+
+
+def echo(request):
+    """An answer that repeats the prompt, to tell requests apart."""
+    return list(request.prompt_token_ids)
