@@ -17,6 +17,7 @@ from mvllm.distributed.group import GroupCoordinator
 from mvllm.errors import CacheError
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.messages.requests import PositionLogprobs
+from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.models.registry import resolve_model_class
 from mvllm.models.weights import load_weights
@@ -28,7 +29,7 @@ from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.sampling.logprobs import prompt_logprobs
 from mvllm.sampling.sampler import Sampler
-from mvllm.sampling.state import SamplingState
+from mvllm.sampling.state import SamplingState, TokenHistory
 from mvllm.worker.rows import RowTable
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs
 
@@ -148,11 +149,20 @@ class ModelRunner:
         scheduler = self._config.scheduler
         num_tokens = scheduler.max_num_batched_tokens
         hidden = self._forward(*_profile_inputs(num_tokens, block_size, self._runtime))
-        logits = self.model.compute_logits(hidden[: scheduler.max_num_seqs])
-        torch.softmax(logits, dim=-1, dtype=torch.float32)
+        self._profile_sampling(self.model.compute_logits(hidden[: scheduler.max_num_seqs]))
         self._runtime.synchronize()
         for layer in self._layers:
             layer.kv_cache = None
+
+    def _profile_sampling(self, logits: torch.Tensor) -> None:
+        """Samples from every row in the way that takes most memory."""
+        num_rows, vocab_size = logits.shape
+        state, history = SamplingState(num_rows, vocab_size, 0), TokenHistory(num_rows, 2)
+        params = SamplingParams(top_p=0.5, repetition_penalty=1.5, logprobs=0)
+        for row in range(num_rows):
+            history.set_row(row, [0], 1)
+            state.set_row(row, params, eos_token_ids=[], request_id="profile", num_prompt_tokens=1)
+        self._sampler.sample(logits, np.arange(num_rows), state, history)
 
     def _backend_for(self, spec: AttentionSpec) -> AttentionBackend:
         if spec not in self._backends:
