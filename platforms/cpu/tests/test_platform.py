@@ -1,0 +1,253 @@
+"""The CPU platform as core meets it: choice, plan, topology, device, fallback, diagnosis."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mvllm.plugin_api import (
+    CacheConfig,
+    CheckStatus,
+    ParallelConfig,
+    Plan,
+    PlatformError,
+    ReferenceAttention,
+    Refusals,
+    WorkerContext,
+)
+from mvllm_cpu import kernels, machine
+from mvllm_cpu.platform import CAPABILITIES, make_platform
+from mvllm_cpu.plugin import SPEC
+from tests.helpers.attention_cases import make_case, make_spec, run
+
+
+@pytest.fixture
+def platform():
+    return make_platform()
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def engine_config(**changes):
+    config = SimpleNamespace(model=SimpleNamespace(dtype="auto"), cache=CacheConfig(), parallel=ParallelConfig())
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+def python(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+class TestDiscovery:
+    def test_hook_and_probe_import_no_torch_and_take_less_than_a_second(self):
+        code = (
+            "import sys, mvllm_cpu.plugin as p; p.mvllm_platform()\n"
+            "import time, mvllm_cpu.probe; t = time.perf_counter(); r = mvllm_cpu.probe.probe()\n"
+            "print(r.available, time.perf_counter() - t < 1, 'torch' in sys.modules)"
+        )
+        assert python(code) == "True True False"
+
+    def test_plan_and_topology_need_no_torch(self):
+        code = (
+            "import sys; from mvllm_cpu.platform import make_platform; from mvllm.plugin_api import ParallelConfig\n"
+            "p = make_platform(); p.topology(ParallelConfig()); p.capabilities; print('torch' in sys.modules)"
+        )
+        assert python(code) == "False"
+
+    def test_missing_torch_is_a_reason_with_a_remedy(self):
+        code = (
+            "import importlib.util as u; u.find_spec = lambda name: None\n"
+            "from mvllm_cpu.probe import probe; r = probe(); print(r.available, 'torch' in r.reason, bool(r.remedy))"
+        )
+        assert python(code) == "False True True"
+
+    def test_spec_matches_the_entry_point(self, platform):
+        assert platform.spec is SPEC and SPEC.name == "cpu"
+        assert platform.capabilities == CAPABILITIES == make_platform().capabilities
+
+
+class TestPlan:
+    def test_default_share_of_memory_is_lowered_and_says_why(self, platform):
+        plan = platform.plan(engine_config())
+        assert isinstance(plan, Plan)
+        (change,) = plan.changes
+        assert change.field == "cache.memory_utilization" and change.value == 0.5 and "host" in change.reason
+
+    def test_share_that_the_user_chose_stands(self, platform):
+        cache = dataclasses.replace(CacheConfig(), memory_utilization=0.8)
+        assert platform.plan(engine_config(cache=cache)) == Plan()
+
+    @pytest.mark.parametrize("field", ["model.dtype", "cache.dtype"])
+    def test_unknown_dtypes_are_refused_with_a_remedy(self, platform, field):
+        config = engine_config()
+        if field == "model.dtype":
+            config.model = SimpleNamespace(dtype="float8_e4m3fn")
+        else:
+            config.cache = dataclasses.replace(CacheConfig(), dtype="fp8")
+        answer = platform.plan(config)
+        assert isinstance(answer, Refusals)
+        assert answer.reasons[0].field == field and "bfloat16" in answer.reasons[0].remedy
+
+    def test_plan_is_pure(self, platform):
+        assert platform.plan(engine_config()) == platform.plan(engine_config())
+
+
+class TestTopology:
+    def test_one_worker_may_live_in_the_engine(self, platform):
+        topology = platform.topology(ParallelConfig())
+        assert topology.num_workers == 1 and topology.executors[0] == "uni"
+        assert topology == platform.topology(ParallelConfig())
+
+    def test_several_workers_share_the_cores(self, platform, monkeypatch):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        monkeypatch.setattr(machine, "physical_cores", lambda: [machine.Core(i, i // 4) for i in range(8)])
+        monkeypatch.setattr(machine, "cpu_quota", lambda: None)
+        topology = platform.topology(ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2))
+        assert topology.num_workers == 4 and "uni" not in topology.executors
+        assert [env["OMP_NUM_THREADS"] for env in topology.env_per_worker] == ["2"] * 4
+        assert [machine.core_share(r, 4).cpus for r in range(4)] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+
+    def test_more_workers_than_cores_get_one_thread_each(self, monkeypatch):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        monkeypatch.setattr(machine, "physical_cores", lambda: [machine.Core(0, 0), machine.Core(1, 0)])
+        assert [machine.core_share(r, 3).threads for r in range(3)] == [1, 1, 1]
+
+
+class TestMachine:
+    @pytest.fixture
+    def fake(self, tmp_path, monkeypatch):
+        """An empty /proc and /sys to put files into."""
+        monkeypatch.setattr(machine, "PROC", tmp_path / "proc")
+        monkeypatch.setattr(machine, "SYS", tmp_path / "sys")
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+        def write(path: str, text: str) -> None:
+            file: Path = tmp_path / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+
+        return write
+
+    def test_second_hardware_threads_do_not_count(self, fake, monkeypatch):
+        monkeypatch.setattr(machine, "allowed_cpus", lambda: [0, 1, 2, 3])
+        for cpu in range(4):
+            fake(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{cpu % 2},{cpu % 2 + 2}\n")
+        assert [core.cpu for core in machine.physical_cores()] == [0, 1]
+
+    def test_cores_come_node_by_node(self, fake, monkeypatch):
+        monkeypatch.setattr(machine, "allowed_cpus", lambda: [0, 1, 2, 3])
+        for cpu in range(4):
+            fake(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", str(cpu))
+            fake(f"sys/devices/system/cpu/cpu{cpu}/node{cpu % 2}/cpulist", "")
+        assert [(core.cpu, core.node) for core in machine.physical_cores()] == [(0, 0), (2, 0), (1, 1), (3, 1)]
+
+    def test_quota_of_the_control_group_bounds_the_threads(self, fake, monkeypatch):
+        monkeypatch.setattr(machine, "allowed_cpus", lambda: list(range(8)))
+        fake("proc/self/cgroup", "0::/job\n")
+        fake("sys/fs/cgroup/job/cpu.max", "250000 100000\n")
+        assert machine.cpu_quota() == 2.5 and machine.usable_threads() == 3
+
+    def test_thread_count_that_the_user_set_wins(self, fake, monkeypatch):
+        monkeypatch.setenv("OMP_NUM_THREADS", "5,2")
+        assert machine.usable_threads() == 5
+
+    def test_memory_is_that_of_the_control_group_where_lower(self, fake):
+        fake("proc/meminfo", "MemTotal: 8000000 kB\nMemAvailable: 6000000 kB\n")
+        assert (machine.memory_total(), machine.memory_free()) == (8_192_000_000, 6_144_000_000)
+        fake("proc/self/cgroup", "0::/job\n")
+        fake("sys/fs/cgroup/job/memory.max", "1000000000\n")
+        fake("sys/fs/cgroup/job/memory.current", "700000000\n")
+        fake("sys/fs/cgroup/job/memory.stat", "anon 1\ninactive_file 200000000\n")
+        assert (machine.memory_total(), machine.memory_free()) == (1_000_000_000, 500_000_000)
+
+
+class TestDevice:
+    def test_memory_figures_are_consistent_and_follow_allocations(self, platform, threads):
+        runtime = platform.init_device(WorkerContext())
+        runtime.reset_peak_memory()
+        before = runtime.memory()
+        held = torch.ones(64 << 20, dtype=torch.uint8)
+        during = runtime.memory()
+        assert 0 < before.used_by_me < before.total and before.free < before.total
+        assert during.used_by_me - before.used_by_me > 60 << 20
+        del held
+        assert runtime.memory().peak_by_me >= during.used_by_me - (4 << 20)
+
+    def test_values_survive_both_copies(self, platform, threads):
+        runtime = platform.init_device(WorkerContext())
+        host = torch.arange(10)
+        assert torch.equal(runtime.to_host(runtime.to_device(host)).wait(), torch.arange(10))
+
+    def test_equal_seeds_give_equal_numbers(self, platform, threads):
+        found = []
+        for _ in range(2):
+            platform.init_device(WorkerContext(seed=7))
+            found.append(torch.rand(4))
+        assert torch.equal(*found)
+
+    def test_worker_inside_a_program_never_raises_its_thread_count_nor_binds_it(self, platform, threads, monkeypatch):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        cpus = os.sched_getaffinity(0)
+        torch.set_num_threads(1)
+        platform.init_device(WorkerContext(in_engine_process=True))
+        assert torch.get_num_threads() == 1 and os.sched_getaffinity(0) == cpus
+
+    def test_worker_of_its_own_process_is_bound_to_its_share(self):
+        code = (
+            "import os, torch; from mvllm.plugin_api import WorkerContext\n"
+            "from mvllm_cpu import machine; from mvllm_cpu.platform import make_platform\n"
+            "share = machine.core_share(1, 2)\n"
+            "make_platform().init_device(WorkerContext(1, 1, 2, 2, in_engine_process=False))\n"
+            "print(os.sched_getaffinity(0) == set(share.cpus), torch.get_num_threads() == share.threads)"
+        )
+        assert python(code) == "True True"
+
+
+class TestKernels:
+    def test_attention_falls_back_to_the_reference_without_kernels(self, platform, monkeypatch):
+        case = make_case(make_spec(dtype="bfloat16"), [(30, 1), (0, 40)])
+        fast = run(platform.attention_backend(case.spec), case, poison=False)
+        monkeypatch.setenv("MVLLM_CPU_KERNELS", "0")
+        backend = platform.attention_backend(case.spec)
+        assert isinstance(backend, ReferenceAttention)
+        assert (run(backend, case, poison=False) - fast).abs().max() < 0.02
+        assert not [provider for provider in platform.ops() if provider.name == "mvllm_cpu"]
+
+    def test_doctor_says_when_kernels_are_missing_and_why(self, platform, monkeypatch):
+        monkeypatch.setenv("MVLLM_CPU_KERNELS", "0")
+        found = {check.id: check for check in platform.doctor()}
+        assert list(found) == ["platform.cpu.kernels", "platform.cpu.threads", "platform.cpu.memory"]
+        assert found["platform.cpu.kernels"].status is CheckStatus.WARNING
+        assert "MVLLM_CPU_KERNELS" in found["platform.cpu.kernels"].found and found["platform.cpu.kernels"].remedy
+
+    def test_impossible_specs_are_refused_with_the_reason(self, platform):
+        with pytest.raises(PlatformError, match="5 query heads cannot share 2"):
+            platform.attention_backend(make_spec(5, 2))
+        with pytest.raises(PlatformError, match="KV cache dtype int8"):
+            platform.attention_backend(make_spec(kv_dtype="int8"))
+
+    @pytest.mark.skipif(kernels.load().library is None, reason="no kernels")
+    def test_one_openmp_runtime_in_the_process(self):
+        code = (
+            "from mvllm_cpu import kernels; kernels.load().library.mvllm_cpu_isa()\n"
+            "import re; maps = open('/proc/self/maps').read()\n"
+            "print(len({l.split()[-1] for l in maps.splitlines() if re.search('lib(gomp|omp|iomp)', l)}))"
+        )
+        assert python(code) == "1"

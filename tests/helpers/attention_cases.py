@@ -1,0 +1,133 @@
+"""Batches for tests of attention backends, driven through the public contract only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class Case:
+    """A batch of requests with everything known about them.
+
+    Attributes:
+        spec: The attention layer.
+        requests: (tokens computed before, new tokens) of each.
+        layout: The step as core describes it.
+        keys, values: Per request, the whole sequence: [seq_len, num_kv_heads, head_size], compute dtype.
+        query: [T, num_heads, head_size], a strided view as a split of a fused projection gives.
+        sinks: [num_heads] or None.
+    """
+
+    spec: AttentionSpec
+    requests: list[tuple[int, int]]
+    layout: BatchLayout
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    query: torch.Tensor
+    sinks: torch.Tensor | None
+    num_blocks: int
+
+
+def make_layout(
+    requests: Sequence[tuple[int, int]], tables: np.ndarray, block_size: int, slots: np.ndarray | None = None
+) -> BatchLayout:
+    lengths = [new for _, new in requests]
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    seq_lens = np.array([before + new for before, new in requests], dtype=np.int32)
+    if slots is None:
+        slots = np.array(
+            [
+                tables[r, t // block_size] * block_size + t % block_size
+                for r, (before, new) in enumerate(requests)
+                for t in range(before, before + new)
+            ],
+            dtype=np.int32,
+        )
+    arrays = (starts, seq_lens, tables, slots)
+    return BatchLayout(
+        len(requests),
+        int(starts[-1]),
+        max(lengths),
+        int(seq_lens.max()),
+        block_size,
+        *arrays,
+        *(torch.from_numpy(array) for array in arrays),
+    )
+
+
+def make_case(
+    spec: AttentionSpec,
+    requests: Sequence[tuple[int, int]],
+    *,
+    block_size: int = 16,
+    seed: int = 0,
+    spread: float = 1.0,
+) -> Case:
+    rng = np.random.default_rng(seed)
+    generator = torch.Generator().manual_seed(seed)
+    dtype = DTYPES[spec.dtype]
+    needs = [-(-(before + new) // block_size) for before, new in requests]
+    num_blocks = sum(needs) + 3
+    ids = rng.permutation(num_blocks).astype(np.int32)
+    tables = np.full((len(requests), max(needs) + 2), 10**6, dtype=np.int32)  # past the end: must never be followed
+    for r, need in enumerate(needs):
+        tables[r, :need], ids = ids[:need], ids[need:]
+
+    def random(*shape):
+        return (torch.randn(*shape, generator=generator) * spread).to(dtype)
+
+    shape = (spec.num_kv_heads, spec.head_size)
+    num_tokens = sum(new for _, new in requests)
+    fused = random(num_tokens, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size)
+    return Case(
+        spec=spec,
+        requests=list(requests),
+        layout=make_layout(requests, tables, block_size),
+        keys=[random(before + new, *shape) for before, new in requests],
+        values=[random(before + new, *shape) for before, new in requests],
+        query=fused[:, : spec.num_heads * spec.head_size].view(num_tokens, spec.num_heads, spec.head_size),
+        sinks=random(spec.num_heads) if spec.sinks else None,
+        num_blocks=num_blocks,
+    )
+
+
+def run(backend: AttentionBackend, case: Case, *, poison: bool = True) -> torch.Tensor:
+    """Fills the cache as earlier steps would have, then runs the step."""
+    block_size = case.layout.block_size
+    kv = backend.allocate(case.num_blocks, block_size, torch.device("cpu"))
+    if poison:  # as if an earlier tenant of every block had overflowed
+        tables = np.arange(case.num_blocks, dtype=np.int32)[None]
+        everything = make_layout([(0, case.num_blocks * block_size)], tables, block_size)
+        nan = torch.full((case.num_blocks * block_size, *case.keys[0].shape[1:]), torch.nan, dtype=case.query.dtype)
+        backend.write_kv(kv, nan, nan, backend.build_metadata(everything))
+    earlier = [(0, before) for before, _ in case.requests if before]
+    if earlier:
+        rows = [r for r, (before, _) in enumerate(case.requests) if before]
+        past = make_layout(earlier, case.layout.block_table[rows], block_size)
+        keys = torch.cat([case.keys[r][: case.requests[r][0]] for r in rows])
+        values = torch.cat([case.values[r][: case.requests[r][0]] for r in rows])
+        backend.write_kv(kv, keys, values, backend.build_metadata(past))
+    metadata = backend.build_metadata(case.layout)
+    keys = torch.cat([k[before:] for k, (before, _) in zip(case.keys, case.requests)])
+    values = torch.cat([v[before:] for v, (before, _) in zip(case.values, case.requests)])
+    fused = torch.cat([keys.flatten(1), values.flatten(1)], dim=1)
+    size = keys.shape[1] * keys.shape[2]
+    backend.write_kv(kv, fused[:, :size].view(keys.shape), fused[:, size:].view(keys.shape), metadata)
+    return backend.forward(case.query, kv, metadata, case.sinks)
+
+
+def make_spec(
+    num_heads: int = 4, num_kv_heads: int = 2, head_size: int = 64, dtype: str = "float32", **fields
+) -> AttentionSpec:
+    fields.setdefault("kv_dtype", dtype)
+    fields.setdefault("scale", 1 / math.sqrt(head_size))
+    return AttentionSpec(num_heads, num_kv_heads, head_size, dtype, **fields)
