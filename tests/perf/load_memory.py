@@ -1,8 +1,8 @@
 """Peak memory of loading a checkpoint, beside the size of its weights: python tests/perf/load_memory.py [--mib 600]
 
 A synthetic checkpoint (three shards, a large embedding) is loaded by a fresh process into a model of the same dtype.
-The peak is that process's largest resident size (ru_maxrss), so it counts the interpreter and torch as well; the promise
-is at most the weights plus 500 MB.
+The peak is that process's largest resident size (ru_maxrss), so it counts the interpreter and torch as well; the
+promise is at most the weights plus 500 MB.
 """
 
 from __future__ import annotations

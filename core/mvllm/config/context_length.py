@@ -14,6 +14,7 @@ _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"
 # These scalings stretch `max_position_embeddings`. All others (llama3, longrope, ...) are written into the config
 # together with a `max_position_embeddings` that is already the long one.
 _STRETCHING = ("linear", "dynamic", "yarn")
+_LARGEST_FACTOR = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -68,21 +69,18 @@ def derive_context_length(hf_config: HFConfig) -> ContextLength | None:
     factor = rope.get("factor")
     if rope_type not in _STRETCHING or factor is None:
         return ContextLength(base, f"{key} = {base}")
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < float("inf"):
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= _LARGEST_FACTOR:
         raise ModelError(
-            f"{hf_config.source}: the {rope_type} rope scaling's 'factor' should be > 0, found {factor!r}."
+            f"{hf_config.source}: the {rope_type} rope scaling's 'factor' should be >= 1 and <= {_LARGEST_FACTOR}, "
+            f"found {factor!r}."
         )
     if rope_type == "yarn":
         # YaRN is stated relative to the length the model was trained for; `max_position_embeddings` beside it is the
         # short length in some checkpoints and the long one in others.
         original = rope.get("original_max_position_embeddings")
         if original is not None:
-            if isinstance(original, bool) or not isinstance(original, int) or original < 1:
-                raise ModelError(
-                    f"{hf_config.source}: 'original_max_position_embeddings' of the rope scaling should be an integer "
-                    f">= 1, found {original!r}."
-                )
-            key, base = "original_max_position_embeddings", original
+            key = "original_max_position_embeddings"
+            base = HFConfig(rope, f"{hf_config.source}, rope scaling").positive_int(key)
     return ContextLength(int(base * factor), f"{key} = {base} times the {rope_type} rope scaling's factor {factor:g}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from mvllm.errors import ModelError
 from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
+
+_LARGEST = 2**53  # beyond it a number in the file need not be the one that was meant
 
 # key in the file -> (field of SamplingParams, kind, what is permitted in words and as a test)
 _DEFAULTS: dict[str, tuple[str, type, str, Callable[[Any], bool]]] = {
@@ -54,9 +55,8 @@ def sampling_defaults(generation: HFConfig) -> dict[str, Any]:
         value = generation.get(key)
         if value is None:
             continue
-        numeric = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
-        whole = isinstance(value, int) or (isinstance(value, float) and numeric and value.is_integer())
-        if isinstance(value, bool) or not numeric or (kind is int and not whole) or not test(value):
+        numeric = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+        if not numeric or (kind is int and value != int(value)) or not test(value):
             raise ModelError(
                 f"{generation.source}: {key!r} should be {'an integer' if kind is int else 'a number'} {permitted}, "
                 f"found {value!r}. Mend the file, or pass generation_config='none' to go without it."

@@ -10,6 +10,7 @@ from typing import Any
 from mvllm.errors import ModelError
 
 _MISSING = object()
+_LARGEST = 2**63 - 1
 _KIND_NAMES = {
     int: "an integer",
     float: "a number",
@@ -80,16 +81,18 @@ class HFConfig:
         return value
 
     def positive_int(self, key: str, default: int | None = None) -> int:
-        """An integer >= 1.
+        """An integer >= 1 (and below 2**63, so that nothing computed from it can overflow).
 
         Raises:
-            ModelError: The key is absent (and no default is given), not an integer, or < 1.
+            ModelError: The key is absent (and no default is given), not an integer, or out of range.
         """
         if default is not None and key not in self:
             return default
         value = self.require(key, int)
         if value < 1:
             raise ModelError(f"{self.source}: {key!r} should be at least 1, found {value}.")
+        if value > _LARGEST:
+            raise ModelError(f"{self.source}: {key!r} should be at most {_LARGEST}, found {value}.")
         return int(value)
 
     def as_dict(self) -> dict[str, Any]:

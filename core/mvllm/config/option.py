@@ -7,8 +7,8 @@ line, the reference pages and the checks all come from the one declaration.
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
+import sys
 import types
 import typing
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ class Option:
             except TypeError:
                 raise refusal from None
         if self.kind is float:
-            if not isinstance(value, int | float) or not math.isfinite(value):
+            if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
                 raise refusal
             return float(value)
         if not isinstance(value, self.kind):

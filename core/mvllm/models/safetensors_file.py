@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +46,14 @@ ITEM_SIZES = {
 }
 
 _LARGEST_HEADER = 100_000_000
+_LARGEST_SIZE = 2**63 - 1
+_MOST_DIMENSIONS = 16
 _DOWNLOAD_AGAIN = "The file is damaged: download or copy it again."
+
+# A damaged header may hold anything, of any length: messages show the beginning.
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = 200
+_shown.maxlist = _MOST_DIMENSIONS
 
 
 @dataclass(frozen=True)
@@ -121,23 +130,22 @@ def _parse(path: Path, text: bytes, size: int) -> list[TensorEntry]:
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"it lists {repeated!r} twice")
+        repeated, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"it lists {_shown.repr(repeated)} twice")
     return values
 
 
 def _entry(path: Path, name: str, facts: Any, data_start: int) -> TensorEntry:
-    where = f"{path}: the header's entry for tensor {name!r}"
+    where = f"{path}: the header's entry for tensor {_shown.repr(name)}"
     if not isinstance(facts, dict):
-        raise ModelError(f"{where} should be an object, found {facts!r}. {_DOWNLOAD_AGAIN}")
+        raise ModelError(f"{where} should be an object, found {_shown.repr(facts)}. {_DOWNLOAD_AGAIN}")
     dtype, shape, offsets = (facts.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
-        raise ModelError(f"{where} has dtype {dtype!r}, expected one of {', '.join(ITEM_SIZES)}.")
-    if not _are_sizes(shape):
-        raise ModelError(f"{where} has shape {shape!r}, expected a list of integers >= 0. {_DOWNLOAD_AGAIN}")
+        raise ModelError(f"{where} has dtype {_shown.repr(dtype)}, expected one of {', '.join(ITEM_SIZES)}.")
+    if not _are_sizes(shape) or len(shape) > _MOST_DIMENSIONS:
+        raise ModelError(f"{where} has shape {_shown.repr(shape)}, expected a list of integers >= 0. {_DOWNLOAD_AGAIN}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ModelError(f"{where} has data_offsets {offsets!r}, expected [begin, end]. {_DOWNLOAD_AGAIN}")
+        raise ModelError(f"{where} has data_offsets {_shown.repr(offsets)}, expected [begin, end]. {_DOWNLOAD_AGAIN}")
     num_bytes = offsets[1] - offsets[0]
     expected = math.prod(shape) * ITEM_SIZES[dtype]
     if num_bytes != expected:
@@ -149,7 +157,7 @@ def _entry(path: Path, name: str, facts: Any, data_start: int) -> TensorEntry:
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return isinstance(value, list) and all(type(item) is int and 0 <= item <= _LARGEST_SIZE for item in value)
 
 
 def _check_layout(path: Path, entries: Sequence[TensorEntry], data_start: int, size: int) -> None:
@@ -159,12 +167,13 @@ def _check_layout(path: Path, entries: Sequence[TensorEntry], data_start: int, s
     for entry in entries:
         if entry.start < end:
             raise ModelError(
-                f"{path}: the data of tensors {before!r} and {entry.name!r} overlap (at byte {entry.start}). "
-                f"{_DOWNLOAD_AGAIN}"
+                f"{path}: the data of tensors {_shown.repr(before)} and {_shown.repr(entry.name)} overlap "
+                f"(at byte {entry.start}). {_DOWNLOAD_AGAIN}"
             )
         if entry.start > end:
             raise ModelError(
-                f"{path}: {entry.start - end} bytes before tensor {entry.name!r} belong to no tensor. {_DOWNLOAD_AGAIN}"
+                f"{path}: {entry.start - end} bytes before tensor {_shown.repr(entry.name)} belong to no tensor. "
+                f"{_DOWNLOAD_AGAIN}"
             )
         end, before = entry.start + entry.num_bytes, entry.name
     if end > size:

@@ -118,9 +118,11 @@ def _mismatch(
 ) -> str:
     lines = [f"The weights in {folder} are not those of {model}:"]
     for entry in unknown[:most]:
-        nearest = difflib.get_close_matches(entry.name, missing or list(targets), n=1, cutoff=0.6)
+        nearest = difflib.get_close_matches(entry.name[:200], missing or list(targets), n=1, cutoff=0.6)
         hint = f"; the nearest that it has is {nearest[0]!r}" if nearest else ""
-        lines.append(f"  unknown tensor {entry.name!r} in {entry.file.name}, which the model has no place for{hint}")
+        lines.append(
+            f"  unknown tensor {entry.name[:200]!r} in {entry.file.name}, which the model has no place for{hint}"
+        )
     if len(unknown) > most:
         lines.append(f"  and {len(unknown) - most} more unknown tensors")
     lines.extend(f"  missing tensor {name!r}, which no file holds" for name in missing[:most])

@@ -119,7 +119,11 @@ def test_paths_are_welcome_where_texts_are(tmp_path):
 @pytest.mark.parametrize(
     ("name", "good", "bad"),
     [
-        ("memory_utilization", [1e-9, 0.5, 1, 1.0], [0, -0.1, 1.0000001, float("nan"), float("inf"), True, "0.5"]),
+        (
+            "memory_utilization",
+            [1e-9, 0.5, 1, 1.0],
+            [0, -0.1, 1.0000001, 10**400, float("nan"), float("inf"), True, "0.5"],
+        ),
         ("max_model_len", [1, None], [0, -1, 1.5, "10", True]),
         ("seed", [0, 2**63 - 1], [-1, 2**63, None, 0.5]),
         ("max_logprobs", [-1, 0, 20], [-2, None, "5"]),

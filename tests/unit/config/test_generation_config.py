@@ -44,12 +44,12 @@ def test_null_and_absent_say_nothing():
 @pytest.mark.parametrize(
     ("key", "good", "bad"),
     [
-        ("temperature", [0, 0.0, 5], [-0.1, float("nan"), float("inf"), "1", True, [1]]),
+        ("temperature", [0, 0.0, 5], [-0.1, 10**400, float("nan"), float("inf"), "1", True, [1]]),
         ("top_p", [1e-9, 1, 1.0], [0, 1.0001, -1]),
         ("top_k", [-1, 0, 50, 50.0], [-2, 1.5, "50", True]),
         ("min_p", [0, 1], [-0.01, 1.01]),
         ("repetition_penalty", [0.001, 2], [0, -1]),
-        ("max_new_tokens", [1, 1e6], [0, -5, 1.5]),
+        ("max_new_tokens", [1, 1e6], [0, -5, 1.5, 10**400]),
     ],
 )
 def test_values_outside_their_range_are_refused(key, good, bad):

@@ -63,6 +63,10 @@ def test_a_header_tells_names_dtypes_shapes_and_places(tmp_path):
         ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}, b"1234", r"data_offsets \[0\]"),
         ({"a": entry("F32", [2], 0, 4)}, b"1234", r"F32 of shape \[2\] takes 8 bytes.*\[0, 4\] span 4"),
         ({"a": entry("F32", [2**62, 2**62], 0, 4)}, b"1234", "takes .* bytes"),
+        ({"a": entry("F32", [2**62] * 16, 0, 4)}, b"1234", "takes .* bytes"),
+        ({"a": entry("F32", [1] * 17, 0, 4)}, b"1234", "has shape"),
+        ({"a": entry("F32", [2**63], 0, 4)}, b"1234", "has shape"),
+        ({"a": entry("U8", [1], 10**4299, 10**4299 + 1)}, b"1234", "has data_offsets"),
         ({"a": entry("F32", [1], 0, 4), "b": entry("F32", [1], 2, 6)}, b"123456", "'a' and 'b' overlap"),
         ({"a": entry("F32", [1], 0, 4), "b": entry("F32", [1], 0, 4)}, b"1234", "overlap"),
         ({"a": entry("F32", [1], 0, 4), "b": entry("F32", [1], 6, 10)}, b"1234567890", "2 bytes before tensor 'b'"),
@@ -100,6 +104,13 @@ def test_a_file_too_short_for_anything(tmp_path, size):
         read_header(tmp_path / "bad.safetensors")
 
 
+def test_a_message_about_an_endless_name_is_short(tmp_path):
+    path = write_raw(tmp_path / "bad.safetensors", {"x" * 1_000_000: entry("F32", [1], 0, 3)}, b"123")
+    with pytest.raises(ModelError) as caught:
+        read_header(path)
+    assert len(str(caught.value)) < 1000
+
+
 def test_a_missing_or_unreadable_file_is_a_model_error(tmp_path):
     with pytest.raises(ModelError, match="cannot be read: No such file"):
         read_header(tmp_path / "none.safetensors")
@@ -120,7 +131,7 @@ def test_a_file_cut_short_between_check_and_read_is_noticed(tmp_path):
 # --- fuzzing
 
 names = st.sampled_from(["a", "b", "__metadata__", "", "\ud800", "model.embed.weight"])
-numbers = st.one_of(st.integers(-2, 40), st.sampled_from([2**31, 2**63, 2**64, 10**30]))
+numbers = st.one_of(st.integers(-2, 40), st.sampled_from([2**31, 2**63 - 1, 2**63, 2**64, 10**30, 10**4000]))
 json_values = st.recursive(
     st.one_of(st.none(), st.booleans(), numbers, st.floats(), st.text(max_size=5)),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
@@ -131,8 +142,12 @@ entries = st.one_of(
     st.fixed_dictionaries(
         {
             "dtype": st.one_of(st.sampled_from(["F32", "BF16", "U8", "I64", "F99"]), json_values),
-            "shape": st.one_of(st.lists(st.integers(0, 5), max_size=3), json_values),
-            "data_offsets": st.one_of(st.lists(st.integers(0, 40), min_size=2, max_size=2), json_values),
+            "shape": st.one_of(st.lists(st.integers(0, 5), max_size=3), st.lists(numbers, max_size=400), json_values),
+            "data_offsets": st.one_of(
+                st.lists(st.integers(0, 40), min_size=2, max_size=2),
+                st.lists(numbers, min_size=2, max_size=2),
+                json_values,
+            ),
         }
     ),
 )
