@@ -1,0 +1,208 @@
+"""The command `mvllm`, run in this process around an engine core that needs no model."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mvllm import SamplingParams
+from mvllm.config.engine_args import EngineArgs
+from mvllm.entrypoints.cli import arguments
+from mvllm.entrypoints.cli.main import COMMANDS, main
+from tests.unit.entrypoints.builders import ANSWER_TEXT, TOKENIZER, echo, save_model_folder, use_fake_engine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def clients(monkeypatch):
+    return use_fake_engine(monkeypatch)
+
+
+def type_in(monkeypatch, text):
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+
+
+def usage_error(argv, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+class TestHelp:
+    def test_it_loads_nothing_heavy(self):
+        code = (
+            "import sys\nfrom mvllm.entrypoints.cli.main import main\n"
+            "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+            "heavy = {'torch', 'transformers', 'numpy', 'tokenizers', 'huggingface_hub'} & set(sys.modules)\n"
+            "sys.exit(f'loaded {heavy}' if heavy else 0)"
+        )
+        for argv in (["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)):
+            ran = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False)
+            assert ran.returncode == 0, (argv, ran.stderr)
+
+    @pytest.mark.parametrize("command", ["generate", "chat", "complete"])
+    def test_every_setting_of_the_engine_is_an_option(self, command, capsys):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        text = capsys.readouterr().out
+        for setting in EngineArgs.options():
+            if setting.name != "skip_tokenizer_init":
+                assert f"--{setting.name.replace('_', '-')}" in text
+        for title in ("model:", "KV cache:", "scheduler:", "sampling:"):
+            assert title in text
+
+    def test_a_word_narrows_it(self, capsys):
+        with pytest.raises(SystemExit) as caught:
+            main(["generate", "--help=prefix"])
+        text = capsys.readouterr().out
+        assert caught.value.code == 0
+        assert "--enable-prefix-caching" in text
+        assert "--temperature" not in text
+
+    def test_each_sampling_parameter_has_a_text(self):
+        texts = arguments.attribute_help(SamplingParams)
+        assert set(texts) == set(SamplingParams.__struct_fields__)
+        assert all(texts.values())
+
+
+class TestGenerate:
+    def test_it_prints_the_prompt_with_its_continuation_and_the_speed(self, folder, clients, capsys):
+        assert main(["generate", "--model", folder, "--prompt", "Hello "]) == 0
+        out = capsys.readouterr().out
+        assert f"Hello {ANSWER_TEXT}\n" in out
+        last_line = out.rstrip().splitlines()[-1]
+        assert "output tokens/s" in last_line
+        assert last_line.endswith("platform fake, from nowhere")
+
+    def test_several_prompts_come_in_order(self, folder, monkeypatch, capsys):
+        use_fake_engine(monkeypatch, echo)
+        assert main(["generate", "--model", folder, "--prompt", "The cat sat on", "--prompt", "x"]) == 0
+        out = capsys.readouterr().out
+        assert out.index("The cat sat onThe cat sat on") < out.index("xx")
+
+    def test_the_prompt_may_come_through_a_pipe(self, folder, clients, monkeypatch, capsys):
+        type_in(monkeypatch, "Hello \n")
+        assert main(["generate", "--model", folder]) == 0
+        assert f"Hello {ANSWER_TEXT}" in capsys.readouterr().out
+
+    def test_options_reach_sampler_and_engine(self, folder, clients):
+        argv = ["generate", "--model", folder, "--prompt", "x", "--temperature", "0.5", "--top-k", "3", "--stop", "a"]
+        argv += ["--stop", "b", "--max-tokens", "9", "--seed", "5", "--ignore-eos", "--max-model-len", "99", "--n", "2"]
+        argv += ["--no-enable-prefix-caching", "--gpu-memory-utilization", "0.25", "--stop-token-ids", "3"]
+        assert main(argv) == 0
+        (client,) = clients
+        params = client.requests[0].sampling_params
+        assert (params.temperature, params.top_k, params.stop) == (0.5, 3, ["a", "b"])
+        assert (params.max_tokens, params.seed, params.ignore_eos, params.stop_token_ids) == (9, 5, True, [3])
+        assert len(client.requests) == 2
+        assert client.config.model.max_model_len == 99
+        assert client.config.model.seed == 5
+        assert client.config.cache.enable_prefix_caching is False
+        assert client.config.cache.memory_utilization == 0.25
+
+    def test_a_bad_value_is_explained_before_the_model_is_loaded(self, folder, clients, capsys):
+        assert main(["generate", "--model", folder, "--prompt", "x", "--top-p", "2"]) == 1
+        error = capsys.readouterr().err
+        assert "top_p" in error
+        assert "Traceback" not in error
+        assert clients == []
+
+    def test_a_missing_model_is_explained(self, clients, capsys):
+        assert main(["generate", "--model", "/nowhere/at/all", "--prompt", "x"]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert "/nowhere/at/all" in error
+        assert "Traceback" not in error
+
+    def test_the_engine_is_closed_at_the_end(self, folder, clients):
+        main(["generate", "--model", folder, "--prompt", "x"])
+        assert clients[0].is_shut_down
+
+    def test_ctrl_c_ends_with_130(self, folder, clients, monkeypatch, capsys):
+        def interrupted(engine):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("mvllm.engine.llm_engine.LLMEngine.step", interrupted)
+        assert main(["generate", "--model", folder, "--prompt", "x"]) == 130
+        assert "Traceback" not in capsys.readouterr().err
+        assert clients[0].is_shut_down
+
+
+class TestUsage:
+    def test_without_a_command(self, capsys):
+        assert "COMMAND" in usage_error([], capsys)
+
+    def test_an_unknown_command(self, capsys):
+        assert "generat" in usage_error(["generat"], capsys)
+
+    def test_without_a_model(self, capsys):
+        assert "--model" in usage_error(["generate", "--prompt", "x"], capsys)
+
+    def test_an_unknown_option(self, folder, capsys):
+        assert "--temprature" in usage_error(["generate", "--model", folder, "--temprature", "1"], capsys)
+
+
+class TestChat:
+    def test_it_remembers_what_was_said(self, folder, clients, monkeypatch, capsys):
+        type_in(monkeypatch, "Hello\n\nAgain\n/exit\nNever\n")
+        assert main(["chat", "--model", folder, "--system", "Be brief."]) == 0
+        first, second = (r.prompt_token_ids for r in clients[0].requests)
+        assert capsys.readouterr().out.count(ANSWER_TEXT) == 2
+        text = TOKENIZER.decode(second, skip_special_tokens=False)
+        assert text.startswith(TOKENIZER.decode(first, skip_special_tokens=False))
+        assert "Be brief." in text
+        assert f"{ANSWER_TEXT}<|im_end|>\n<|im_start|>user\nAgain" in text
+
+    def test_it_can_forget(self, folder, clients, monkeypatch):
+        type_in(monkeypatch, "Hello\n/reset\nHello\n")
+        assert main(["chat", "--model", folder]) == 0
+        first, second = (r.prompt_token_ids for r in clients[0].requests)
+        assert first == second
+
+    def test_by_default_an_answer_may_fill_the_context(self, folder, clients, monkeypatch):
+        type_in(monkeypatch, "Hello\n")
+        main(["chat", "--model", folder])
+        (request,) = clients[0].requests
+        assert request.sampling_params.max_tokens == 256 - len(request.prompt_token_ids)
+
+    def test_a_conversation_that_has_grown_too_long_can_be_reset(self, folder, clients, monkeypatch, capsys):
+        type_in(monkeypatch, "Hello " * 300 + "\nHello\n")
+        assert main(["chat", "--model", folder]) == 0
+        captured = capsys.readouterr()
+        assert "max_model_len" in captured.err
+        assert ANSWER_TEXT in captured.out
+
+
+class TestComplete:
+    def test_one_prompt(self, folder, clients, capsys):
+        assert main(["complete", "--model", folder, "--prompt", "Hello"]) == 0
+        assert capsys.readouterr().out == ANSWER_TEXT + "\n"
+
+    def test_each_line_of_input(self, folder, clients, monkeypatch, capsys):
+        type_in(monkeypatch, "Hello\nWorld\n")
+        assert main(["complete", "--model", folder]) == 0
+        assert capsys.readouterr().out == f"{ANSWER_TEXT}\n" * 2
+
+
+class TestEnvironment:
+    def test_a_misspelt_variable_is_noticed(self, folder, clients, monkeypatch, caplog):
+        monkeypatch.setenv("MVLLM_PLATFROM", "x")
+        with caplog.at_level("WARNING", logger="mvllm"):
+            main(["complete", "--model", folder, "--prompt", "Hello"])
+        assert "MVLLM_PLATFROM" in caplog.text
+        assert "Did you mean MVLLM_PLATFORM?" in caplog.text
+
+
+def test_json_objects_are_read(folder, clients):
+    overrides = json.dumps({"max_position_embeddings": 128})
+    assert main(["generate", "--model", folder, "--prompt", "x", "--hf-overrides", overrides]) == 0
+    assert clients[0].config.model.max_model_len == 128
