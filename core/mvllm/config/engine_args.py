@@ -48,7 +48,7 @@ class EngineArgs:
         None, help="Branch, tag or commit of a tokenizer named apart from the model.", group="model"
     )
     hf_token: str | None = option(
-        None, help="Token for the hub; without it, HF_TOKEN or the stored login is used.", group="model"
+        None, help="Token for the hub; without it, HF_TOKEN or the stored login is used.", group="model", secret=True
     )
     hf_overrides: dict[str, Any] | None = option(  # noqa: RUF009  (gives a field, as dataclasses.field does)
         None, help="Keys of config.json to replace, as a JSON object.", group="model"

@@ -110,8 +110,9 @@ def option(
     maximum: float | None = None,
     above: bool = False,
     aliases: tuple[str, ...] = (),
+    secret: bool = False,
 ) -> Any:
-    """A dataclass field that is a setting; the arguments are those of `Option`."""
+    """A dataclass field that is a setting; the arguments are those of `Option`, and `secret` keeps it out of the repr."""
     facts = {
         "help": help,
         "group": group,
@@ -121,7 +122,7 @@ def option(
         "above": above,
         "aliases": aliases,
     }
-    return dataclasses.field(default=default, metadata=facts)
+    return dataclasses.field(default=default, repr=not secret, metadata=facts)
 
 
 def options_of(cls: type) -> tuple[Option, ...]:

@@ -255,3 +255,7 @@ def test_every_setting_declares_what_a_command_line_needs():
     assert len({o.name for o in options}) == len(options) > 25
     defaults = {o.name: o.default for o in options if o.name != "model"}
     EngineArgs.from_kwargs(model="x", **defaults)  # every default is itself permitted
+
+
+def test_a_token_does_not_show_when_the_settings_are_printed():
+    assert "hunter2" not in repr(EngineArgs.from_kwargs(model="x", hf_token="hunter2"))
