@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout
+from mvllm.platform.attention import AttentionBackend, AttentionSpec, BatchLayout
+from mvllm.platform.runtime import DeviceRuntime
+
+HOST = torch.device("cpu")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -35,6 +39,22 @@ class Case:
     query: torch.Tensor
     sinks: torch.Tensor | None
     num_blocks: int
+    device: torch.device = HOST
+
+    def on(self, runtime: DeviceRuntime) -> Case:
+        """The same case with its tensors on a device."""
+        layout = self.layout
+        names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+        arrays = {f"{name}_device": runtime.from_numpy(getattr(layout, name)) for name in names}
+        return dataclasses.replace(
+            self,
+            layout=dataclasses.replace(layout, **arrays),
+            keys=[runtime.to_device(k) for k in self.keys],
+            values=[runtime.to_device(v) for v in self.values],
+            query=runtime.to_device(self.query),
+            sinks=None if self.sinks is None else runtime.to_device(self.sinks),
+            device=runtime.device,
+        )
 
 
 def make_layout(
@@ -100,29 +120,52 @@ def make_case(
     )
 
 
-def run(backend: AttentionBackend, case: Case, *, poison: bool = True) -> torch.Tensor:
-    """Fills the cache as earlier steps would have, then runs the step."""
-    block_size = case.layout.block_size
-    kv = backend.allocate(case.num_blocks, block_size, torch.device("cpu"))
-    if poison:  # as if an earlier tenant of every block had overflowed
-        tables = np.arange(case.num_blocks, dtype=np.int32)[None]
-        everything = make_layout([(0, case.num_blocks * block_size)], tables, block_size)
-        nan = torch.full((case.num_blocks * block_size, *case.keys[0].shape[1:]), torch.nan, dtype=case.query.dtype)
-        backend.write_kv(kv, nan, nan, backend.build_metadata(everything))
-    earlier = [(0, before) for before, _ in case.requests if before]
-    if earlier:
-        rows = [r for r, (before, _) in enumerate(case.requests) if before]
-        past = make_layout(earlier, case.layout.block_table[rows], block_size)
-        keys = torch.cat([case.keys[r][: case.requests[r][0]] for r in rows])
-        values = torch.cat([case.values[r][: case.requests[r][0]] for r in rows])
-        backend.write_kv(kv, keys, values, backend.build_metadata(past))
+def run(backend: AttentionBackend, case: Case, *, poison: bool = True, move_blocks: bool = False) -> torch.Tensor:
+    """Fills the cache as earlier steps would have, then runs the step.
+
+    Args:
+        poison: An earlier tenant of every block left NaN in all its slots.
+        move_blocks: Earlier tokens were stored in other blocks and copied to where the block table says.
+    """
+    block_size, device = case.layout.block_size, case.device
+    kv = backend.allocate(2 * case.num_blocks, block_size, device)
+
+    def write(layout: BatchLayout, keys: torch.Tensor, values: torch.Tensor) -> None:
+        backend.write_kv(kv, keys, values, backend.build_metadata(_layout_on(layout, device)))
+
+    if poison:
+        num_blocks = case.num_blocks * (2 if move_blocks else 1)
+        everything = make_layout(
+            [(0, num_blocks * block_size)], np.arange(num_blocks, dtype=np.int32)[None], block_size
+        )
+        shape = (num_blocks * block_size, *case.keys[0].shape[1:])
+        nan = torch.full(shape, torch.nan, dtype=case.query.dtype, device=device)
+        write(everything, nan, nan)
+    rows = [r for r, (before, _) in enumerate(case.requests) if before]
+    if rows:
+        tables = case.layout.block_table[rows] + (case.num_blocks if move_blocks else 0)
+        earlier = make_layout([(0, case.requests[r][0]) for r in rows], tables, block_size)
+        keys, values = (
+            torch.cat([whole[r][: case.requests[r][0]] for r in rows]) for whole in (case.keys, case.values)
+        )
+        write(earlier, keys, values)
+        if move_blocks:
+            blocks = torch.arange(case.num_blocks, device=device)
+            backend.copy_blocks(kv, blocks + case.num_blocks, blocks)
+    keys, values = (
+        torch.cat([one[before:] for one, (before, _) in zip(whole, case.requests)])
+        for whole in (case.keys, case.values)
+    )
+    fused, size = torch.cat([keys.flatten(1), values.flatten(1)], dim=1), keys.shape[1] * keys.shape[2]
     metadata = backend.build_metadata(case.layout)
-    keys = torch.cat([k[before:] for k, (before, _) in zip(case.keys, case.requests)])
-    values = torch.cat([v[before:] for v, (before, _) in zip(case.values, case.requests)])
-    fused = torch.cat([keys.flatten(1), values.flatten(1)], dim=1)
-    size = keys.shape[1] * keys.shape[2]
     backend.write_kv(kv, fused[:, :size].view(keys.shape), fused[:, size:].view(keys.shape), metadata)
     return backend.forward(case.query, kv, metadata, case.sinks)
+
+
+def _layout_on(layout: BatchLayout, device: torch.device) -> BatchLayout:
+    names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+    arrays = {f"{name}_device": torch.from_numpy(getattr(layout, name)).to(device) for name in names}
+    return dataclasses.replace(layout, **arrays)
 
 
 def make_spec(
