@@ -112,7 +112,7 @@ def option(
     aliases: tuple[str, ...] = (),
     secret: bool = False,
 ) -> Any:
-    """A dataclass field that is a setting; the arguments are those of `Option`, and `secret` keeps it out of the repr."""
+    """A dataclass field that is a setting; the arguments are those of `Option`. A `secret` stays out of the repr."""
     facts = {
         "help": help,
         "group": group,
