@@ -1,4 +1,4 @@
-"""What holds for every test: no network, no setting of the developer's shell, and no deadline that a busy machine misses.
+"""What holds for every test: no network, no setting of the developer's shell, no deadline that a busy machine misses.
 
 Torch is not imported here, nor in any conftest above tests/unit/scheduler and tests/unit/kv_cache: they run without it.
 """

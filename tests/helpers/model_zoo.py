@@ -1,7 +1,7 @@
 """Tiny random checkpoints of every architecture, made with transformers.
 
-Weights are drawn so that attention is peaked and logits are spread: a wrong mask, a wrong angle or a swapped head changes
-the greedy token, and the greedy token is far from a tie.
+Weights are drawn so that attention is peaked and logits are spread: a wrong mask, a wrong angle or a swapped head
+changes the greedy token, and the greedy token is far from a tie.
 
     for name in ZOO: folder = make_checkpoint(name, tmp_path / name)
 """

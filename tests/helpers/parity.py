@@ -1,7 +1,7 @@
 """The engine beside transformers: same prompts, greedy, float32; tokens must be equal and log-probabilities close.
 
-transformers generates each prompt alone, token by token. The engine must give the same whatever it does meanwhile: batch
-the prompts, cut them into chunks, find their prefixes in the cache, preempt and recompute them.
+transformers generates each prompt alone, token by token. The engine must give the same whatever it does meanwhile:
+batch the prompts, cut them into chunks, find their prefixes in the cache, preempt and recompute them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,10 @@ def engine(folder: Path, **settings: object) -> Iterator[LLM]:
 def generate(llm: LLM, prompts: list[list[int]], **settings: object) -> list[RequestOutput]:
     """Greedy continuations of NUM_TOKENS tokens, with log-probabilities."""
     params = SamplingParams(
-        **({"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 2, "detokenize": False} | settings)
+        **(
+            {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 2, "detokenize": False}
+            | settings
+        )
     )
     return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
 

@@ -1,7 +1,7 @@
 """The parity tests of one family; each has a file of its own, so that families can be tested side by side.
 
-    class TestLlama(ParitySuite):
-        names = names_of("llama")
+class TestLlama(ParitySuite):
+    names = names_of("llama")
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.helpers.parity import BLOCK_SIZE, MAX_LEN, Oracle
 
 
 class ParitySuite:
-    """`checkpoint` runs through `names`. Every way in which the engine may treat a prompt gives what transformers gives."""
+    """`checkpoint` runs through `names`. However the engine treats a prompt, it gives what transformers gives."""
 
     names: ClassVar[list[str]] = []
 

@@ -34,7 +34,8 @@ def toy_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_mvllm(search_path: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    code = f"import sys; sys.path.insert(0, {str(search_path)!r}); from mvllm.entrypoints.cli.main import main; sys.exit(main())"
+    start = "from mvllm.entrypoints.cli.main import main; sys.exit(main())"
+    code = f"import sys; sys.path.insert(0, {str(search_path)!r}); {start}"
     return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=120)
 
 
@@ -54,7 +55,17 @@ def test_the_plugin_of_the_page_is_listed_as_available(toy_package: Path) -> Non
 
 
 def test_the_plugin_of_the_page_generates_the_same_text_as_the_cpu_platform(toy_package: Path) -> None:
-    command = ["generate", "--model", "demo", "--prompt", "The capital of France is", "--temperature", "0", "--dtype", "float32"]
+    command = [
+        "generate",
+        "--model",
+        "demo",
+        "--prompt",
+        "The capital of France is",
+        "--temperature",
+        "0",
+        "--dtype",
+        "float32",
+    ]
     toy = run_mvllm(toy_package, *command, "--platform", "toy")
     assert toy.returncode == 0, toy.stderr
     assert "toy = mvllm_toy.plugin" in toy.stdout + toy.stderr

@@ -1,15 +1,16 @@
-"""Output tokens per second and peak memory of mvllm beside transformers' `generate`: same model, same prompts, same threads.
+"""Output tokens per second and peak memory of mvllm beside transformers' `generate`: same model, prompts and threads.
 
     python tests/perf/end_to_end.py [--runs 3]
 
-Greedy, end-of-text ignored, bf16, random token ids. The two engines run in turn, each in a process of its own; the figure is the
-median over the runs, the ratio that of the medians. Run it on an idle machine.
+Greedy, end-of-text ignored, bf16, random token ids. The two engines run in turn, each in a process of its own; the
+figure is the median over the runs, the ratio that of the medians. Run it on an idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import operator
 import os
 import random
 import resource
@@ -33,7 +34,9 @@ KV_BYTES = 512 * 2**20
 def prompts_of(batch: int, repeat: int) -> list[list[int]]:
     w = WORKLOADS[batch]
     rng = random.Random(f"{batch}-{repeat}")
-    return [[rng.randrange(16, SHAPES["small"]["vocab_size"]) for _ in range(w["prompt"])] for _ in range(w["requests"])]
+    return [
+        [rng.randrange(16, SHAPES["small"]["vocab_size"]) for _ in range(w["prompt"])] for _ in range(w["requests"])
+    ]
 
 
 def measure_mvllm(folder: Path, batches: list[int]) -> dict:
@@ -41,7 +44,11 @@ def measure_mvllm(folder: Path, batches: list[int]) -> dict:
 
     start = time.perf_counter()
     with LLM(
-        model=str(folder), dtype="bfloat16", skip_tokenizer_init=True, kv_cache_memory_bytes=KV_BYTES, max_model_len=2048
+        model=str(folder),
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        kv_cache_memory_bytes=KV_BYTES,
+        max_model_len=2048,
     ) as llm:
         loaded, peak = time.perf_counter() - start, peak_rss()
 
@@ -93,14 +100,17 @@ def peak_rss() -> int:
 
 def bare_rss() -> int:
     """Peak memory of a process that has only imported what both engines import."""
-    code = "import torch, transformers.models.llama.modeling_llama, resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    imports = "import torch, transformers.models.llama.modeling_llama, resource"
+    code = f"{imports}; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     return int(subprocess.check_output([sys.executable, "-c", code], text=True)) * 1024
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="processes per engine")
-    parser.add_argument("--batch", type=int, action="append", choices=sorted(WORKLOADS), help="batch sizes (default: all)")
+    parser.add_argument(
+        "--batch", type=int, action="append", choices=sorted(WORKLOADS), help="batch sizes (default: all)"
+    )
     parser.add_argument("--engine", choices=["mvllm", "transformers"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     folder, batches = checkpoint("small"), args.batch or sorted(WORKLOADS)
@@ -113,7 +123,9 @@ def main() -> None:
     for _ in range(args.runs):
         for engine, found in results.items():
             command = [sys.executable, __file__, "--engine", engine, *(f"--batch={b}" for b in batches)]
-            output = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | {"MVLLM_LOGGING_LEVEL": "WARNING"})
+            output = subprocess.run(
+                command, check=True, capture_output=True, text=True, env=os.environ | {"MVLLM_LOGGING_LEVEL": "WARNING"}
+            )
             found.append(json.loads(output.stdout.splitlines()[-1]))
 
     def median(engine: str, pick) -> float:
@@ -122,7 +134,8 @@ def main() -> None:
     print(f"{os.cpu_count()} cores, {args.runs} runs per engine, medians; Llama of 162 M parameters, bf16\n")
     print(f"{'batch':>5} {'in':>5} {'out':>5} {'mvllm tok/s':>12} {'transformers tok/s':>19} {'ratio':>6}")
     for batch in batches:
-        ours, theirs = (median(e, lambda r: r["tokens_per_second"][str(batch)]) for e in ("mvllm", "transformers"))
+        rate = operator.itemgetter(str(batch))
+        ours, theirs = (median(e, lambda r, rate=rate: rate(r["tokens_per_second"])) for e in ("mvllm", "transformers"))
         w = WORKLOADS[batch]
         print(f"{batch:>5} {w['prompt']:>5} {w['output']:>5} {ours:>12.1f} {theirs:>19.1f} {ours / theirs:>6.2f}")
 
@@ -131,7 +144,10 @@ def main() -> None:
     print(f"\nweights {weights / 2**20:.0f} MiB; bare interpreter with torch and transformers {base / 2**20:.0f} MiB")
     for engine in results:
         peak, load = median(engine, lambda r: r["load_peak_bytes"]), median(engine, lambda r: r["load_seconds"])
-        print(f"{engine:>12}: loaded in {load:.1f} s, peak memory {peak / 2**20:.0f} MiB = weights + {(peak - weights) / 2**20:.0f} MiB")
+        print(
+            f"{engine:>12}: loaded in {load:.1f} s, peak memory {peak / 2**20:.0f} MiB "
+            f"= weights + {(peak - weights) / 2**20:.0f} MiB"
+        )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python tests/perf/engine_overhead.py [--runs 5]
 
-256 requests of 32 prompt and 64 output tokens on a one-layer model of width 64, offline. Prints the median rate and the engine's time
-per step and per request and step. Run it on an idle machine.
+256 requests of 32 prompt and 64 output tokens on a one-layer model of width 64, offline. Prints the median rate and the
+engine's time per step and per request and step. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -30,12 +30,17 @@ def main() -> None:
     seconds = []
     start = time.perf_counter()
     with LLM(
-        model=str(checkpoint("tiny")), skip_tokenizer_init=True, kv_cache_memory_bytes=2**28, max_num_batched_tokens=8192
+        model=str(checkpoint("tiny")),
+        skip_tokenizer_init=True,
+        kv_cache_memory_bytes=2**28,
+        max_num_batched_tokens=8192,
     ) as llm:
         for run in range(args.runs + 1):
             rng = random.Random(run)
             vocabulary = SHAPES["tiny"]["vocab_size"]
-            prompts = [{"prompt_token_ids": [rng.randrange(16, vocabulary) for _ in range(PROMPT)]} for _ in range(REQUESTS)]
+            prompts = [
+                {"prompt_token_ids": [rng.randrange(16, vocabulary) for _ in range(PROMPT)]} for _ in range(REQUESTS)
+            ]
             params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, detokenize=False)
             if run == 0:
                 llm.generate(prompts[:2], SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)
@@ -47,7 +52,10 @@ def main() -> None:
             assert all(len(o.outputs[0].token_ids) == OUTPUT for o in outputs)
     took = statistics.median(seconds)
     steps = OUTPUT
-    print(f"{REQUESTS * OUTPUT / took:,.0f} output tokens/s; {took / steps * 1e3:.2f} ms a step, {took / steps / REQUESTS * 1e6:.1f} µs per request and step")
+    print(
+        f"{REQUESTS * OUTPUT / took:,.0f} output tokens/s; {took / steps * 1e3:.2f} ms a step, "
+        f"{took / steps / REQUESTS * 1e6:.1f} µs per request and step"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Random-weight checkpoints for the benchmarks, written once by transformers into a folder that is kept.
 
-    small   Llama, 162 M parameters: 12 layers of width 768 (the shape of the public llama-160m)
-    tiny    one layer of width 64: next to no arithmetic, so that what is measured is the engine around the model
+small   Llama, 162 M parameters: 12 layers of width 768 (the shape of the public llama-160m)
+tiny    one layer of width 64: next to no arithmetic, so that what is measured is the engine around the model
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ def checkpoint(name: str) -> Path:
         model.lm_head.weight.normal_(0, 4.0 / config.hidden_size**0.5)
     folder.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(folder)
-    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0})
+    )
     (folder / "complete").touch()
     return folder

@@ -1,8 +1,8 @@
 """The engine core: a scheduler, an executor, and `step()`.
 
-`step()` is the architecture in a few lines. It is written as two halves, `_launch` and `_collect`, with a queue of steps
-in between: with asynchronous scheduling the next step is launched before the last one is collected, and nothing else
-changes.
+`step()` is the architecture in a few lines. It is written as two halves, `_launch` and `_collect`, with a queue of
+steps in between: with asynchronous scheduling the next step is launched before the last one is collected, and nothing
+else changes.
 """
 
 from __future__ import annotations

@@ -63,9 +63,8 @@ def choose_block_size(config: EngineConfig, needs: Sequence[KVCacheNeeds]) -> in
     if asked is None and common:
         return common[0]
     if asked not in common:
-        raise CacheError(
-            f"block_size {asked} was asked for, but the attention backend accepts {', '.join(map(str, common)) or 'none'}."
-        )
+        accepted = ", ".join(map(str, common)) or "none"
+        raise CacheError(f"block_size {asked} was asked for, but the attention backend accepts {accepted}.")
     return asked
 
 
@@ -99,7 +98,8 @@ def _too_small(
     tightest = min(range(len(needs)), key=lambda i: available[i] / needs[i].bytes_per_token)
     required = blocks_for(max_len, block_size) * block_size * needs[tightest].bytes_per_token
     found = available[tightest]
-    asked = f"max_model_len {max_len:,} needs {_size(required)} of KV cache ({needs[tightest].bytes_per_token:,} bytes per token)"
+    per_token = needs[tightest].bytes_per_token
+    asked = f"max_model_len {max_len:,} needs {_size(required)} of KV cache ({per_token:,} bytes per token)"
     if config.cache.kv_cache_memory_bytes is not None:
         limits = f"kv_cache_memory_bytes gives {_size(found)}"
         grow = f"raise kv_cache_memory_bytes to {required}"

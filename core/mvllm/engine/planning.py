@@ -1,4 +1,4 @@
-"""Settles the configuration with the platform: the platform says what it wants otherwise and why, core applies and logs it."""
+"""Settles the configuration with the platform, which says what it wants otherwise and why; core applies and logs it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def settle_config(config: EngineConfig, platform: Platform) -> EngineConfig:
     for change in answer.changes:
         config = replace_field(config, change.field, change.value)
         _log(change)
-    change = _settle_dtype(config, platform)
-    return replace_field(config, change.field, change.value) if change else config
+    dtype = _settle_dtype(config, platform)
+    return replace_field(config, dtype.field, dtype.value) if dtype else config
 
 
 def _settle_dtype(config: EngineConfig, platform: Platform) -> ConfigChange | None:

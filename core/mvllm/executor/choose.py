@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+from collections.abc import Callable
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import ConfigError
@@ -35,8 +36,7 @@ def make_executor(config: EngineConfig, platform: Platform) -> Executor:
                 f"The executor {name!r} runs one worker; this configuration needs {topology.num_workers}. "
                 "Set tensor_parallel_size and pipeline_parallel_size to 1."
             )
-    executor: Executor = _load(name)(config, platform)
-    return executor
+    return _load(name)(config, platform)
 
 
 def _default(topology: LaunchTopology, config: EngineConfig) -> str:
@@ -49,7 +49,7 @@ def _default(topology: LaunchTopology, config: EngineConfig) -> str:
     )
 
 
-def _load(name: str) -> type[Executor]:
+def _load(name: str) -> Callable[[EngineConfig, Platform], Executor]:
     for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name):
         return _checked(name, entry_point.load())
     path = _BUILT_IN.get(name, name)
@@ -63,7 +63,7 @@ def _load(name: str) -> type[Executor]:
         ) from e
 
 
-def _checked(name: str, cls: object) -> type[Executor]:
+def _checked(name: str, cls: object) -> Callable[[EngineConfig, Platform], Executor]:
     if not (isinstance(cls, type) and issubclass(cls, Executor)):
         raise ConfigError(f"distributed_executor_backend {name!r} names {cls!r}, which is not an Executor class.")
     return cls

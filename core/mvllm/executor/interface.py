@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, overload
 
+from mvllm.config.engine_config import EngineConfig
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.platform.interface import Platform
 from mvllm.platform.worker_protocol import KVCacheNeeds
 
 
@@ -15,7 +17,15 @@ class Executor(ABC):
     """Runs WorkerProtocol methods on every worker of one engine.
 
     Used from one thread, the engine core's. A worker's error is raised where its result is asked for.
+
+    Args:
+        config: The engine's configuration.
+        platform: Where its workers run.
     """
+
+    def __init__(self, config: EngineConfig, platform: Platform) -> None:
+        self._config = config
+        self._platform = platform
 
     @overload
     def collective_rpc(

@@ -18,6 +18,7 @@ class UniProcExecutor(Executor):
     """Calls its worker directly. A step has run when `execute_model` returns; errors are raised by the future."""
 
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
+        super().__init__(config, platform)
         self._worker = WorkerWrapper(config, platform, WorkerContext(seed=config.model.seed))
 
     def collective_rpc(  # type: ignore[override]
@@ -45,6 +46,6 @@ def _finished(call: Any) -> Future[Any]:
     future: Future[Any] = Future()
     try:
         future.set_result(call())
-    except Exception as e:
+    except Exception as e:  # noqa: BLE001  (stored; raised where the result is asked for)
         future.set_exception(e)
     return future

@@ -71,7 +71,7 @@ class ModelRunnerOutput(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         step: The plan's step.
-        sampled_token_ids: The sampled token of each row, or -1 where the row has not reached the end of its known tokens.
+        sampled_token_ids: The sampled token of each row, or -1 where it has not reached the end of its known tokens.
         logprobs: Of the sampled token, for rows that asked.
         prompt_logprobs: Of the prompt tokens that this step's positions predict, for rows that asked. Position p of the
             prompt predicts token p + 1, so a step over positions [a, b) gives tokens [a + 1, min(b + 1, num_prompt)).

@@ -104,7 +104,9 @@ def _single(candidates: Sequence[Candidate]) -> Candidate:
             if available
             else "No other platform is available."
         )
-        raise PlatformError(f"An installed platform plugin is broken:\n{listing}\n{way_on}") from broken[0].failure.error  # type: ignore[union-attr]
+        raise PlatformError(f"An installed platform plugin is broken:\n{listing}\n{way_on}") from broken[
+            0
+        ].failure.error  # type: ignore[union-attr]
     if not available:
         raise PlatformError(f"None of the installed platforms can be used on this machine:\n{listing}")
     if len(available) > 1:

@@ -55,7 +55,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_to_all(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Rank i gets the i-th tensor of every rank, in rank order. Shapes may differ between pairs only if all agree."""
+        """Rank i gets the i-th tensor of every rank, in rank order; all tensors have one shape and dtype."""
 
     @abstractmethod
     def barrier(self) -> None:

@@ -118,8 +118,10 @@ def discover(only: str | None = None) -> list[Candidate]:
     sources = find_sources()
     owners = Counter(source.name for source in sources)
     wanted = [source for source in sources if only is None or source.name == only]
-    return [_examine(source, [s for s in sources if s.name == source.name] if owners[source.name] > 1 else [])
-            for source in wanted]
+    return [
+        _examine(source, [s for s in sources if s.name == source.name] if owners[source.name] > 1 else [])
+        for source in wanted
+    ]
 
 
 def load_attribute(path: str) -> Any:
@@ -174,12 +176,14 @@ def _load_spec(source: PluginSource) -> PlatformSpec:
         answers = manager.hook.mvllm_platform()
     if len(answers) != 1 or not isinstance(answers[0], PlatformSpec):
         raise PlatformError(
-            f"{source.entry_point} must implement the hook mvllm_platform() and return one PlatformSpec, got {answers!r}."
+            f"{source.entry_point} must implement the hook mvllm_platform() and return one PlatformSpec, "
+            f"got {answers!r}."
         )
     spec: PlatformSpec = answers[0]
     if spec.name != source.name:
         raise PlatformError(
-            f"The entry point is called {source.name!r} but the plugin calls itself {spec.name!r}; the two must be equal."
+            f"The entry point is called {source.name!r} but the plugin calls itself {spec.name!r}; "
+            "the two must be equal."
         )
     return spec
 
@@ -200,7 +204,7 @@ def _attempt(stage: str, source: PluginSource, action: Callable[[], Any]) -> Any
         raise
     except ContractError as e:
         return PluginFailure("contract", str(e), e, str(e).rpartition("Run: ")[2])
-    except BaseException as e:
+    except BaseException as e:  # noqa: BLE001  (stored; shown beside the plugin's name)
         return PluginFailure(
             stage,
             f"{type(e).__name__}: {e}",

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 class Platform(ABC):
     """One kind of hardware. Made by the plugin's factory; stateless, so that processes pass its name, never the object.
 
-    The factory may import torch; it must not open a device. Each method names the phase in which core calls it; no other
-    use is made of a platform.
+    The factory may import torch; it must not open a device. Each method names the phase in which core calls it.
     """
 
     @property

@@ -10,7 +10,7 @@ CONTRACT: tuple[int, int] = (1, 0)
 """Version of the contract this core speaks. A plugin works if its major is equal and its minor is not greater."""
 
 ENTRY_POINT_GROUP = "mvllm.platforms"
-"""Entry points of this group are platform plugins: the name is what users type, the value a light module of hookimpls."""
+"""Entry points of this group are platform plugins: the name is what users type, the value a light hook module."""
 
 
 @dataclass(frozen=True)

@@ -227,21 +227,23 @@ def _profile_inputs(
     """Inputs of `num_tokens` tokens, in requests of one block each, that all read block 0 and write nothing."""
     num_requests = -(-num_tokens // block_size)
     starts = np.minimum(np.arange(num_requests + 1, dtype=np.int32) * block_size, num_tokens).astype(np.int32)
-    host = {
-        "query_start_loc": starts,
-        "seq_lens": np.diff(starts).astype(np.int32),
-        "block_table": np.zeros((num_requests, 1), dtype=np.int32),
-        "slot_mapping": np.full(num_tokens, -1, dtype=np.int32),
-    }
-    device = {f"{name}_device": runtime.from_numpy(array) for name, array in host.items()}
+    seq_lens = np.diff(starts).astype(np.int32)
+    block_table = np.zeros((num_requests, 1), dtype=np.int32)
+    slot_mapping = np.full(num_tokens, -1, dtype=np.int32)
     layout = BatchLayout(
         num_requests=num_requests,
         num_tokens=num_tokens,
         max_query_len=min(block_size, num_tokens),
         max_seq_len=min(block_size, num_tokens),
         block_size=block_size,
-        **host,
-        **device,
+        query_start_loc=starts,
+        seq_lens=seq_lens,
+        block_table=block_table,
+        slot_mapping=slot_mapping,
+        query_start_loc_device=runtime.from_numpy(starts),
+        seq_lens_device=runtime.from_numpy(seq_lens),
+        block_table_device=runtime.from_numpy(block_table),
+        slot_mapping_device=runtime.from_numpy(slot_mapping),
     )
     token_ids = runtime.from_numpy(np.zeros(num_tokens, dtype=np.int32))
     positions = runtime.from_numpy((np.arange(num_tokens) % block_size).astype(np.int32))

@@ -1,7 +1,7 @@
 """Builds one step's inputs on the host, in one buffer, and copies them to the device once.
 
-    int32 buffer:  | token_ids T | positions T | slots T | query_start_loc R+1 | seq_lens R | logits_at S | block_table R*P |
-                   | prompt_lens T, for models that need it |
+    | token_ids T | positions T | slots T | query_start_loc R+1 | seq_lens R | logits_at S | block_table R*P |
+    | prompt_lens T, for models that need it |                                                     all int32
 
 T tokens, R requests, S rows that sample, P pages (width of the block table): each padded up to the platform's buckets.
 """
@@ -98,8 +98,8 @@ class StepInputBuilder:
         padded_requests = ShapePolicy.pad(num_requests, self._shapes.requests)
         pages = ShapePolicy.pad(-(-max_seq_len // self._block_size), self._shapes.pages)
 
-        sizes = (padded_tokens,) * 3 + (padded_requests + 1, padded_requests, len(sampling), padded_requests * pages)
-        sizes += (padded_tokens if self._with_prompt_lens else 0,)
+        sizes = [padded_tokens] * 3 + [padded_requests + 1, padded_requests, len(sampling), padded_requests * pages]
+        sizes.append(padded_tokens if self._with_prompt_lens else 0)
         ends = np.cumsum(sizes).tolist()
         self._turn ^= 1
         buffer = self._buffers[self._turn]

@@ -30,7 +30,9 @@ class WorkerWrapper:
             path = platform.worker_class() or "mvllm.worker.worker:Worker"
             worker = load_attribute(path)(config, platform, ctx)
         if not isinstance(worker, WorkerProtocol):
-            raise PlatformError(f"{path}, the worker class of platform {platform.spec.name!r}, lacks WorkerProtocol methods.")
+            raise PlatformError(
+                f"{path}, the worker class of platform {platform.spec.name!r}, lacks WorkerProtocol methods."
+            )
         self._worker: WorkerProtocol = worker
         self._open = True
 
