@@ -28,8 +28,6 @@ class RequestQueue:
     def push(self, request: Request) -> None:
         """Adds a request, which is not in the queue."""
         assert request not in self._alive
-        if len(self._heap) > 2 * len(self._alive) + 16:
-            self._drop_dead_entries()
         heapq.heappush(self._heap, request)
         self._alive.add(request)
 
@@ -47,11 +45,8 @@ class RequestQueue:
         return request
 
     def remove(self, request: Request) -> None:
-        """Takes out a request, wherever it stands."""
+        """Takes out a request, wherever it stands. It may not come back."""
         self._alive.remove(request)
         if len(self._heap) > 2 * len(self._alive) + 16:
-            self._drop_dead_entries()
-
-    def _drop_dead_entries(self) -> None:
-        self._heap = list(self._alive)
-        heapq.heapify(self._heap)
+            self._heap = list(self._alive)
+            heapq.heapify(self._heap)

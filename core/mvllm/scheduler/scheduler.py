@@ -155,7 +155,7 @@ class Scheduler:
         num_preemptions = self._stats.num_preemptions
 
         budget = self._schedule_running(plan, batch, self._config.max_num_batched_tokens)
-        if num_preemptions == self._stats.num_preemptions:  # else memory is short: nobody joins
+        if num_preemptions == self._stats.num_preemptions:  # nobody takes the place of one who had to give way
             self._schedule_waiting(plan, batch, budget)
 
         plan.freed_rows = self._rows.pop_freed()

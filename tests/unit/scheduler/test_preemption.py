@@ -41,10 +41,24 @@ def test_of_equally_important_requests_the_newest_gives_way():
     assert sorted(crowd(engine, *requests)) == ["a", "b"]
 
 
-def test_nobody_joins_in_a_step_that_preempts():
-    engine = Engine(make_scheduler(num_blocks=7, block_size=4, max_num_seqs=3))
-    crowd(engine, *[make_request(4, max_tokens=10) for _ in range(5)])
-    assert engine.last_plan.new_requests == []
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nobody_takes_the_place_of_a_request_that_gave_way(depth):
+    engine = Engine(make_scheduler(num_blocks=8, block_size=4), depth=depth)
+    requests = [make_request(n, request_id=name, max_tokens=9) for n, name in ((4, "old"), (20, "long"), (1, "late"))]
+    assert crowd(engine, *requests) == ["old"]
+    assert engine.last_plan.new_requests == []  # though there is room enough for "late"
+    joined = []
+    while engine.scheduler.num_waiting:
+        joined.extend(data.request_id for data in engine.step().new_requests)
+    assert joined == ["long", "late"]
+
+
+def test_a_request_joins_only_if_each_that_runs_can_still_grow_by_a_block():
+    for num_blocks, num_running in ((7, 1), (8, 2)):
+        engine = Engine(make_scheduler(num_blocks=num_blocks, block_size=4))
+        engine.add(make_request(6, max_tokens=2), make_request(19, max_tokens=2))
+        engine.step()
+        assert engine.scheduler.num_running == num_running
 
 
 def test_a_preempted_request_frees_its_row_in_the_same_plan():
@@ -84,12 +98,15 @@ def test_the_number_of_cached_tokens_is_not_changed_by_a_preemption():
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("num_blocks", [16, 18, 24])
+@pytest.mark.parametrize("num_blocks", [16, 18, 20])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("chunked", [{"max_num_batched_tokens": 5}, {"enable_chunked_prefill": False}])
 def test_tokens_are_the_same_with_and_without_preemption(depth, num_blocks, policy, chunked):
     engine = Engine(make_scheduler(num_blocks=num_blocks, policy=policy, **chunked), depth=depth)
-    requests = [make_request(3 * i + 1, max_tokens=20, priority=-i % 3, eos=[i], logprobs=1) for i in range(14)]
+    prompts = [[100 * i + j for j in range(3 * i + 1)] for i in range(14)]
+    requests = [
+        make_request(prompt, max_tokens=20, priority=-i % 3, eos=[i], logprobs=1) for i, prompt in enumerate(prompts)
+    ]
     results = engine.run(*requests)
     assert engine.scheduler.make_stats().num_preemptions > 0
     assert_as_expected(requests, results)

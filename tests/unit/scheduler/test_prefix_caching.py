@@ -93,6 +93,7 @@ def test_a_request_for_prompt_logprobs_does_not_read_the_cache_but_fills_it():
     [asking] = engine.run(make_request(PROMPT, prompt_logprobs=1))
     assert asking.num_cached_tokens == 0
     assert len(asking.prompt_logprobs) == len(PROMPT) - 1
+    assert engine.scheduler.make_stats().prefix_cache_queries == len(PROMPT)  # only the first request asked
 
     engine = Engine(make_scheduler())
     engine.run(make_request(PROMPT, prompt_logprobs=1))

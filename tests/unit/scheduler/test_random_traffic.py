@@ -143,7 +143,7 @@ def test_ten_thousand_requests_leave_no_block_row_or_request_behind(depth, polic
     dice = random.Random(0)
     engine = Engine(
         make_scheduler(
-            num_blocks=14,
+            num_blocks=12,
             block_size=4,
             max_num_seqs=16,
             max_num_batched_tokens=48,
@@ -154,8 +154,8 @@ def test_ten_thousand_requests_leave_no_block_row_or_request_behind(depth, polic
         depth=depth,
     )
     num_added, alive = 0, []
-    while num_added < 5_000:  # times two: once per set of parameters
-        for _ in range(dice.randrange(6)):
+    while num_added < 10_000:
+        for _ in range(dice.randrange(4)):
             prompt = [dice.randrange(2)] * dice.randrange(1, 12) + [dice.randrange(9)]
             group = f"g{num_added // 3}" if dice.random() < 0.3 else None
             engine.add(
@@ -176,7 +176,7 @@ def test_ten_thousand_requests_leave_no_block_row_or_request_behind(depth, polic
             engine.scheduler.abort_requests(dice.sample(alive, min(3, len(alive))))
         if dice.random() < 0.02:
             engine.runner.failing.add(dice.choice(alive))
-        for _ in range(dice.randrange(4)):
+        for _ in range(dice.randrange(5)):
             engine.step()
         alive = alive[-60:]
     engine.run()
