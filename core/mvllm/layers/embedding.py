@@ -53,14 +53,16 @@ class VocabBand(nn.Module):
 
     weight: Any
 
-    def __init__(self, ctx: BuildContext, name: str, vocab_size: int, hidden_size: int) -> None:
+    def __init__(
+        self, ctx: BuildContext, name: str, vocab_size: int, hidden_size: int, weight: nn.Parameter | None = None
+    ) -> None:
         super().__init__()
         self.name = name
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.band = -(-vocab_size // ctx.tp.world_size)
         self.first = self.band * ctx.tp.rank_in_group
-        self.weight = ctx.parameter(self.band, hidden_size)
+        self.weight = ctx.parameter(self.band, hidden_size) if weight is None else weight
         self._tp = ctx.tp
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
@@ -109,10 +111,8 @@ class LMHead(VocabBand):
     def __init__(
         self, ctx: BuildContext, name: str, vocab_size: int, hidden_size: int, tied_to: VocabEmbedding | None = None
     ) -> None:
-        super().__init__(ctx, name, vocab_size, hidden_size)
+        super().__init__(ctx, name, vocab_size, hidden_size, weight=None if tied_to is None else tied_to.weight)
         self._tied = tied_to is not None
-        if tied_to is not None:
-            self.weight = tied_to.weight
         self._op = ctx.op("linear", in_features=hidden_size, out_features=self.band, bias=False)
         self._linear = self._op.function
 

@@ -21,6 +21,17 @@ _NEEDED = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
+_NUMBERS = (
+    "rope_theta",
+    "factor",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "low_freq_factor",
+    "high_freq_factor",
+)
 _DEFAULT_THETA = 10000.0
 
 
@@ -54,7 +65,7 @@ class RopeParameters:
         return self.original_max_position if self.rope_type == "longrope" else self.max_position
 
     def depends_on_length(self, max_len: int) -> bool:
-        """Whether a token's rotation depends on the length of its sequence, among sequences of up to `max_len` tokens."""
+        """Whether tokens rotate by more than their position, among sequences of up to `max_len` tokens."""
         return self.rope_type in ("dynamic", "longrope") and max_len > self.native_len
 
     def cache_key(self, prompt_len: int) -> int:
@@ -85,6 +96,13 @@ class RopeParameters:
         missing = [key for key in _NEEDED.get(rope_type, ()) if values.get(key) is None]
         if missing:
             raise ModelError(f"{config.source}: RoPE scaling {rope_type!r} lacks {', '.join(missing)}.")
+
+        for key in _NUMBERS:
+            number = values.get(key)
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int | float) or number <= 0):
+                raise ModelError(
+                    f"{config.source}: {key} of the RoPE settings should be a number > 0, found {number!r}."
+                )
 
         max_position = config.positive_int("max_position_embeddings", 2048)
         original = config.get("original_max_position_embeddings") or values.get("original_max_position_embeddings")

@@ -165,6 +165,8 @@ def test_a_scaled_partial_rotation_leaves_the_rest_of_the_head_alone() -> None:
         ({"rope_type": "llama3", "factor": 2.0}, "lacks low_freq_factor, high_freq_factor"),
         ({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 2.0}, "64 of 32 elements"),
         ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, "a list of 16 numbers"),
+        ({"rope_type": "linear", "factor": "two"}, "factor of the RoPE settings should be a number > 0, found 'two'"),
+        ({"rope_type": "linear", "factor": 0}, "factor of the RoPE settings should be a number > 0, found 0"),
         ({"full_attention": {"rope_type": "default"}}, "one flat JSON object"),
     ],
 )

@@ -1,0 +1,135 @@
+"""Every collective of TorchCommunicator, between processes."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import torch
+import torch.multiprocessing as mp
+
+from mvllm.distributed.group import GroupCoordinator
+from mvllm.distributed.torch_communicator import TorchCommunicator
+from mvllm.platform.topology import GroupSpec
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def spawn(body: Callable[..., None], world_size: int) -> None:
+    """Runs `body(rank, world_size, address)` in as many processes; fails if one fails."""
+    mp.spawn(body, args=(world_size, f"tcp://127.0.0.1:{free_port()}"), nprocs=world_size)
+
+
+def one_group(rank: int, world_size: int, address: str) -> None:
+    torch.set_num_threads(1)
+    spec = GroupSpec("tp", tuple(range(world_size)), rank, init_method=address)
+    comm = TorchCommunicator(spec, backend="gloo", timeout=60)
+    assert (comm.rank, comm.world_size) == (rank, world_size)
+    total = sum(range(1, world_size + 1))
+
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        assert (comm.all_reduce(torch.full((2, 3), rank + 1, dtype=dtype)) == total).all()
+    strided = torch.full((3, 2), float(rank + 1)).t()
+    assert (comm.all_reduce(strided) == total).all()
+
+    mine = torch.arange(6.0).view(2, 3) + 10 * rank
+    everyone = [torch.arange(6.0).view(2, 3) + 10 * r for r in range(world_size)]
+    for dim in (0, 1, -1):
+        torch.testing.assert_close(comm.all_gather(mine, dim), torch.cat(everyone, dim))
+        gathered = comm.gather(mine, destination=world_size - 1, dim=dim)
+        if rank == world_size - 1:
+            torch.testing.assert_close(gathered, torch.cat(everyone, dim))
+        else:
+            assert gathered is None
+
+    whole = torch.arange(4.0 * world_size).view(2, -1) * (rank + 1)
+    expected = (torch.arange(4.0 * world_size).view(2, -1) * total).chunk(world_size, dim=-1)[rank]
+    torch.testing.assert_close(comm.reduce_scatter(whole), expected)
+    try:
+        comm.reduce_scatter(torch.ones(2, 2 * world_size + 1))
+        raise SystemExit("an uneven share was accepted")
+    except ValueError as e:
+        assert "evenly" in str(e)
+
+    given = torch.full((3,), float(rank))
+    assert comm.broadcast(given, source=1) is given
+    assert (given == 1).all()
+
+    if rank == 0:
+        comm.send(torch.arange(5, dtype=torch.int32), 1)
+        assert comm.recv((2, 2), torch.float32, 1).sum() == 8
+    elif rank == 1:
+        assert comm.recv((5,), torch.int32, 0).tolist() == [0, 1, 2, 3, 4]
+        comm.send(torch.full((2, 2), 2.0), 0)
+
+    # Shapes differ between destinations; every rank passes the same list of them.
+    sent = [torch.full((to + 1, 2), float(10 * rank + to)) for to in range(world_size)]
+    received = comm.all_to_all(sent)
+    for source, tensor in enumerate(received):
+        assert tensor.shape == (rank + 1, 2)
+        assert (tensor == 10 * source + rank).all()
+
+    comm.barrier()
+    comm.close()
+    comm.close()
+
+
+def test_every_collective_between_two_processes() -> None:
+    spawn(one_group, 2)
+
+
+def two_groups(rank: int, world_size: int, address: str) -> None:
+    """Four ranks: tensor-parallel pairs 0 1 and 2 3, pipeline pairs 0 2 and 1 3."""
+    torch.set_num_threads(1)
+    tp_ranks = (0, 1) if rank < 2 else (2, 3)
+    pp_ranks = (rank % 2, rank % 2 + 2)
+    groups = [
+        GroupCoordinator(spec, TorchCommunicator(spec, backend="gloo", timeout=60))
+        for spec in (
+            GroupSpec("world", (0, 1, 2, 3), rank, address, world_size),
+            GroupSpec("tp", tp_ranks, rank, address, world_size),
+            GroupSpec("pp", pp_ranks, rank, address, world_size),
+        )
+    ]
+    world, tp, pp = groups
+    mine = torch.tensor([float(rank)])
+    assert world.all_gather(mine.clone()).tolist() == [0, 1, 2, 3]
+    assert tp.all_gather(mine.clone()).tolist() == list(tp_ranks)
+    assert pp.all_reduce(mine.clone()).item() == sum(pp_ranks)
+    if pp.is_first:
+        pp.send(mine, 1)
+    else:
+        assert pp.recv((1,), torch.float32, 0).item() == pp_ranks[0]
+    world.barrier()
+    for group in reversed(groups):
+        group.close()
+
+
+def test_groups_within_a_world_do_not_mix() -> None:
+    spawn(two_groups, 4)
+
+
+def tp_before_world(rank: int, world_size: int, address: str) -> None:
+    torch.set_num_threads(1)
+    spec = GroupSpec("tp", (0, 1) if rank < 2 else (2, 3), rank, address, world_size)
+    comm = TorchCommunicator(spec, backend="gloo", timeout=60)
+    assert comm.all_gather(torch.tensor([float(rank)])).tolist() == list(map(float, spec.ranks))
+    comm.barrier()
+    comm.close()
+
+
+def test_a_part_of_the_world_may_be_the_first_group() -> None:
+    spawn(tp_before_world, 4)
+
+
+def test_a_group_of_several_ranks_needs_a_communicator() -> None:
+    try:
+        GroupCoordinator(GroupSpec("tp", (0, 1), 0))
+    except ValueError as e:
+        assert "'tp' has 2 ranks and no communicator" in str(e)
+    else:
+        raise AssertionError("accepted")
