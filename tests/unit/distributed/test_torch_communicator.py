@@ -90,12 +90,12 @@ def two_groups(rank: int, world_size: int, address: str) -> None:
     groups = [
         GroupCoordinator(spec, TorchCommunicator(spec, backend="gloo", timeout=60))
         for spec in (
+            GroupSpec("tp", tp_ranks, rank, address, world_size),  # a part of the world may be the first group
             GroupSpec("world", (0, 1, 2, 3), rank, address, world_size),
-            GroupSpec("tp", tp_ranks, rank, address, world_size),
             GroupSpec("pp", pp_ranks, rank, address, world_size),
         )
     ]
-    world, tp, pp = groups
+    tp, world, pp = groups
     mine = torch.tensor([float(rank)])
     assert world.all_gather(mine.clone()).tolist() == [0, 1, 2, 3]
     assert tp.all_gather(mine.clone()).tolist() == list(tp_ranks)
@@ -111,19 +111,6 @@ def two_groups(rank: int, world_size: int, address: str) -> None:
 
 def test_groups_within_a_world_do_not_mix() -> None:
     spawn(two_groups, 4)
-
-
-def tp_before_world(rank: int, world_size: int, address: str) -> None:
-    torch.set_num_threads(1)
-    spec = GroupSpec("tp", (0, 1) if rank < 2 else (2, 3), rank, address, world_size)
-    comm = TorchCommunicator(spec, backend="gloo", timeout=60)
-    assert comm.all_gather(torch.tensor([float(rank)])).tolist() == list(map(float, spec.ranks))
-    comm.barrier()
-    comm.close()
-
-
-def test_a_part_of_the_world_may_be_the_first_group() -> None:
-    spawn(tp_before_world, 4)
 
 
 def test_a_group_of_several_ranks_needs_a_communicator() -> None:
