@@ -1,4 +1,4 @@
-"""Contract checks of a platform: `pytest tests/conformance --platform NAME`; without a name, the one available is taken."""
+"""Contract checks: `pytest tests/conformance --platform NAME`; without a name, the platform that is available."""
 
 from __future__ import annotations
 
