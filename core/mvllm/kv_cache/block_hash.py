@@ -11,6 +11,7 @@ another's. The root is random unless a seed is given: names of one engine mean n
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import struct
@@ -58,4 +59,10 @@ def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
         parent: The name of the block before it, or the request's root.
         token_ids: The tokens of this block.
     """
-    return hashlib.sha256(parent + struct.pack(f"<{len(token_ids)}q", *token_ids)).digest()
+    return hashlib.sha256(parent + _int64s(len(token_ids)).pack(*token_ids)).digest()
+
+
+@functools.cache
+def _int64s(count: int) -> struct.Struct:
+    """The bytes of `count` integers, the same on every machine."""
+    return struct.Struct(f"<{count}q")

@@ -7,12 +7,13 @@ is handed out again; until then a request with the same prefix can take it back 
                   nameless    named, oldest first
     names        {h1: 9, h2: 4, h5: 0}                     blocks 9 and 4 are free but can be hit, block 0 is in use
 
-A block is its number. Everything about it stands in parallel lists: no object per block, so a pool of a million blocks
-starts at once and gives the garbage collector nothing to walk.
+A block is its number. Everything about it stands in parallel arrays: no object per block, so a pool of a million blocks
+starts at once and gives the garbage collector next to nothing to walk.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 
 from mvllm.kv_cache.block_hash import BlockHash
@@ -34,13 +35,13 @@ class BlockPool:
             raise ValueError(f"A KV cache needs at least one block, got {num_blocks}.")
         self.num_blocks = num_blocks
         self.num_free = num_blocks
-        self.ref_counts = [0] * num_blocks
+        self.ref_counts = array("i", [0]) * num_blocks
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._named: dict[BlockHash, int] = {}
         # The free list is a ring through one extra entry, numbered num_blocks: after it comes the head, before it the
         # tail. A block in use has stale links.
-        self._next = [*range(1, num_blocks + 1), 0]
-        self._prev = [num_blocks, *range(num_blocks)]
+        self._next = array("i", [*range(1, num_blocks + 1), 0])
+        self._prev = array("i", [num_blocks, *range(num_blocks)])
 
     # ------------------------------------------------------------------------------------------------------- look
 
