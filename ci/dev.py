@@ -30,14 +30,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = BIN / "python"
-STAMP = VENV / "mvllm-setup.json"  # present from the first moment: {"state": "unfinished"}, then {"state": <hash>}
+STAMP = VENV / "mvllm-setup.json"  # present from the first moment on, so that a half-made environment is known as one
 CONSTRAINTS = ROOT / "ci" / "constraints" / "cpu.txt"
 PLATFORM = ROOT / "platforms" / "cpu"
 DISTRIBUTIONS = (ROOT, PLATFORM)
@@ -175,10 +175,28 @@ def failure_screen(title: str, command: Sequence[str | Path], status: int, outpu
 # --------------------------------------------------------------------------------------------------------------- setup
 
 
-def inputs_hash() -> str:
-    """A hash of everything the environment is made from; equal hashes, equal environments."""
-    files = [CONSTRAINTS, *(folder / "pyproject.toml" for folder in DISTRIBUTIONS), PLATFORM / "setup.py"]
-    files += sorted((PLATFORM / "csrc").glob("**/*.*"))
+@dataclass(frozen=True)
+class Stamp:
+    """What an environment was made from.
+
+    Attributes:
+        inputs: Hash of all inputs: equal hashes, equal environments. "unfinished" in one that was abandoned half-way.
+        kernels: Hash of those that the compiled kernels depend on; compiling is the slow part of an update.
+    """
+
+    inputs: str
+    kernels: str = ""
+
+
+UNFINISHED = Stamp("unfinished")
+
+
+def wanted_stamp() -> Stamp:
+    kernels = [PLATFORM / "pyproject.toml", PLATFORM / "setup.py", *sorted((PLATFORM / "csrc").glob("**/*.*"))]
+    return Stamp(hash_of([CONSTRAINTS, ROOT / "pyproject.toml", *kernels]), hash_of(kernels))
+
+
+def hash_of(files: Sequence[Path]) -> str:
     digest = hashlib.sha256(f"{ROOT}\n{sys.version_info[:2]}\n".encode())  # editable installs remember where they are
     for file in files:
         content = file.read_bytes()
@@ -187,18 +205,18 @@ def inputs_hash() -> str:
     return digest.hexdigest()
 
 
-def read_stamp() -> str | None:
-    """Returns the hash of the environment in .venv, "unfinished" for one we abandoned, None where there is no stamp."""
+def read_stamp() -> Stamp | None:
+    """Returns the stamp of the environment in .venv, or None where there is none (or none that can be read)."""
     try:
-        return str(json.loads(STAMP.read_text())["state"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return Stamp(**json.loads(STAMP.read_text()))
+    except (OSError, ValueError, TypeError):
         return None
 
 
-def write_stamp(state: str) -> None:
+def write_stamp(stamp: Stamp) -> None:
     VENV.mkdir(exist_ok=True)
     draft = STAMP.with_suffix(".draft")
-    draft.write_text(json.dumps({"state": state}) + "\n")
+    draft.write_text(json.dumps(asdict(stamp)) + "\n")
     draft.replace(STAMP)
 
 
@@ -231,24 +249,24 @@ def setup(*, fresh: bool = False) -> None:
         StepFailed: A command failed.
     """
     with only_one_setup():
-        wanted = inputs_hash()
-        state = read_stamp()
-        if state == wanted and looks_whole() and not fresh:
+        wanted, found = wanted_stamp(), read_stamp()
+        if found == wanted and looks_whole() and not fresh:
             return
         started = time.monotonic()
-        # A stamp of another hash is a whole environment of other inputs: pip brings it up to date. One without a stamp
-        # may be the developer's own; it is used if it works, and never thrown away while it does.
-        reusable = not fresh and state != "unfinished" and python_works() and (state is None or looks_whole())
-        steps = Steps(total=4 if reusable else 5)
-        if not reusable:
-            print(f"Making the environment in {VENV} (about 1.2 GB; a minute or two)", flush=True)
+        # A stamp of other inputs is a whole environment: pip brings it up to date. One without a stamp may be the
+        # developer's own; it is used if it works, and never thrown away while it does.
+        abandoned = found == UNFINISHED or (found is not None and not looks_whole())
+        if fresh or abandoned or not python_works():
+            print(f"Making the environment in {VENV} (about 1.2 GB; two or three minutes)", flush=True)
             remove_environment()
-            write_stamp("unfinished")
+            write_stamp(UNFINISHED)
+            steps = Steps(total=5)
             steps.run(f"virtual environment, Python {sys.version.split()[0]}", [sys.executable, "-m", "venv", VENV])
+            install(steps, kernels=True)
         else:
             print(f"Bringing the environment in {VENV} up to date", flush=True)
-            write_stamp("unfinished")
-        install(steps)
+            stale = found is None or found.kernels != wanted.kernels
+            install(Steps(total=4 if stale else 3), kernels=stale)
         write_stamp(wanted)
         print(f"Environment ready after {time.monotonic() - started:.0f} s", flush=True)
 
@@ -260,7 +278,7 @@ def remove_environment() -> None:
         shutil.rmtree(VENV)
 
 
-def install(steps: Steps) -> None:
+def install(steps: Steps, *, kernels: bool) -> None:
     pip: list[str | Path] = [PYTHON, "-m", "pip", "install", "--quiet", "--progress-bar", "off", "-c", CONSTRAINTS]
     # torch first, by its exact version: a range may fetch gigabytes of another build. What follows is satisfied by it.
     steps.run(f"torch {pinned('torch')}", [*pip, f"torch=={pinned('torch')}"])
@@ -268,6 +286,8 @@ def install(steps: Steps) -> None:
     steps.run("build tools", [*pip, *build_tools])
     # No build isolation: the build tools are the pinned ones above, and nothing is downloaded twice.
     steps.run("mvllm and the tools", [*pip, "--no-build-isolation", "-e", f"{ROOT}[dev]"])
+    if not kernels:
+        return
     steps.run("mvllm-cpu (compiles its kernels)", [*pip, "--no-build-isolation", "-e", PLATFORM])
     if any(PLATFORM.glob("csrc/*.cpp")) and not any(PLATFORM.glob("src/mvllm_cpu/_kernels*")):
         print("note: no C++ compiler built mvllm-cpu's kernels; it works without them, slower", flush=True)
