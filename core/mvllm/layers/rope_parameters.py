@@ -5,11 +5,12 @@ Both mean the same; `rope_scaling` wins where a checkpoint has both, as it does 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mvllm.config.hf_config import HFConfig
+from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
@@ -33,6 +34,19 @@ _NUMBERS = (
     "high_freq_factor",
 )
 _DEFAULT_THETA = 10000.0
+
+
+def prompt_cache_key(config: ModelConfig) -> Callable[[int], int]:
+    """For prefix caching: which prompts of a model rotate their keys alike.
+
+    Returns:
+        A function of the prompt's length in tokens. Two requests may share cached keys and values only where it gives
+        the same number; it is 0 for every prompt of a model whose rotation depends on nothing but positions.
+    """
+    hf = config.hf_config
+    if "rope_parameters" not in hf and "rope_scaling" not in hf:
+        return lambda prompt_len: 0
+    return RopeParameters.of(hf, config.head_size).cache_key
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ however the engine cuts a prompt into chunks or recomputes it after a preemption
 the length is a function of p alone, and a table still does; `prompt_lens` is needed only for longer prompts.
 
 Keys of prompts beyond the original context depend on n as well as on the tokens, so a prefix cache may share their
-blocks only between requests of equal n (dynamic), or among the long ones (longrope): see `RopeParameters.cache_key`.
+blocks only between requests of equal n (dynamic), or among the long ones (longrope): see `prompt_cache_key`.
 """
 
 from __future__ import annotations

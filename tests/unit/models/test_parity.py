@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from tests.helpers.model_zoo import VOCAB_SIZE, ZOO, load_reference, make_checkpoint
-from tests.helpers.paged_driver import PagedDriver, load_model
+from mvllm.layers.rope_parameters import prompt_cache_key
+from tests.helpers.model_zoo import MAX_LEN, VOCAB_SIZE, ZOO, load_reference, make_checkpoint
+from tests.helpers.paged_driver import PagedDriver, load_model, make_context, read_config
 
 PROMPT_LEN, TOTAL_LEN = 40, 64
 TOLERANCE = 1e-4
@@ -71,10 +72,16 @@ def test_prompts_beyond_the_original_context_equal_transformers(name: str, chunk
     torch.testing.assert_close(ours, reference_logits(reference, tokens, 70), atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("name", ZOO)
+def test_prompts_that_have_one_right_answer_may_share_cached_keys(name: str, tmp_path: Path) -> None:
+    key = prompt_cache_key(read_config(make_checkpoint(name, tmp_path, tokenizer=False)))
+    longest = ZOO[name].max_prompt_len
+    assert {key(prompt_len) for prompt_len in range(1, longest + 1)} == {0}
+    assert (key(longest + 1) == 0) == (longest == MAX_LEN)
+
+
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "opt", "gpt2"])
 def test_bfloat16_stays_near_float32(name: str, tmp_path: Path) -> None:
-    from tests.helpers.paged_driver import make_context
-
     folder = make_checkpoint(name, tmp_path, tokenizer=False)
     reference = load_reference(folder)
     driver = PagedDriver(load_model(folder, make_context(dtype=torch.bfloat16)))
