@@ -9,6 +9,7 @@
 #pragma GCC target("avx2,fma,f16c,bmi2")
 
 #define LANES 8
+#define HAS_F16C 1
 #define HAS_BF16_DOT 0
 namespace mvllm {
 namespace avx2 {
@@ -19,7 +20,9 @@ namespace avx2 {
 }  // namespace avx2
 #pragma GCC pop_options
 
-const Isa isa_avx2 = {"avx2",           avx2::attend,       avx2::combine, avx2::store_kv,
-    avx2::rms_norm, avx2::silu_and_mul, avx2::rotary};
+const Isa isa_avx2 = {
+    "avx2",          avx2::attend,       avx2::combine, avx2::store_kv,
+    avx2::rms_norm, avx2::silu_and_mul, avx2::rotary,
+};
 }  // namespace mvllm
 #endif

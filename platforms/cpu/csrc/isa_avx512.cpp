@@ -9,6 +9,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx2,fma,f16c,bmi2,prefer-vector-width=512")
 
 #define LANES 16
+#define HAS_F16C 1
 #define HAS_BF16_DOT 0
 namespace mvllm {
 namespace avx512 {
@@ -19,7 +20,9 @@ namespace avx512 {
 }  // namespace avx512
 #pragma GCC pop_options
 
-const Isa isa_avx512 = {"avx512",           avx512::attend,       avx512::combine, avx512::store_kv,
-    avx512::rms_norm, avx512::silu_and_mul, avx512::rotary};
+const Isa isa_avx512 = {
+    "avx512",          avx512::attend,       avx512::combine, avx512::store_kv,
+    avx512::rms_norm, avx512::silu_and_mul, avx512::rotary,
+};
 }  // namespace mvllm
 #endif

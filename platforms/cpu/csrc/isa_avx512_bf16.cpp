@@ -9,6 +9,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2,prefer-vector-width=512")
 
 #define LANES 16
+#define HAS_F16C 1
 #define HAS_BF16_DOT 1
 namespace mvllm {
 namespace avx512_bf16 {
@@ -19,7 +20,9 @@ namespace avx512_bf16 {
 }  // namespace avx512_bf16
 #pragma GCC pop_options
 
-const Isa isa_avx512_bf16 = {"avx512_bf16",           avx512_bf16::attend,       avx512_bf16::combine, avx512_bf16::store_kv,
-    avx512_bf16::rms_norm, avx512_bf16::silu_and_mul, avx512_bf16::rotary};
+const Isa isa_avx512_bf16 = {
+    "avx512_bf16",          avx512_bf16::attend,       avx512_bf16::combine, avx512_bf16::store_kv,
+    avx512_bf16::rms_norm, avx512_bf16::silu_and_mul, avx512_bf16::rotary,
+};
 }  // namespace mvllm
 #endif

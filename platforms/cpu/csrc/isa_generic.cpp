@@ -3,6 +3,7 @@
 #include "kernels.h"
 
 #define LANES 4
+#define HAS_F16C 0
 #define HAS_BF16_DOT 0
 namespace mvllm {
 namespace generic {
@@ -11,6 +12,8 @@ namespace generic {
 #include "kv_store.h"
 #include "elementwise.h"
 }  // namespace generic
-const Isa isa_generic = {"generic",           generic::attend,       generic::combine, generic::store_kv,
-    generic::rms_norm, generic::silu_and_mul, generic::rotary};
+const Isa isa_generic = {
+    "generic",          generic::attend,       generic::combine, generic::store_kv,
+    generic::rms_norm, generic::silu_and_mul, generic::rotary,
+};
 }  // namespace mvllm

@@ -1,5 +1,9 @@
 // Vectors of LANES floats for the instruction set that the including file is compiled for. Included inside a namespace.
 // GCC's vector types do the arithmetic; only the float16 conversions and the bfloat16 dot product need intrinsics.
+//
+// The including file defines LANES, HAS_F16C and HAS_BF16_DOT, and says LANES of 8 or 16 only where HAS_F16C. The
+// compiler's own macros (__AVX2__ and so on) must not be asked: g++ before 13 reads a whole file before it obeys
+// `#pragma GCC target`, so they tell what the command line said.
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -37,7 +41,7 @@ INLINE uint16_t to_bf16(float f) {
     return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-#if defined(__F16C__)
+#if HAS_F16C
 INLINE float from_f16(uint16_t h) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(h))); }
 INLINE uint16_t to_f16(float f) { return uint16_t(_mm_cvtsi128_si32(_mm_cvtps_ph(_mm_set_ss(f), 0))); }
 #elif defined(__aarch64__)
@@ -104,9 +108,9 @@ struct BFloat16 {
 struct Float16 {
     typedef uint16_t type;
     INLINE vf widen(const uint16_t* p) {
-#if LANES == 16 && defined(__AVX512F__)
+#if LANES == 16
         return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-#elif LANES == 8 && defined(__F16C__)
+#elif LANES == 8
         return (vf)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #else
         vf v;
@@ -115,9 +119,9 @@ struct Float16 {
 #endif
     }
     INLINE void narrow(uint16_t* p, vf v) {
-#if LANES == 16 && defined(__AVX512F__)
+#if LANES == 16
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, 0));
-#elif LANES == 8 && defined(__F16C__)
+#elif LANES == 8
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, 0));
 #else
         for (int i = 0; i < LANES; ++i) p[i] = to_f16(v[i]);
