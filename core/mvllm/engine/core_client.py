@@ -9,7 +9,7 @@ from mvllm.engine.core import EngineCore
 from mvllm.engine.kv_sizing import CacheSummary
 from mvllm.engine.planning import settle_config
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest
-from mvllm.platform.choose import choose_platform
+from mvllm.platform.choose import ChosenPlatform, choose_platform
 
 
 class InprocClient:
@@ -60,12 +60,16 @@ class InprocClient:
         self._core.shutdown()
 
 
-def make_client(config: EngineConfig) -> InprocClient:
+def make_client(config: EngineConfig, chosen: ChosenPlatform | None = None) -> InprocClient:
     """Chooses the platform, settles the configuration with it, and starts an engine core.
+
+    Args:
+        config: What was asked for.
+        chosen: The platform, where it has been chosen before.
 
     Raises:
         PlatformError, ConfigError, ModelError: The engine cannot be started as asked.
     """
-    chosen = choose_platform(config.platform)
+    chosen = chosen or choose_platform(config.platform)
     settled = settle_config(config, chosen.platform)
     return InprocClient(EngineCore(settled, chosen.platform), str(chosen))

@@ -20,6 +20,7 @@ from mvllm.errors import ConfigError, EngineDeadError, RequestError
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.messages.sampling_params import SamplingParams
+from mvllm.platform.choose import choose_platform
 
 
 class EngineClient(Protocol):
@@ -68,11 +69,13 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig, client: EngineClient | None = None) -> None:
+        # The cheapest reasons to fail come first, and the weights last.
+        chosen = choose_platform(config.platform) if client is None else None
         tokenizer = load_tokenizer(config.model)
         if tokenizer is not None:
             name = f"The tokenizer of {config.model.tokenizer}"
             check_tokenizer(config.model.vocab_size, tokenizer.length, tokenizer=name)
-        self._client: EngineClient = client if client is not None else make_client(config)
+        self._client: EngineClient = client if client is not None else make_client(config, chosen)
         self.config = self._client.config
         self._closed = False
         self._dead: BaseException | None = None

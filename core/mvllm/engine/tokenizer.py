@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -124,6 +125,7 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
     try:
         hf = transformers.AutoTokenizer.from_pretrained(
             str(config.tokenizer),
+            config=_small_config(transformers, folder) if local else None,
             revision=None if local else config.revision,
             trust_remote_code=config.trust_remote_code,
             local_files_only=local,
@@ -131,6 +133,28 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
     except Exception as e:
         raise _unreadable(config, folder if local else None, e) from e
     return Tokenizer(hf)
+
+
+def _small_config(transformers: Any, folder: Path) -> Any:
+    """The few facts of the model's config that choose a tokenizer class, or None where the choice needs all of it.
+
+    Left to itself, `AutoTokenizer` builds the model's own config class, whose module imports the compiler and the
+    distributed tensors of torch: seconds of start-up, for facts that are in two small files.
+    """
+    named, model = _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
+    if not isinstance(named.get("tokenizer_class"), str) or "auto_map" in named or "auto_map" in model:
+        return None
+    config = transformers.PreTrainedConfig()
+    config.model_type = str(model.get("model_type") or "")
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # transformers says what is wrong with it
+    return values if isinstance(values, dict) else {}
 
 
 def _require_files(folder: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from transformers import AutoTokenizer
 
 from mvllm import ModelError
 from mvllm.engine.tokenizer import load_tokenizer
@@ -20,6 +23,18 @@ def test_it_reads_a_folder(tmp_path, kind):
     loaded, made = load(tmp_path), make_tokenizer(kind)
     assert loaded.encode("Hello world 🎉") == made.encode("Hello world 🎉")
     assert (loaded.length, loaded.eos_token_id) == (made.length, made.eos_token_id)
+
+
+def test_it_is_the_one_that_transformers_chooses(tmp_path):
+    save_tokenizer(tmp_path)
+    for model_type in ("llama", "gpt2", "qwen2", "opt", "mistral", "no-such-type"):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        for name in ("PreTrainedTokenizerFast", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer"):
+            path = tmp_path / "tokenizer_config.json"
+            path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": name}))
+            expected = AutoTokenizer.from_pretrained(str(tmp_path))
+            assert type(load(tmp_path).hf) is type(expected)
+            assert load(tmp_path).encode("Hello world") == expected.encode("Hello world")
 
 
 def test_a_folder_without_one_is_named_with_the_files_looked_for(tmp_path):

@@ -37,11 +37,12 @@ def use_fake_engine(monkeypatch, answer: Answer = lambda request: ANSWER) -> lis
     """From now on engines get a FakeClient; the list collects them."""
     clients: list[FakeClient] = []
 
-    def make_client(config):
+    def make_client(config, chosen):
         clients.append(FakeClient(config, answer))
         return clients[-1]
 
     monkeypatch.setattr("mvllm.engine.llm_engine.make_client", make_client)
+    monkeypatch.setattr("mvllm.engine.llm_engine.choose_platform", lambda name: None)
     return clients
 
 

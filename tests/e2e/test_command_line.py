@@ -1,0 +1,107 @@
+"""The installed command on a tiny random model, as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.model_zoo import make_checkpoint
+
+SMALL = ["--kv-cache-memory-bytes", "4194304", "--max-model-len", "200", "--dtype", "float32"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint("llama-gqa", tmp_path_factory.mktemp("model") / "llama"))
+
+
+def mvllm(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).parent / "mvllm"), *argv]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_generate_prints_text_and_ends_with_speed_and_platform(folder: str) -> None:
+    ran = mvllm("generate", "--model", folder, "--prompt", "Hello", "--max-tokens", "8", "--ignore-eos", *SMALL)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("Hello")
+    last = ran.stdout.rstrip().splitlines()[-1]
+    assert re.search(r"8 output tokens in .* [\d,.]+ output tokens/s, platform cpu", last)
+    assert "entry point cpu = mvllm_cpu.plugin" in last
+
+
+def test_greedy_text_is_the_same_every_time(folder: str) -> None:
+    argv = ["complete", "--model", folder, "--prompt", "Hello", "--temperature", "0", "--max-tokens", "12", *SMALL]
+    first, second = mvllm(*argv), mvllm(*argv)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == second.stdout
+
+
+def test_a_seed_makes_samples_the_same_every_time(folder: str) -> None:
+    argv = ["generate", "--model", folder, "--prompt", "a", "--prompt", "b", "--seed", "3", "--n", "2", *SMALL]
+    texts = [mvllm(*argv, "--max-tokens", "6").stdout.rpartition(" output tokens in")[0] for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert texts[0]
+
+
+def test_chat_answers_each_line_of_a_pipe(folder: str) -> None:
+    ran = mvllm("chat", "--model", folder, "--max-tokens", "6", *SMALL, stdin="Hi\n/stats\n/exit\n")
+    assert ran.returncode == 0, ran.stderr
+    assert "output tokens/s, platform cpu" in ran.stdout
+
+
+def test_ctrl_c_ends_it_with_130_and_without_a_traceback(folder: str) -> None:
+    command = [
+        str(Path(sys.executable).parent / "mvllm"),
+        "generate",
+        "--model",
+        folder,
+        "--prompt",
+        "Hello",
+        "--ignore-eos",
+    ]
+    command += ["--n", "64", "--max-tokens", "100000", "--temperature", "1", "--kv-cache-memory-bytes", "67108864"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "KV cache" in line:
+            break
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+
+
+def test_the_list_of_platforms_names_the_plugin() -> None:
+    ran = mvllm("platforms")
+    assert ran.returncode == 0
+    assert "cpu: available" in ran.stdout
+    assert "entry point cpu = mvllm_cpu.plugin" in ran.stdout
+
+
+def test_the_doctor_finds_this_machine_and_a_model_in_order(folder: str) -> None:
+    ran = mvllm("doctor", "--json", "--model", folder)
+    report = json.loads(ran.stdout)
+    broken = [check for check in report["checks"] if check["status"] == "broken"]
+    assert not broken
+    assert ran.returncode == 0
+
+
+def test_the_operations_are_listed() -> None:
+    ran = mvllm("ops", "--platform", "cpu")
+    assert ran.returncode == 0, ran.stderr
+    assert "rms_norm" in ran.stdout
+
+
+def test_a_platform_that_is_not_there_is_explained(folder: str) -> None:
+    ran = mvllm("generate", "--model", folder, "--prompt", "x", "--platform", "acme")
+    assert ran.returncode == 1
+    assert "acme" in ran.stderr
+    assert "Traceback" not in ran.stderr

@@ -1,0 +1,84 @@
+"""Text out of a whole engine: streamed or in one go, and cut at stop strings."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from mvllm import LLM, SamplingParams
+from mvllm.entrypoints.streaming import stream
+from mvllm.messages.sampling_params import RequestOutputKind
+from tests.engine.conftest import MakeLLM
+
+PROMPTS = ["Hello world", "The capital of", [5, 6, 7, 8], "x"]
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture
+def llm(make_llm: MakeLLM) -> LLM:
+    return make_llm()
+
+
+def test_text_is_what_the_tokenizer_makes_of_the_tokens(llm: LLM) -> None:
+    for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False):
+        sequence = output.outputs[0]
+        assert sequence.text == llm.get_tokenizer().decode(sequence.token_ids, skip_special_tokens=True)
+
+
+def test_streamed_pieces_add_up_to_the_text_in_one_go(llm: LLM) -> None:
+    for prompt, whole in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
+        pieces = [sequence for output in stream(llm.llm_engine, prompt, GREEDY) for sequence in output.outputs]
+        assert len(pieces) > 1
+        assert "".join(piece.text for piece in pieces) == whole.outputs[0].text
+        assert [i for piece in pieces for i in piece.token_ids] == whole.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_a_stop_string_cuts_the_text_where_it_first_occurs(llm: LLM, kind: RequestOutputKind) -> None:
+    (whole,) = llm.generate(["Hello world"], GREEDY, use_tqdm=False)
+    text = whole.outputs[0].text
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    engine = llm.llm_engine
+    engine.add_request("r", "Hello world", msgspec.structs.replace(GREEDY, stop=stop, output_kind=kind))
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    last = outputs[-1].outputs[0]
+    shown = "".join(o.outputs[0].text for o in outputs) if kind == RequestOutputKind.DELTA else last.text
+    assert shown == text[: text.index(stop)]
+    assert (last.finish_reason, last.stop_reason) == ("stop", stop)
+    assert engine.reset_prefix_cache()  # the core was told: no block is in use
+
+
+def test_leaving_a_stream_early_frees_the_engine(llm: LLM) -> None:
+    for _ in stream(llm.llm_engine, "Hello world", GREEDY):
+        break
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert llm.reset_prefix_cache()
+
+
+def test_the_end_token_is_listed_but_not_written(llm: LLM) -> None:
+    (whole,) = llm.generate(["Hello world"], GREEDY, use_tqdm=False)
+    tokens = whole.outputs[0].token_ids
+    end = next(t for t in tokens[5:] if t not in tokens[:5])
+    params = msgspec.structs.replace(GREEDY, stop_token_ids=[end])
+    (output,) = llm.generate(["Hello world"], params, use_tqdm=False)
+    sequence = output.outputs[0]
+    assert (sequence.finish_reason, sequence.stop_reason) == ("stop", end)
+    assert sequence.token_ids == tokens[: tokens.index(end) + 1]
+    assert sequence.text == llm.get_tokenizer().decode(sequence.token_ids[:-1], skip_special_tokens=True)
+
+
+def test_logprobs_and_prompt_logprobs_have_one_entry_per_token(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    (output,) = llm.generate(["The capital of"], params, use_tqdm=False)
+    sequence = output.outputs[0]
+    assert output.prompt_logprobs is not None and sequence.logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
+        assert entry is not None and token in entry and 1 <= len(entry) <= 2
+    for token, entry in zip(sequence.token_ids, sequence.logprobs, strict=True):
+        assert next(iter(entry)) == token
+        assert entry[token].rank == 1
+        assert entry[token].decoded_token == llm.get_tokenizer().decode([token])

@@ -1,0 +1,249 @@
+"""`mvllm platforms` and `mvllm doctor` over plugins of every condition."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mvllm.entrypoints.cli import checks as doctor_checks
+from mvllm.entrypoints.cli.main import main
+from mvllm.errors import ContractError
+from mvllm.platform.discovery import Candidate, PluginFailure, PluginSource
+from mvllm.platform.spec import Check, CheckStatus, DeviceInfo, PlatformSpec, ProbeResult
+from tests.unit.entrypoints.builders import save_model_folder
+
+
+class Healthy:
+    """What `factory` of the candidates below gives: only what the doctor asks for."""
+
+    def doctor(self):
+        return [Check("platform.good.fuel", CheckStatus.OK, "full")]
+
+
+class Crashing:
+    def doctor(self):
+        raise SystemExit(3)
+
+
+def candidate(name, *, probe=None, failure=None, factory="Healthy", contract=(1, 0)):
+    spec = PlatformSpec(
+        name=name, vendor="Acme", contract=contract, probe="x:y", factory=f"{__name__}:{factory}", torch_floor="2.6"
+    )
+    return Candidate(PluginSource(name, f"acme_{name}.plugin", f"mvllm-{name}", "1.2"), spec, probe, 0.002, failure)
+
+
+GOOD = candidate("good", probe=ProbeResult(True, "1 device", (DeviceInfo(0, "Acme One", 2**34),)))
+ABSENT = candidate("absent", probe=ProbeResult(False, "no device", remedy="buy one"))
+BROKEN = candidate(
+    "broken", failure=PluginFailure("import", "ImportError: no acme", ImportError("no acme"), "pip install -U acme")
+)
+ALIEN = candidate(
+    "alien",
+    contract=(2, 0),
+    failure=PluginFailure("contract", "speaks 2.0", ContractError("speaks 2.0"), "pip install -U mvllm"),
+)
+CRASHING = candidate("crashing", probe=ProbeResult(True, "1 device"), factory="Crashing")
+
+
+@pytest.fixture
+def plugins(monkeypatch):
+    """Makes `discover` find what the test says."""
+
+    def install(*found):
+        def discover(only=None):
+            return [c for c in found if only is None or c.name == only]
+
+        monkeypatch.setattr("mvllm.entrypoints.cli.platforms.discover", discover)
+        monkeypatch.setattr(doctor_checks, "discover", discover)
+        monkeypatch.setattr(doctor_checks, "find_sources", lambda: [c.source for c in found])
+
+    return install
+
+
+@pytest.fixture(autouse=True)
+def fast_torch(monkeypatch):
+    """The import of torch in a process of its own is tried in one test only."""
+    monkeypatch.setattr(doctor_checks, "_TORCH_PROBE", "pass")
+
+
+def doctor(capsys, *argv):
+    status = main(["doctor", "--json", *argv])
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] == (status == 0)
+    return status, {check["id"]: check for check in report["checks"]}
+
+
+class TestPlatforms:
+    def test_each_plugin_is_listed_with_its_facts(self, plugins, capsys):
+        plugins(GOOD, ABSENT, BROKEN, ALIEN)
+        assert main(["platforms"]) == 0
+        out = capsys.readouterr().out
+        for words in (
+            "good: available",
+            "mvllm-good 1.2 (entry point good = acme_good.plugin)",
+            "1.0 (this core speaks 1.0)",
+            "Acme One, 16.0 GiB",
+            "absent: not available",
+            "buy one",
+            "broken: broken",
+            "ImportError: no acme",
+            "pip install -U acme",
+            "2.0 (this core speaks 1.0)",
+        ):
+            assert words in out
+
+    def test_the_traceback_is_shown_on_request(self, plugins, capsys):
+        plugins(BROKEN)
+        main(["platforms"])
+        assert capsys.readouterr().out.count("ImportError: no acme") == 1
+        main(["platforms", "--verbose"])
+        assert capsys.readouterr().out.count("ImportError: no acme") == 2
+
+    def test_as_json(self, plugins, capsys):
+        plugins(GOOD, BROKEN)
+        main(["platforms", "--json"])
+        good, broken = json.loads(capsys.readouterr().out)["platforms"]
+        assert (good["name"], good["available"], good["contract"]) == ("good", True, "1.0")
+        assert good["devices"] == [{"index": 0, "name": "Acme One", "memory_bytes": 2**34}]
+        assert (broken["available"], broken["failed_at"]) == (False, "import")
+
+    def test_with_none_it_says_what_to_install(self, plugins, capsys):
+        plugins()
+        assert main(["platforms"]) == 0
+        assert "pip install mvllm-" in capsys.readouterr().out
+
+
+class TestDoctor:
+    def test_a_healthy_machine_gives_zero(self, plugins, capsys):
+        plugins(GOOD)
+        status, found = doctor(capsys)
+        assert status == 0
+        assert found["platform.good.fuel"]["found"] == "full"
+        assert found["platform.choice"]["status"] == "ok"
+
+    def test_the_ids_are_stable(self, plugins, capsys):
+        plugins(GOOD)
+        _, found = doctor(capsys)
+        assert set(found) >= {
+            "python.version",
+            "core.version",
+            "core.dependencies",
+            "torch.import",
+            "platform.entry_points",
+            "platform.good.plugin",
+            "platform.good.contract",
+            "platform.good.devices",
+            "platform.good.torch",
+            "platform.choice",
+            "environment.visible_devices",
+            "environment.unknown",
+            "system.shared_memory",
+            "system.open_files",
+            "system.memory",
+        }
+
+    def test_no_plugin_at_all_is_broken(self, plugins, capsys):
+        plugins()
+        status, found = doctor(capsys)
+        assert status == 1
+        assert found["platform.entry_points"]["status"] == "broken"
+        assert "pip install" in found["platform.entry_points"]["remedy"]
+
+    def test_a_broken_plugin_is_shown_beside_a_good_one(self, plugins, capsys):
+        plugins(GOOD, BROKEN)
+        status, found = doctor(capsys)
+        assert status == 1
+        assert "no acme" in found["platform.broken.plugin"]["found"]
+        assert found["platform.broken.plugin"]["remedy"] == "pip install -U acme"
+        assert found["platform.good.plugin"]["status"] == "ok"
+
+    def test_a_plugin_of_another_contract_is_broken_there(self, plugins, capsys):
+        plugins(GOOD, ALIEN)
+        status, found = doctor(capsys)
+        assert status == 1
+        assert found["platform.alien.contract"]["status"] == "broken"
+
+    def test_a_plugin_whose_checks_exit_does_not_end_the_doctor(self, plugins, capsys):
+        plugins(CRASHING)
+        status, found = doctor(capsys)
+        assert status == 1
+        assert "SystemExit" in found["platform.crashing.doctor"]["found"]
+        assert "system.memory" in found
+
+    def test_no_device_is_a_warning_and_no_choice(self, plugins, capsys):
+        plugins(ABSENT)
+        status, found = doctor(capsys)
+        assert status == 1
+        assert found["platform.absent.devices"]["status"] == "warning"
+        assert found["platform.choice"]["status"] == "broken"
+
+    def test_two_available_ask_for_a_choice(self, plugins, capsys):
+        plugins(GOOD, candidate("other", probe=ProbeResult(True, "1 device")))
+        status, found = doctor(capsys)
+        assert status == 0
+        assert found["platform.choice"]["status"] == "warning"
+        assert "--platform good or --platform other" in found["platform.choice"]["remedy"]
+
+    def test_the_choice_may_come_from_the_environment(self, plugins, capsys, monkeypatch):
+        plugins(GOOD, candidate("other", probe=ProbeResult(True, "1 device")))
+        monkeypatch.setenv("MVLLM_PLATFORM", "other")
+        assert "mvllm-other" in doctor(capsys)[1]["platform.choice"]["found"]
+
+    @pytest.mark.parametrize(("value", "status"), [("0,1", "ok"), ("", "warning"), ("-1", "warning")])
+    def test_variables_that_hide_devices(self, plugins, capsys, monkeypatch, value, status):
+        plugins(GOOD)
+        monkeypatch.setenv("ACME_VISIBLE_DEVICES", value)
+        check = doctor(capsys)[1]["environment.visible_devices"]
+        assert check["status"] == status
+        assert "ACME_VISIBLE_DEVICES" in check["found"]
+
+    def test_a_misspelt_variable(self, plugins, capsys, monkeypatch):
+        plugins(GOOD)
+        monkeypatch.setenv("MVLLM_LOGING_LEVEL", "x")
+        monkeypatch.setenv("MVLLM_GOOD_FUEL", "belongs to the platform")
+        check = doctor(capsys)[1]["environment.unknown"]
+        assert check["status"] == "warning"
+        assert "MVLLM_LOGGING_LEVEL" in check["found"]
+        assert "MVLLM_GOOD_FUEL" not in check["found"]
+
+    def test_an_old_torch_is_named_with_the_floor(self, plugins, capsys):
+        too_new = candidate("good", probe=ProbeResult(True, "1 device"))
+        object.__setattr__(too_new.spec, "torch_floor", "99.0")
+        plugins(too_new)
+        status, found = doctor(capsys)
+        assert status == 1
+        assert "99.0" in found["platform.good.torch"]["found"]
+
+    def test_a_torch_that_cannot_be_imported(self, plugins, capsys, monkeypatch):
+        monkeypatch.setattr(doctor_checks, "_TORCH_PROBE", "raise ImportError('libacme.so is missing')")
+        plugins(GOOD)
+        status, found = doctor(capsys)
+        assert status == 1
+        assert "libacme.so is missing" in found["torch.import"]["found"]
+
+    def test_a_torch_that_works(self, plugins, capsys, monkeypatch):
+        monkeypatch.undo()
+        _, found = doctor(capsys, "--platform", "none-of-that-name")
+        assert found["torch.import"]["status"] == "ok"
+
+    def test_a_model_folder_is_looked_at(self, plugins, capsys, tmp_path):
+        plugins(GOOD)
+        folder = save_model_folder(tmp_path)
+        status, found = doctor(capsys, "--model", folder)
+        assert status == 1  # it has no weights
+        assert found["model.folder"]["status"] == "ok"
+        assert found["model.tokenizer"]["status"] == "ok"
+        assert found["model.weights"]["status"] == "broken"
+
+    def test_a_folder_that_is_no_model(self, plugins, capsys, tmp_path):
+        plugins(GOOD)
+        _, found = doctor(capsys, "--model", str(tmp_path))
+        assert "config.json" in found["model.folder"]["found"]
+
+    def test_as_text_it_says_what_to_do(self, plugins, capsys):
+        plugins(BROKEN)
+        assert main(["doctor"]) == 1
+        out = capsys.readouterr().out
+        assert "BROKEN" in out
+        assert "-> pip install -U acme" in out
