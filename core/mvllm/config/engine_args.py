@@ -78,9 +78,10 @@ class EngineArgs:
     )
     enforce_eager: bool = option(False, help="Never capture graphs or compile.", group="model")
 
-    memory_utilization: float = option(
-        0.9,
-        help="Share of the device's memory for weights, activations and KV cache together.",
+    memory_utilization: float | None = option(
+        None,
+        help="Share of the device's memory for weights, activations and KV cache together; by default what the platform "
+        "proposes, else 0.9.",
         group="cache",
         minimum=0,
         above=True,

@@ -16,7 +16,8 @@ class CacheConfig:
 
     Attributes:
         block_size: Tokens per block; None lets the attention backend's first choice stand.
-        memory_utilization: Share of the device's memory that weights, activations and KV cache together may use.
+        memory_utilization: Share of the device's memory that weights, activations and KV cache together may use;
+            None until a platform plan has settled it.
         kv_cache_memory_bytes: Bytes for the KV cache of each worker; None measures what is left.
         dtype: Storage dtype of keys and values by name; `auto` is the model's.
         enable_prefix_caching: Reuse the KV of equal prompt prefixes.
@@ -24,7 +25,7 @@ class CacheConfig:
     """
 
     block_size: int | None = None
-    memory_utilization: float = 0.9
+    memory_utilization: float | None = None
     kv_cache_memory_bytes: int | None = None
     dtype: str = "auto"
     enable_prefix_caching: bool = True

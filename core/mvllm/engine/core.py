@@ -89,7 +89,7 @@ class EngineCore:
             raise EngineDeadError(f"The engine stopped after an earlier error: {self._dead}") from self._dead
         while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
             self._launch()
-        return self._collect() if self._in_flight else EngineCoreOutputs()
+        return self._collect() if self._in_flight else EngineCoreOutputs(stats=self.scheduler.make_stats())
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False when requests still use some blocks."""

@@ -20,6 +20,7 @@ from mvllm.errors import ConfigError, EngineDeadError, RequestError
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.messages.sampling_params import SamplingParams
+from mvllm.models.support import check_architecture
 from mvllm.platform.choose import choose_platform
 
 
@@ -70,6 +71,8 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig, client: EngineClient | None = None) -> None:
         # The cheapest reasons to fail come first, and the weights last.
+        if client is None:
+            check_architecture(config.model)
         chosen = choose_platform(config.platform) if client is None else None
         tokenizer = load_tokenizer(config.model)
         if tokenizer is not None:

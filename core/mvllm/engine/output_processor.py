@@ -7,7 +7,6 @@ sequences and says when it is worth showing. A request that only wants its final
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -177,7 +176,7 @@ class _Request:
             self._prompt_logprobs_to_show(),
             shown,
             finished,
-            copy.copy(self._metrics),
+            self._metrics.snapshot(),
             self._num_cached_tokens or 0,
         )
 

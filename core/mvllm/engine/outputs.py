@@ -70,6 +70,16 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
 
+    def snapshot(self) -> RequestMetrics:
+        """A copy that later events do not change."""
+        return RequestMetrics(
+            self.arrival_time,
+            self.first_scheduled_time,
+            self.first_token_time,
+            self.last_token_time,
+            self.finished_time,
+        )
+
 
 @dataclass(slots=True)
 class RequestOutput:

@@ -11,6 +11,9 @@ from mvllm.platform.spec import ConfigChange, Refusals
 
 logger = get_logger(__name__)
 
+DEFAULT_MEMORY_UTILIZATION = 0.9
+"""Share of the device's memory that the engine takes, where neither the user nor the platform says."""
+
 
 def settle_config(config: EngineConfig, platform: Platform) -> EngineConfig:
     """The configuration that the engine will run with, on `platform`.
@@ -26,6 +29,8 @@ def settle_config(config: EngineConfig, platform: Platform) -> EngineConfig:
     for change in answer.changes:
         config = replace_field(config, change.field, change.value)
         _log(change)
+    if config.cache.memory_utilization is None:
+        config = replace_field(config, "cache.memory_utilization", DEFAULT_MEMORY_UTILIZATION)
     dtype = _settle_dtype(config, platform)
     return replace_field(config, dtype.field, dtype.value) if dtype else config
 

@@ -57,7 +57,9 @@ class Worker:
         self.runner.profile()
         peak = max(0, runtime.memory().peak_by_me - before.used_by_me)
         runtime.release_cached_memory()
-        reserve = int(before.total * (1 - self._config.cache.memory_utilization))
+        utilization = self._config.cache.memory_utilization
+        assert utilization is not None, "settled before start"
+        reserve = int(before.total * (1 - utilization))
         return before.free - reserve - peak
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:

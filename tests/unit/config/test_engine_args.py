@@ -21,7 +21,7 @@ def test_a_plain_folder_gives_a_whole_config(tmp_path):
     config = make_config(tmp_path)
     assert config.model.path == tmp_path
     assert config.model.tokenizer == str(tmp_path)
-    assert (config.cache.memory_utilization, config.cache.enable_prefix_caching) == (0.9, True)
+    assert (config.cache.memory_utilization, config.cache.enable_prefix_caching) == (None, True)
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (256, 2048)
     assert config.parallel.world_size == 1
     assert (config.load.load_format, config.platform, config.enforce_eager) == ("auto", None, False)
@@ -156,7 +156,7 @@ def test_both_sides_of_every_bound(name, good, bad):
 
 
 def test_an_error_names_the_permitted_range():
-    with pytest.raises(ConfigError, match=r"memory_utilization must be a number > 0 and <= 1, found 1\.5"):
+    with pytest.raises(ConfigError, match=r"memory_utilization must be a number > 0 and <= 1 or None, found 1\.5"):
         EngineArgs.from_kwargs(model="x", memory_utilization=1.5)
     with pytest.raises(ConfigError, match=r"one of 'fcfs', 'priority', found 'lifo'"):
         EngineArgs.from_kwargs(model="x", scheduling_policy="lifo")

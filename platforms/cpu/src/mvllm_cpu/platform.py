@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from mvllm.plugin_api import (
     AttentionBackend,
     AttentionSpec,
-    CacheConfig,
     Capabilities,
     Check,
     Communicator,
@@ -81,7 +80,7 @@ class CPUPlatform(Platform):
         if refusals:
             return Refusals(tuple(refusals))
         changes = []
-        if config.cache.memory_utilization == CacheConfig.memory_utilization:
+        if config.cache.memory_utilization is None:
             reason = "the host's memory also serves everything else on this machine; set it yourself to take more"
             changes.append(ConfigChange("cache.memory_utilization", HOST_MEMORY_SHARE, reason))
         return Plan(tuple(changes))
