@@ -61,6 +61,7 @@ class OutputProcessor:
             _Sequence(entry, index, child.request_id, request.params, self._tokenizer)
             for index, child in enumerate(children)
         ]
+        entry.num_unfinished = len(entry.sequences)
         self._requests[entry.request_id] = entry
         self._sequences.update((sequence.core_id, sequence) for sequence in entry.sequences)
 
@@ -78,13 +79,14 @@ class OutputProcessor:
             request.note(output, now)
             sequence.take(output)
             if sequence.finish_reason is not None:
+                request.num_unfinished -= 1
                 del self._sequences[output.request_id]
                 if output.finish_reason is None:
                     result.requests_to_abort.append(output.request_id)
             if sequence.finish_reason is not None or not request.final_only:
                 touched[request.request_id] = request
         for request_id, request in touched.items():
-            if request.finished:
+            if request.num_unfinished == 0:
                 del self._requests[request_id]
             shown = request.show(now)
             if shown is not None:
@@ -125,6 +127,7 @@ class _Request:
     def __init__(self, request: ProcessedRequest, tokenizer: Tokenizer | None) -> None:
         self.request_id = request.core.request_id
         self.sequences: list[_Sequence] = []
+        self.num_unfinished = 0
         self.kind = request.params.output_kind
         self.final_only = self.kind == RequestOutputKind.FINAL_ONLY
         self._prompt = request.prompt
@@ -135,10 +138,6 @@ class _Request:
         self._prompt_logprobs_shown = False
         self._num_cached_tokens: int | None = None
         self._metrics = RequestMetrics(arrival_time=request.core.arrival_time)
-
-    @property
-    def finished(self) -> bool:
-        return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     def note(self, output: EngineCoreOutput, now: float) -> None:
         """Takes in what concerns the request as a whole."""
@@ -156,7 +155,7 @@ class _Request:
 
     def show(self, now: float) -> RequestOutput | None:
         """What the caller gets after this step, if anything."""
-        finished = self.finished
+        finished = self.num_unfinished == 0
         if self.final_only:
             if not finished:
                 return None
