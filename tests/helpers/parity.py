@@ -144,11 +144,9 @@ def bytes_of_blocks(llm: LLM, num_blocks: int) -> int:
 
 def _prompts(name: str) -> list[list[int]]:
     rng = random.Random(name)
-    longest = ZOO[name].max_prompt_len
     shared = [rng.randrange(2, VOCAB_SIZE) for _ in range(max(PROMPT_LENGTHS))]
     prompts = []
     for i, length in enumerate(PROMPT_LENGTHS):
-        length = min(length, longest)
         own = 1 + length // 3
         # Every third prompt begins like the others of its kind.
         start = shared[: length - own] if i % 3 == 0 else []

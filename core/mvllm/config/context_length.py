@@ -92,7 +92,7 @@ def rope_parameters(hf_config: HFConfig) -> Mapping[str, Any]:
     Raises:
         ModelError: The key holds something other than an object.
     """
-    for key in ("rope_parameters", "rope_scaling"):
+    for key in ("rope_scaling", "rope_parameters"):
         value = hf_config.get(key)
         if value is None:
             continue

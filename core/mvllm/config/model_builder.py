@@ -42,7 +42,7 @@ _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 
 # What transformers assumes where the key is absent altogether (null means the same as for the other families).
 _ABSENT_HEAD_DIM = {"qwen3": 128}
-_ABSENT_SLIDING_WINDOW = {"mistral": 4096}
+_ABSENT_SLIDING_WINDOW = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096}
 
 # Families that attend to everything even where the key `sliding_window` was left in their config.
 _NEVER_SLIDING = ("llama", "opt", "gpt2")

@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TypeVar
 
+import msgspec
+
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.kv_sizing import CacheSummary, choose_block_size, size_kv_cache
 from mvllm.errors import EngineDeadError
 from mvllm.executor.choose import make_executor
 from mvllm.kv_cache.manager import KVCacheManager
+from mvllm.layers.rope_parameters import prompt_cache_key
 from mvllm.logging import get_logger
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -47,6 +50,7 @@ class EngineCore:
         self._dead: BaseException | None = None
         self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
         self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
+        self._position_key = prompt_cache_key(config.model)
         self._executor = make_executor(config, platform)
         try:
             self._timed("load model", self._executor.start)
@@ -69,7 +73,8 @@ class EngineCore:
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queues a validated request."""
-        self.scheduler.add_request(request)
+        key = self._position_key(len(request.prompt_token_ids))
+        self.scheduler.add_request(msgspec.structs.replace(request, position_key=key) if key else request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Drops requests in whatever state they are; unknown ids are ignored. No output follows for them."""

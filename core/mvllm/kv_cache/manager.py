@@ -57,17 +57,25 @@ class KVCacheManager:
         return 1.0 - self._pool.num_free / self._pool.num_blocks
 
     def make_table(
-        self, token_ids: list[int], *, cache_salt: str | None = None, sibling_group: str | None = None
+        self,
+        token_ids: list[int],
+        *,
+        cache_salt: str | None = None,
+        position_key: int = 0,
+        sibling_group: str | None = None,
     ) -> BlockTable:
         """An empty table for a new request.
 
         Args:
             token_ids: The request's prompt; the table keeps the list and watches it grow.
             cache_salt: Only requests of the same salt share blocks.
+            position_key: Likewise.
             sibling_group: With caching switched off, only requests of the same group share blocks, and only the
                 prompt's.
         """
         keys = [] if cache_salt is None else [("cache_salt", cache_salt)]
+        if position_key:
+            keys.append(("position_key", str(position_key)))
         if self.enable_caching:
             return BlockTable(token_ids, request_root(self._root, keys), sys.maxsize)
         if sibling_group is not None:

@@ -32,6 +32,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
         arrival_time: Seconds of the front end's monotonic clock.
         priority: Lower is served earlier (priority policy only).
         cache_salt: Only requests with the same salt share cached blocks.
+        position_key: What a token's key depends on beside the tokens before it and its position (some rotary scalings
+            look at the length of the prompt). Only requests with the same value share cached blocks.
         sibling_group: Id shared by the n sequences of one prompt, which share the prompt's KV blocks even where prefix
             caching is off. None for a request on its own.
     """
@@ -43,6 +45,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     arrival_time: float = 0.0
     priority: int = 0
     cache_salt: str | None = None
+    position_key: int = 0
     sibling_group: str | None = None
 
 

@@ -113,7 +113,10 @@ class Scheduler:
                 parameter="prompt",
             )
         table = self._kv_cache.make_table(
-            list(prompt), cache_salt=request.cache_salt, sibling_group=request.sibling_group
+            list(prompt),
+            cache_salt=request.cache_salt,
+            position_key=request.position_key,
+            sibling_group=request.sibling_group,
         )
         order = (request.priority if self._config.policy == "priority" else 0, self._num_added)
         self._num_added += 1
