@@ -244,6 +244,12 @@ class TestKernels:
             platform.attention_backend(make_spec(kv_dtype="int8"))
 
     @pytest.mark.skipif(kernels.load().library is None, reason="no kernels")
+    def test_doctor_says_when_the_instruction_set_asked_for_is_not_there(self, platform, monkeypatch):
+        monkeypatch.setenv("MVLLM_CPU_ISA", "avx1024")
+        check = platform.doctor()[0]
+        assert check.status is CheckStatus.WARNING and "avx1024" in check.found and "avx2" in check.remedy
+
+    @pytest.mark.skipif(kernels.load().library is None, reason="no kernels")
     def test_one_openmp_runtime_in_the_process(self):
         code = (
             "from mvllm_cpu import kernels; kernels.load().library.mvllm_cpu_isa()\n"

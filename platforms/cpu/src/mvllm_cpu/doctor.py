@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 from mvllm.plugin_api import Check, CheckStatus
 from mvllm_cpu import kernels, machine
 
 LOW_MEMORY = 1 << 30
+ISAS = "generic, avx2, avx512, avx512_bf16"
 
 
 def checks() -> list[Check]:
@@ -15,6 +18,10 @@ def checks() -> list[Check]:
 
 def _kernels() -> Check:
     loaded = kernels.load()
+    asked = os.environ.get("MVLLM_CPU_ISA")
+    if loaded.library is not None and asked and asked != loaded.isa:
+        found = f"MVLLM_CPU_ISA={asked} cannot run here or does not exist; the kernels run with {loaded.isa}."
+        return Check("platform.cpu.kernels", CheckStatus.WARNING, found, f"Unset it or name one of: {ISAS}.")
     if loaded.library is not None:
         return Check("platform.cpu.kernels", CheckStatus.OK, f"Compiled kernels, running with {loaded.isa}.")
     found = f"Attention runs in plain torch, which is slower: {loaded.reason}"
