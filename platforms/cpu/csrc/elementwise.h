@@ -3,13 +3,6 @@
 
 // What a value becomes when it is stored as E and read back.
 template <class E>
-INLINE vf rounded(vf v) {
-    if constexpr (sizeof(typename E::type) == 4) return v;
-    typename E::type stored[LANES];
-    E::narrow(stored, v);
-    return E::widen(stored);
-}
-template <class E>
 INLINE float rounded(float v) {
     return E::get(E::put(v));
 }
@@ -28,7 +21,7 @@ static void rms_norm_rows(const RmsNorm& op, int64_t begin, int64_t end) {
         if (op.residual) {
             T* residual = static_cast<T*>(op.residual) + row * size;
             for (; d < whole; d += LANES) {
-                vf sum = rounded<E>(E::widen(residual + d) + E::widen(x + d));
+                vf sum = E::round(E::widen(residual + d) + E::widen(x + d));
                 E::narrow(residual + d, sum);
                 squares[d / LANES % 4] += sum * sum;
             }
@@ -47,7 +40,7 @@ static void rms_norm_rows(const RmsNorm& op, int64_t begin, int64_t end) {
         rest += sum_lanes((squares[0] + squares[1]) + (squares[2] + squares[3]));
         const float factor = 1.f / __builtin_sqrtf(rest / float(size) + op.eps);
         for (d = 0; d < whole; d += LANES)
-            E::narrow(out + d, rounded<E>(E::widen(x + d) * factor) * E::widen(weight + d));
+            E::narrow(out + d, E::round(E::widen(x + d) * factor) * E::widen(weight + d));
         for (; d < size; ++d) out[d] = E::put(rounded<E>(E::get(x[d]) * factor) * E::get(weight[d]));
     }
 }
@@ -64,7 +57,7 @@ static void silu_and_mul_rows(const SiluAndMul& op, int64_t begin, int64_t end) 
         for (; d + LANES <= op.size; d += LANES) {
             vf x = E::widen(gate + d), y = -x;
             vf silu = x / (1.f + vexp(y > limit ? limit : y));
-            E::narrow(out + d, rounded<E>(silu) * E::widen(up + d));
+            E::narrow(out + d, E::round(silu) * E::widen(up + d));
         }
         for (; d < op.size; ++d) {
             float x = E::get(gate[d]), y = -x;

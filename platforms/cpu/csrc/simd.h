@@ -76,11 +76,13 @@ INLINE uint16_t to_f16(float f) {
 #endif
 
 // ---- element types -----------------------------------------------------------------------------------------------------
-// `widen` reads LANES elements, `narrow` writes them; `get` and `put` do one; `bf16` turns one into bfloat16.
+// `widen` reads LANES elements, `narrow` writes them, `round` gives what they would read back as; `get` and `put` do one;
+// `bf16` turns one into bfloat16.
 
 struct Float32 {
     typedef float type;
     INLINE vf widen(const float* p) { return load(p); }
+    INLINE vf round(vf v) { return v; }
     INLINE void narrow(float* p, vf v) { store(p, v); }
     INLINE float get(float x) { return x; }
     INLINE float put(float x) { return x; }
@@ -93,12 +95,22 @@ struct BFloat16 {
         vh h = *reinterpret_cast<const vh_mem*>(p);
         return (vf)(__builtin_convertvector(h, vu) << 16);
     }
-    INLINE void narrow(uint16_t* p, vf v) {
+    // The nearest bfloat16, ties to even, as a float; a NaN stays one.
+    INLINE vf round(vf v) {
         vu bits = (vu)v;
-        vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-        vu nan = (bits >> 16) | 0x40;
-        vu out = (bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded;
-        *reinterpret_cast<vh_mem*>(p) = __builtin_convertvector(out, vh);
+        vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
+        vu nan = (bits & 0xffff0000u) | 0x400000u;
+        return (vf)((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+    }
+    INLINE void narrow(uint16_t* p, vf v) {
+#if HAS_BF16_DOT
+        __m256bh h = _mm512_cvtneps_pbh((__m512)v);
+        __builtin_memcpy(p, &h, sizeof(h));
+#elif LANES == 16
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16((__m512i)((vu)round(v) >> 16)));
+#else
+        *reinterpret_cast<vh_mem*>(p) = __builtin_convertvector((vu)round(v) >> 16, vh);
+#endif
     }
     INLINE float get(uint16_t x) { return from_bf16(x); }
     INLINE uint16_t put(float x) { return to_bf16(x); }
@@ -126,6 +138,11 @@ struct Float16 {
 #else
         for (int i = 0; i < LANES; ++i) p[i] = to_f16(v[i]);
 #endif
+    }
+    INLINE vf round(vf v) {
+        uint16_t stored[LANES];
+        narrow(stored, v);
+        return widen(stored);
     }
     INLINE float get(uint16_t x) { return from_f16(x); }
     INLINE uint16_t put(float x) { return to_f16(x); }
