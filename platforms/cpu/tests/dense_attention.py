@@ -13,19 +13,20 @@ def attend_densely(case: Case) -> torch.Tensor:
     group = spec.num_heads // spec.num_kv_heads
     kv_dtype = DTYPES[spec.kv_dtype]
     rows = []
-    token = 0
-    for (before, new), key, value in zip(case.requests, case.keys, case.values):
-        key = key.to(kv_dtype).double().repeat_interleave(group, dim=1)
-        value = value.to(kv_dtype).double().repeat_interleave(group, dim=1)
-        for position in range(before, before + new):
+    for r, (before, new) in enumerate(case.requests):
+        key, value = (
+            whole[r].to(kv_dtype).double().repeat_interleave(group, dim=1) for whole in (case.keys, case.values)
+        )
+        query = case.query[len(rows) : len(rows) + new].double()
+        scores = torch.einsum("nhd,thd->nht", query, key) * spec.scale
+        if spec.soft_cap is not None:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        for i in range(new):
+            position = before + i
             first = 0 if spec.sliding_window is None else max(0, position - spec.sliding_window + 1)
-            seen = slice(first, position + 1)
-            scores = torch.einsum("hd,thd->ht", case.query[token].double(), key[seen]) * spec.scale
-            if spec.soft_cap is not None:
-                scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+            seen = scores[i, :, first : position + 1]
             if case.sinks is not None:
-                scores = torch.cat([scores, case.sinks.double()[:, None]], dim=1)
-            weights = scores.softmax(dim=1)[:, : position + 1 - first]
-            rows.append(torch.einsum("ht,thd->hd", weights, value[seen]).flatten())
-            token += 1
+                seen = torch.cat([seen, case.sinks.double()[:, None]], dim=1)
+            weights = seen.softmax(dim=1)[:, : position + 1 - first]
+            rows.append((weights[:, None] @ value[first : position + 1].transpose(0, 1)).flatten())
     return torch.stack(rows)
