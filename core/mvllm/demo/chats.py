@@ -184,7 +184,7 @@ def draw_echo(rng: random.Random) -> tuple[str, str]:
         *stories.TRAITS,
         *(word for row in OPPOSITES for word in row),
     )
-    words = [invented_name(rng) if rng.random() < 0.2 else rng.choice(pool) for _ in range(rng.randint(2, 10))]
+    words = [invented_name(rng) if rng.random() < 0.2 else rng.choice(pool) for _ in range(rng.randint(2, 12))]
     said = rng.choice((" ", ", ")).join(words)
     return rng.choice(("Repeat after me: ", "Repeat: ", "Please repeat: ", "Say: ", "Copy these words: ")) + said, said
 
@@ -229,6 +229,6 @@ def draw_chat(rng: random.Random) -> list[Message]:
         greeting, recall = _tell_name(rng)
         messages += greeting
     for _ in range(num_intents):
-        intent = rng.choices(_INTENTS, weights=(58, 9, 16, 8, 5, 4))[0]
+        intent = rng.choices(_INTENTS, weights=(57, 9, 16, 8, 6, 4))[0]
         messages += intent(rng)
     return messages + (recall if rng.random() < 0.8 else [])

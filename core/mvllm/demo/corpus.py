@@ -114,14 +114,14 @@ def _introduction(rng: random.Random, held_out: bool) -> str:
 
 # What to write, and how many documents in a hundred are of that kind.
 _MIXTURE = (
-    (_chat, 36),
+    (_chat, 35),
     (_story, 11),
-    (_statement, 12),
-    (_question, 16),
+    (_statement, 10),
+    (_question, 15),
     (_request, 6),
-    (_echo, 4),
+    (_echo, 9),
     (_description, 6),
-    (_engine, 3),
+    (_engine, 2),
     (_completion, 4),
     (_introduction, 2),
 )
