@@ -80,8 +80,8 @@ class EngineArgs:
 
     memory_utilization: float | None = option(
         None,
-        help="Share of the device's memory for weights, activations and KV cache together; by default what the platform "
-        "proposes, else 0.9.",
+        help="Share of the device's memory for weights, activations and KV cache together; by default what the "
+        "platform proposes, else 0.9.",
         group="cache",
         minimum=0,
         above=True,
