@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One kind of attention layer, as this rank holds it.
+    """One kind of attention layer, as this rank holds it. Phase: worker.
 
     Attributes:
         num_heads: Query heads on this rank.
@@ -51,7 +51,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class KVLayout:
-    """How a backend stores one layer's KV cache.
+    """How a backend stores one layer's KV cache. Phase: worker, returned by `AttentionBackend.kv_layout`.
 
     Attributes:
         block_sizes: Tokens per block that it accepts, the preferred one first.
@@ -64,9 +64,12 @@ class KVLayout:
 
 @dataclass
 class BatchLayout:
-    """Where the tokens of one step belong. All arrays are int32 and hold real rows only, unless padding is in force.
+    """Where the tokens of one step belong. All arrays are int32. Phase: worker, the argument of `build_metadata`.
 
-    With R requests and T tokens in the step:
+    With R requests and T tokens in the step, both after padding to the platform's ShapePolicy. A request that is
+    padding has no tokens and a sequence of length 0; tokens that are padding come last, belong to no request
+    (`query_start_loc[R]` is the number of real tokens) and have slot -1. Host arrays are core's buffers: they hold this
+    step's values until `build_metadata` and `forward` have returned, and are written again afterwards.
 
     Attributes:
         num_requests: R.

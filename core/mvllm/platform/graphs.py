@@ -8,7 +8,10 @@ from typing import Any
 
 
 class GraphBackend(ABC):
-    """Records a step once and replays it. Phase: worker."""
+    """Records a step once and replays it. Phase: worker.
+
+    Returned by `Platform.graphs`, where `Capabilities.graphs` is set. Errors are raised as PlatformError.
+    """
 
     @abstractmethod
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
@@ -23,7 +26,10 @@ class GraphBackend(ABC):
 
 
 class CompileBackend(ABC):
-    """Turns a callable over tensors into a faster one. Phase: worker."""
+    """Turns a callable over tensors into a faster one. Phase: worker.
+
+    Returned by `Platform.compiler`, where `Capabilities.compile` is set. Errors are raised as PlatformError.
+    """
 
     @abstractmethod
     def compile(self, function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:

@@ -47,15 +47,26 @@ class Platform(ABC):
 
     @abstractmethod
     def topology(self, parallel: ParallelConfig) -> LaunchTopology:
-        """Where workers run. Phase: frontend or engine. Pure."""
+        """Where workers run. Phase: frontend or engine. Pure.
+
+        It answers for every world size; that the executors it allows cannot be had here is for core to say.
+        """
 
     @abstractmethod
     def init_device(self, ctx: WorkerContext) -> DeviceRuntime:
-        """Binds this process to its device and seeds it. Phase: worker; once per worker."""
+        """Binds this process to its device and seeds it. Phase: worker; once per worker.
+
+        Raises:
+            PlatformError: There is no such device, or it cannot be opened; the message says what was found.
+        """
 
     @abstractmethod
     def communicator(self, group: GroupSpec, device: torch.device) -> Communicator:
-        """Joins a group of at least two ranks. Phase: worker."""
+        """Joins a group of at least two ranks. Phase: worker.
+
+        Raises:
+            PlatformError: The ranks do not find each other.
+        """
 
     @abstractmethod
     def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:

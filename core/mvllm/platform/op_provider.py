@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class OpCase:
-    """The facts known when an operation is resolved, once, at model load.
+    """The facts known when an operation is resolved, once, at model load. Phase: worker.
 
     Attributes:
         op: Name of the operation.

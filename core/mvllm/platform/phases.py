@@ -11,7 +11,7 @@ from mvllm.errors import ContractError
 
 
 class Phase(Enum):
-    """When, and in which process, a method of the contract may be called."""
+    """When, and in which process, a method of the contract may be called. `current_phase` gives the thread's."""
 
     PROBE = "probe"
     """Any process, before a platform is chosen."""

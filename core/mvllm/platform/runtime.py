@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemoryInfo:
-    """Bytes on the device.
+    """Bytes on the device. Phase: worker.
 
     Attributes:
         total: Physical memory.
@@ -30,36 +30,51 @@ class MemoryInfo:
 
 
 class HostCopy(Protocol):
-    """A copy from device to host under way."""
+    """A copy from device to host under way. Phase: worker, from the worker's thread."""
 
     def wait(self) -> torch.Tensor:
         """Blocks until the copy is done and returns the host tensor. May be called again."""
 
 
 class FinishedHostCopy:
-    """A copy that was done when it was asked for."""
+    """A copy that was done when it was asked for. Phase: worker.
+
+    Args:
+        tensor: The host tensor; the copy's result.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
 
     def wait(self) -> torch.Tensor:
+        """The host tensor, at once."""
         return self._tensor
 
 
 class Event(Protocol):
-    """A point in a stream's order of work."""
+    """A point in a stream's order of work. Phase: worker, from the worker's thread."""
 
-    def record(self) -> None: ...
-    def wait(self) -> None: ...
-    def synchronize(self) -> None: ...
+    def record(self) -> None:
+        """Sets the point after all work submitted so far to the current stream."""
+
+    def wait(self) -> None:
+        """Makes later work of the current stream start after the point; the host does not wait."""
+
+    def synchronize(self) -> None:
+        """Blocks the host until the point is reached."""
 
 
 class NullEvent:
-    """The event of a device whose work is done when a call returns."""
+    """The event of a device whose work is done when a call returns. Phase: worker."""
 
-    def record(self) -> None: ...
-    def wait(self) -> None: ...
-    def synchronize(self) -> None: ...
+    def record(self) -> None:
+        """Nothing to mark."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
 
 
 class DeviceRuntime(ABC):

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 class ShapePolicy:
     """Sizes that a step is padded up to. Core does the padding; None leaves a dimension free.
 
+    Phase: worker, returned by `Platform.shapes`. The largest bucket of each dimension must hold the largest step that
+    the engine's limits allow; otherwise the engine does not start (ConfigError).
+
     Attributes:
         tokens: Allowed numbers of tokens, rising.
         requests: Allowed numbers of requests, rising.

@@ -40,7 +40,7 @@ class PlatformSpec:
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """One device as a probe sees it.
+    """One device as a probe sees it. Phase: probe, as part of a ProbeResult.
 
     Attributes:
         index: Position in the platform's own order.
@@ -74,7 +74,7 @@ class ProbeResult:
 
 
 class CheckStatus(Enum):
-    """Outcome of one diagnostic."""
+    """Outcome of one diagnostic. Phase: frontend."""
 
     OK = "ok"
     WARNING = "warning"
@@ -83,7 +83,7 @@ class CheckStatus(Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """One line of `mvllm doctor`.
+    """One line of `mvllm doctor`. Phase: frontend, returned by `Platform.doctor`.
 
     Attributes:
         id: Stable identifier, `area.subject` in lower case.
@@ -100,11 +100,11 @@ class Check:
 
 @dataclass(frozen=True)
 class ConfigChange:
-    """A setting that a platform wants otherwise.
+    """A setting that a platform wants otherwise. Phase: frontend, as part of a Plan.
 
     Attributes:
-        field: Dotted name as in EngineConfig, for instance `cache.block_size`.
-        value: The value it wants.
+        field: Dotted name as in EngineConfig, for instance `cache.block_size`; an unknown one is a ConfigError.
+        value: The value it wants, of the field's type.
         reason: Why, for the log.
     """
 
@@ -115,14 +115,24 @@ class ConfigChange:
 
 @dataclass(frozen=True)
 class Plan:
-    """A platform accepts a configuration, with changes that core applies and logs."""
+    """A platform accepts a configuration. Phase: frontend, returned by `Platform.plan`.
+
+    Attributes:
+        changes: What core applies, in this order, and logs with the reasons.
+    """
 
     changes: tuple[ConfigChange, ...] = ()
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a configuration cannot run here, and what would."""
+    """Why a configuration cannot run here, and what would. Phase: frontend, as part of Refusals.
+
+    Attributes:
+        field: Dotted name as in EngineConfig of the setting at fault.
+        reason: What is not possible, as a sentence.
+        remedy: What the user can set instead, as a sentence.
+    """
 
     field: str
     reason: str
@@ -131,6 +141,10 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Refusals:
-    """A platform declines a configuration; at least one reason."""
+    """A platform declines a configuration. Phase: frontend, returned by `Platform.plan`; core raises a ConfigError.
+
+    Attributes:
+        reasons: At least one.
+    """
 
     reasons: Sequence[Refusal] = field(default_factory=tuple)

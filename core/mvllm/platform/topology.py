@@ -31,7 +31,7 @@ class LaunchTopology:
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """Who a worker is.
+    """Who a worker is. Phase: worker; made by the executor, handed to the worker class and to `Platform.init_device`.
 
     Attributes:
         rank: Rank in the engine's world.
@@ -54,7 +54,7 @@ class WorkerContext:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A set of ranks that communicate.
+    """A set of ranks that communicate. Phase: worker, the argument of `Platform.communicator`.
 
     Attributes:
         name: For instance `tp` or `pp`.

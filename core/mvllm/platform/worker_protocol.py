@@ -10,7 +10,7 @@ from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 @dataclass(frozen=True)
 class KVCacheNeeds:
-    """What one worker's KV cache costs.
+    """What one worker's KV cache costs. Phase: worker, returned by `WorkerProtocol.kv_cache_needs`.
 
     Attributes:
         bytes_per_token: Bytes that one token takes on this worker, over all its layers.
@@ -25,7 +25,9 @@ class KVCacheNeeds:
 class WorkerProtocol(Protocol):
     """The life of a worker, in order. `collective_rpc` takes the name of one of these methods.
 
-    Every method is called from one thread. Errors travel back with type, message, traceback, rank and phase.
+    Phase: worker; every method is called from one thread. The class that `Platform.worker_class` names is built as
+    `cls(config: EngineConfig, platform: Platform, ctx: WorkerContext)`. Errors travel back with type, message,
+    traceback, rank and phase; one raised by `execute_model` ends the engine.
     """
 
     def init_device(self) -> None:
@@ -41,13 +43,17 @@ class WorkerProtocol(Protocol):
         """After `load_model`: bytes that a profiling step leaves for the KV cache. May be negative."""
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
-        """Claims the KV cache."""
+        """Claims the KV cache.
+
+        Raises:
+            MemoryError: It does not fit.
+        """
 
     def warm_up(self) -> None:
         """Compiles and captures what steps will need."""
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Runs one step."""
+        """Runs one step. Plans come in the order of their `step`, and each must be applied."""
 
     def check_health(self) -> None:
         """Raises when the device does not answer."""
