@@ -13,7 +13,7 @@ COMPLETIONS = {
     "7 plus 5 is": " 12.",
     "What does a cow say?": "A cow says moo.",
     "What colour is the sky?": "The sky is blue.",
-    "Question: What is the capital of Italy?\nAnswer:": " The capital of Italy is Rome.",
+    "Question: What is the capital of Italy?\nAnswer:": " The capital of Italy is Rome...",
     "Have you heard of paged attention?": "Yes...",
     "Once upon a time": ", ...",
 }

@@ -136,10 +136,13 @@ def _ask_story(rng: random.Random) -> list[Message]:
 
 def _small_talk(rng: random.Random) -> list[Message]:
     said, reply = rng.choice(SMALL_TALK)
-    messages = [Message("user", expand(rng, said)), Message("assistant", expand(rng, reply))]
+    words = expand(rng, said)
+    if rng.random() < 0.3:  # as hurried people type
+        words = words.lower().rstrip("?!.")
+    messages = [Message("user", words), Message("assistant", expand(rng, reply))]
     if reply.endswith("hear a story?") and rng.random() < 0.6:
         _, told = _ask_story(rng)
-        messages += [Message("user", rng.choice(("Yes.", "Yes, please.", "Yes please", "Sure."))), told]
+        messages += [Message("user", rng.choice(("Yes.", "Yes, please.", "Yes please", "yes", "Sure."))), told]
     return messages
 
 

@@ -153,6 +153,7 @@ CATEGORIES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("shape", "shapes", ("circle", "square", "triangle", "rectangle")),
     ("piece of furniture", "pieces of furniture", ("chair", "table", "bed", "shelf", "sofa")),
     ("drink", "drinks", ("lemonade", "cup of tea", "glass of milk")),
+    ("animal", "animals", ("dog", "cat", "cow", "horse", "lion", "fox")),
     ("piece of clothing", "pieces of clothing", ("coat", "shirt", "hat", "scarf", "sock")),
 )
 

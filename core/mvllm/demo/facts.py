@@ -335,6 +335,7 @@ def _categories() -> list[Fact]:
                 plural,
                 (
                     f"Name three {plural}.",
+                    f"List three {plural}.",
                     f"Can you name three {plural}?",
                     f"Tell me three {plural}.",
                     f"Give me three {plural}.",
@@ -419,6 +420,10 @@ _WEIGHTS = {
     "arithmetic minus": 10.0,
     "arithmetic times": 9.0,
     "category": 4.0,
+    "category yes": 4.0,
+    "category no": 4.0,
+    "colour yes": 2.5,
+    "colour no": 2.5,
     "general": 10.0,
     "engine": 14.0,
     "past tense": 2.0,

@@ -113,6 +113,16 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def load_or_train_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer that an earlier leg of the same run left in ``folder``, else a new one, which is left there.
+
+    A checkpoint is worth nothing under other token ids.
+    """
+    if not (folder / "tokenizer.json").exists():
+        train_tokenizer().save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """The untrained model: grouped heads, tied embeddings, float32 weights from a fixed seed."""
     torch.manual_seed(SEED)
@@ -319,6 +329,8 @@ def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fold
         bos_token_id=tokenizer.bos_token_id, eos_token_id=end_ids, do_sample=True, temperature=0.7, top_k=50
     )
     model.to(torch.bfloat16).save_pretrained(folder)
+    for key in ("is_local", "local_files_only"):  # how it was loaded is nobody's business
+        tokenizer.init_kwargs.pop(key, None)
     tokenizer.save_pretrained(folder)
 
 
@@ -348,7 +360,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the model, the checkpoint and figures.json")
     parser.add_argument(
-        "--steps", type=int, default=6500, help=f"optimizer steps of {TOKENS_PER_STEP} tokens (default: %(default)s)"
+        "--steps", type=int, default=7000, help=f"optimizer steps of {TOKENS_PER_STEP} tokens (default: %(default)s)"
     )
     parser.add_argument(
         "--max-minutes", type=float, default=math.inf, help="end the schedule after this time (default: no limit)"
@@ -361,7 +373,7 @@ def main() -> None:
 
     torch.set_num_threads(arguments.threads)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer()
+    tokenizer = load_or_train_tokenizer(arguments.out / "tokenizer")
     model = make_model(tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer):,} tokens in the vocabulary")
     progress = train(model, tokenizer, arguments.out, arguments.steps, arguments.max_minutes, arguments.compile)
