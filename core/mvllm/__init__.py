@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from mvllm.version import __version__
 
 if TYPE_CHECKING:
+    from mvllm.config.engine_args import EngineArgs
     from mvllm.engine.llm_engine import LLMEngine
     from mvllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
     from mvllm.entrypoints.llm import LLM

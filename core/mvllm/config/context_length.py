@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mvllm.config.hf_config import HFConfig
+from mvllm.config.rope_parameters import rope_settings, rope_type_of
 from mvllm.errors import ConfigError, ModelError
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
@@ -64,8 +65,8 @@ def derive_context_length(hf_config: HFConfig) -> ContextLength | None:
     if key is None:
         return None
     base = hf_config.positive_int(key)
-    rope = rope_parameters(hf_config)
-    rope_type = rope.get("rope_type", rope.get("type"))
+    rope = _full_attention(rope_settings(hf_config))
+    rope_type = rope_type_of(rope)
     factor = rope.get("factor")
     if rope_type not in _STRETCHING or factor is None:
         return ContextLength(base, f"{key} = {base}")
@@ -84,21 +85,8 @@ def derive_context_length(hf_config: HFConfig) -> ContextLength | None:
     return ContextLength(int(base * factor), f"{key} = {base} times the {rope_type} rope scaling's factor {factor:g}")
 
 
-def rope_parameters(hf_config: HFConfig) -> Mapping[str, Any]:
-    """The rotary settings, written as `rope_parameters` or as the older `rope_scaling`; empty if there are none.
-
-    Where each layer type has its own, those of full attention are meant.
-
-    Raises:
-        ModelError: The key holds something other than an object.
-    """
-    for key in ("rope_scaling", "rope_parameters"):
-        value = hf_config.get(key)
-        if value is None:
-            continue
-        if not isinstance(value, dict):
-            raise ModelError(f"{hf_config.source}: {key!r} should be a JSON object, found {value!r}.")
-        if value and all(isinstance(v, dict) for v in value.values()):
-            return value.get("full_attention") or next(iter(value.values()))
-        return value
-    return {}
+def _full_attention(settings: dict[str, Any]) -> Mapping[str, Any]:
+    """Where each type of layer has settings of its own, those of full attention decide."""
+    if settings and all(isinstance(value, dict) for value in settings.values()):
+        return settings.get("full_attention") or next(iter(settings.values()))
+    return settings

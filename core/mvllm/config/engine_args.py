@@ -17,12 +17,11 @@ from typing import Any
 from mvllm.config.engine_config import CacheConfig, EngineConfig, LoadConfig, ParallelConfig, SchedulerConfig
 from mvllm.config.hub import find_model, find_tokenizer
 from mvllm.config.model import ModelConfig
-from mvllm.config.model_builder import build_model_config
+from mvllm.config.model_builder import DTYPE_ALIASES, DTYPES, build_model_config
 from mvllm.config.option import Option, option, options_of
 from mvllm.errors import ConfigError
 
 DEFAULT_NUM_BATCHED_TOKENS = 2048
-BACKENDS = ("uni", "mp", "ray", "external_launcher")
 _LARGEST_SEED = 2**63 - 1
 
 
@@ -57,7 +56,7 @@ class EngineArgs:
         "auto",
         help="Compute dtype; 'auto' takes the checkpoint's if the platform offers it.",
         group="model",
-        choices=("auto", "float32", "bfloat16", "float16", "half", "float"),
+        choices=("auto", *DTYPES, *DTYPE_ALIASES),
     )
     max_model_len: int | None = option(
         None,
@@ -135,7 +134,8 @@ class EngineArgs:
     data_parallel_size: int = option(1, help="Engine replicas.", group="parallel", minimum=1, maximum=1024)
     distributed_executor_backend: str | None = option(
         None,
-        help=f"How workers run: {', '.join(BACKENDS)}, or a dotted path to an executor class; by default chosen.",
+        help="How workers run: 'uni' (one worker, in this process), the name of an installed executor, or a dotted "
+        "path to an executor class; by default chosen.",
         group="parallel",
     )
 
@@ -195,12 +195,6 @@ class EngineArgs:
         """
         for setting in self.options():
             setattr(self, setting.name, setting.checked(getattr(self, setting.name)))
-        backend = self.distributed_executor_backend
-        if backend is not None and backend not in BACKENDS and "." not in backend:
-            raise ConfigError(
-                f"distributed_executor_backend must be one of {', '.join(BACKENDS)}, a dotted path to an executor "
-                f"class, or None, found {backend!r}."
-            )
         budget = self.max_num_batched_tokens
         if budget is not None and budget < self.max_num_seqs:
             raise ConfigError(

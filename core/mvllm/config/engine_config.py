@@ -59,7 +59,7 @@ class ParallelConfig:
         tensor_parallel_size: Ranks that share each layer.
         pipeline_parallel_size: Groups of ranks that each hold a run of layers.
         data_parallel_size: Engine replicas.
-        distributed_executor_backend: `uni`, `mp`, `ray`, `external_launcher`, a dotted path, or None to choose.
+        distributed_executor_backend: Name of a built-in or installed executor, a dotted path, or None to choose.
     """
 
     tensor_parallel_size: int = 1

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mvllm.config.hf_config import HFConfig
+from mvllm.config.hf_config import HFConfig, read_json_object
 from mvllm.errors import ModelError
 from mvllm.logging import get_logger
 
@@ -35,13 +34,7 @@ def load_generation_config(folder: Path) -> HFConfig:
     path = folder / "generation_config.json"
     if not path.is_file():
         return HFConfig({}, str(path))
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as e:
-        raise ModelError(f"{path} cannot be read as JSON: {e}") from e
-    if not isinstance(values, dict):
-        raise ModelError(f"{path} must hold a JSON object, found {type(values).__name__}.")
-    return HFConfig(values, str(path))
+    return HFConfig(read_json_object(path), str(path))
 
 
 def sampling_defaults(generation: HFConfig) -> dict[str, Any]:

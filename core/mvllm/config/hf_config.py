@@ -50,14 +50,7 @@ class HFConfig:
                 f"{folder} is not a model folder: it has no config.json. "
                 "Pass a folder written by save_pretrained() or a model name from the hub."
             )
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError, OSError) as e:
-            raise ModelError(f"{path} cannot be read as JSON: {e}") from e
-        if not isinstance(values, dict):
-            raise ModelError(f"{path} must hold a JSON object, found {type(values).__name__}.")
-        values.update(overrides or {})
-        return cls(values, str(path))
+        return cls({**read_json_object(path), **(overrides or {})}, str(path))
 
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
@@ -98,6 +91,21 @@ class HFConfig:
     def as_dict(self) -> dict[str, Any]:
         """A copy of the JSON object."""
         return dict(self._values)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object that a file of a model folder holds.
+
+    Raises:
+        ModelError: The file cannot be read, is not JSON, or holds something else.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as e:
+        raise ModelError(f"{path} cannot be read as JSON: {e}") from e
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} must hold a JSON object, found {type(values).__name__}.")
+    return values
 
 
 def _in_words(kind: type | tuple[type, ...]) -> str:

@@ -49,8 +49,8 @@ _NEVER_SLIDING = ("llama", "opt", "gpt2")
 # Families whose `sliding_window` counts only with `use_sliding_window`, which is off by default.
 _SLIDING_ON_REQUEST = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
+DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -212,9 +212,9 @@ def checkpoint_dtype(hf_config: HFConfig) -> str:
     value = hf_config.get(key, "float32")
     name = value.removeprefix("torch.") if isinstance(value, str) else value
     name = DTYPE_ALIASES.get(name, name) if isinstance(name, str) else name
-    if name not in _DTYPES:
+    if name not in DTYPES:
         raise ModelError(
-            f"{hf_config.source}: {key!r} should be one of {', '.join(_DTYPES)}, found {value!r}. "
+            f"{hf_config.source}: {key!r} should be one of {', '.join(DTYPES)}, found {value!r}. "
             f"Mend the file or pass hf_overrides={{{key!r}: 'float32'}}."
         )
     return str(name)

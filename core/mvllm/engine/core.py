@@ -16,11 +16,11 @@ from typing import TypeVar
 import msgspec
 
 from mvllm.config.engine_config import EngineConfig
+from mvllm.config.rope_parameters import prompt_cache_key
 from mvllm.engine.kv_sizing import CacheSummary, choose_block_size, size_kv_cache
 from mvllm.errors import EngineDeadError
 from mvllm.executor.choose import make_executor
 from mvllm.kv_cache.manager import KVCacheManager
-from mvllm.layers.rope_parameters import prompt_cache_key
 from mvllm.logging import get_logger
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput

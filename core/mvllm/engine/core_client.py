@@ -8,6 +8,7 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.core import EngineCore
 from mvllm.engine.kv_sizing import CacheSummary
 from mvllm.engine.planning import settle_config
+from mvllm.errors import ConfigError
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest
 from mvllm.platform.choose import ChosenPlatform, choose_platform
 
@@ -71,5 +72,10 @@ def make_client(config: EngineConfig, chosen: ChosenPlatform | None = None) -> I
         PlatformError, ConfigError, ModelError: The engine cannot be started as asked.
     """
     chosen = chosen or choose_platform(config.platform)
+    if config.parallel.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size is {config.parallel.data_parallel_size}, but this version of mvllm runs one engine. "
+            "Set it to 1, or start several processes."
+        )
     settled = settle_config(config, chosen.platform)
     return InprocClient(EngineCore(settled, chosen.platform), str(chosen))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mvllm.config.hf_config import read_json_object
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError, RequestError
 
@@ -151,10 +151,9 @@ def _small_config(transformers: Any, folder: Path) -> Any:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json_object(path)
+    except ModelError:
         return {}  # transformers says what is wrong with it
-    return values if isinstance(values, dict) else {}
 
 
 def _require_files(folder: Path) -> None:

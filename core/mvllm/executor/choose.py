@@ -10,6 +10,7 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import ConfigError
 from mvllm.executor.interface import Executor
 from mvllm.platform.interface import Platform
+from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.topology import LaunchTopology
 
 ENTRY_POINT_GROUP = "mvllm.executors"
@@ -23,7 +24,8 @@ def make_executor(config: EngineConfig, platform: Platform) -> Executor:
     Raises:
         ConfigError: The choice is unknown, or the platform does not allow it, or it cannot run this many workers.
     """
-    topology = platform.topology(config.parallel)
+    with enter_phase(Phase.ENGINE):
+        topology = platform.topology(config.parallel)
     name = config.parallel.distributed_executor_backend or _default(topology, config)
     if name in _BUILT_IN:
         if name not in topology.executors:
@@ -58,8 +60,8 @@ def _load(name: str) -> Callable[[EngineConfig, Platform], Executor]:
         return _checked(name, getattr(importlib.import_module(module), attribute))
     except (ImportError, AttributeError, ValueError) as e:
         raise ConfigError(
-            f"distributed_executor_backend {name!r} is neither built in ({', '.join(sorted(_BUILT_IN))}), nor an entry "
-            f"point of {ENTRY_POINT_GROUP}, nor an importable dotted path: {e}"
+            f"distributed_executor_backend {name!r} is neither built in ({', '.join(sorted(_BUILT_IN))}), nor an "
+            f" entry point of {ENTRY_POINT_GROUP}, nor an importable dotted path: {e}"
         ) from e
 
 

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from mvllm.layers.rope_parameters import RopeParameters
+from mvllm.config.rope_parameters import RopeParameters
 
 
 def frequencies(p: RopeParameters) -> tuple[torch.Tensor, float]:

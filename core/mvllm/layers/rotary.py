@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from mvllm.config.rope_parameters import RopeParameters
 from mvllm.layers.context import BuildContext
-from mvllm.layers.rope_parameters import RopeParameters
 from mvllm.layers.rope_scaling import dynamic_frequencies, frequencies, long_frequencies
 
 

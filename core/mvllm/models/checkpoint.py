@@ -5,11 +5,11 @@ Everything here looks at names and headers only, so that a bad checkpoint is ref
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
+from mvllm.config.hf_config import read_json_object
 from mvllm.errors import ModelError
 from mvllm.models.safetensors_file import TensorEntry, read_header
 
@@ -58,11 +58,7 @@ def _read_indexed(folder: Path) -> dict[str, TensorEntry]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        values = json.loads(index.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as e:
-        raise ModelError(f"{index} cannot be read as JSON: {e}") from e
-    weight_map = values.get("weight_map") if isinstance(values, dict) else None
+    weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise ModelError(f"{index} should have a key 'weight_map': an object of tensor name to file name.")
     return weight_map

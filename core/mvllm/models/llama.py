@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from mvllm.config.model import ModelConfig
+from mvllm.config.rope_parameters import RopeParameters
 from mvllm.layers.attention import Attention
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import QKVLinear, RowParallelLinear
 from mvllm.layers.mlp import GatedMLP
 from mvllm.layers.norm import RMSNorm
-from mvllm.layers.rope_parameters import RopeParameters
 from mvllm.layers.rotary import RotaryEmbedding, StepAngles
 from mvllm.models.causal_lm import CausalLM
 

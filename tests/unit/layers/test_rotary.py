@@ -9,8 +9,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
 from mvllm.config.hf_config import HFConfig
+from mvllm.config.rope_parameters import RopeParameters
 from mvllm.errors import ModelError
-from mvllm.layers.rope_parameters import RopeParameters
 from mvllm.layers.rotary import RotaryEmbedding
 from tests.helpers.paged_driver import make_context
 

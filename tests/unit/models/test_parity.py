@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from mvllm.layers.rope_parameters import prompt_cache_key
+from mvllm.config.rope_parameters import prompt_cache_key
 from tests.helpers.model_zoo import MAX_LEN, VOCAB_SIZE, ZOO, load_reference, make_checkpoint
 from tests.helpers.paged_driver import PagedDriver, load_model, make_context, read_config
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mvllm.config.env import describe_unknown, unknown_variables
 from mvllm.errors import MvllmError
+from mvllm.platform.choose import ENVIRONMENT_VARIABLE, installable_platforms
 from mvllm.platform.discovery import Candidate, discover, find_sources, load_attribute
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.spec import CONTRACT, Check, CheckStatus
@@ -151,8 +152,6 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def _entry_points(candidates: Sequence[Candidate], asked: str | None) -> Checks:
-    from mvllm.platform.choose import installable_platforms
-
     names = sorted({source.name for source in find_sources()})
     found = f"{len(names)} platform plugin(s): {', '.join(names)}" if names else "no platform plugin is installed"
     known = installable_platforms()
@@ -192,7 +191,7 @@ def _own_checks(candidate: Candidate) -> Checks:
 
 def _choice(candidates: Sequence[Candidate], asked: str | None) -> Checks:
     """Which platform an engine would run on now."""
-    name = asked or os.environ.get("MVLLM_PLATFORM") or None
+    name = asked or os.environ.get(ENVIRONMENT_VARIABLE) or None
     usable = [c for c in candidates if c.available and (name is None or c.name == name)]
     if len(usable) == 1:
         broken = [c.name for c in candidates if c.failure is not None and name is None]
@@ -202,7 +201,7 @@ def _choice(candidates: Sequence[Candidate], asked: str | None) -> Checks:
     elif usable:
         names = " or ".join(f"--platform {c.name}" for c in usable)
         found = f"{len(usable)} platforms are available"
-        yield Check("platform.choice", CheckStatus.WARNING, found, f"choose with {names}, or MVLLM_PLATFORM")
+        yield Check("platform.choice", CheckStatus.WARNING, found, f"choose with {names}, or {ENVIRONMENT_VARIABLE}")
     else:
         found = f"the platform {name!r} cannot be used" if name else "no platform can be used"
         yield Check("platform.choice", CheckStatus.BROKEN, found, "see the checks of the platforms above")

@@ -1,6 +1,7 @@
 """Rotary settings of a checkpoint, in the new spelling (`rope_parameters`) or the old (`rope_theta`, `rope_scaling`).
 
 Both mean the same; `rope_scaling` wins where a checkpoint has both, as it does for the reference implementation.
+Torch-free: the longest sequence and the keys of the prefix cache depend on these settings, too.
 """
 
 from __future__ import annotations
@@ -34,6 +35,26 @@ _NUMBERS = (
     "high_freq_factor",
 )
 _DEFAULT_THETA = 10000.0
+
+
+def rope_settings(config: HFConfig) -> dict[str, Any]:
+    """The settings as `config.json` has them: one flat object, or one per type of layer; empty if there are none.
+
+    Raises:
+        ModelError: The key holds something other than an object.
+    """
+    for key in ("rope_scaling", "rope_parameters"):
+        settings = config.get(key)
+        if settings is not None and not isinstance(settings, dict):
+            raise ModelError(f"{config.source}: {key!r} should be a JSON object, found {settings!r}.")
+        if settings:
+            return dict(settings)
+    return {}
+
+
+def rope_type_of(settings: Mapping[str, Any]) -> Any:
+    """The type of scaling that flat settings name, under its new key or its old."""
+    return settings.get("rope_type") or settings.get("type") or "default"
 
 
 def prompt_cache_key(config: ModelConfig) -> Callable[[int], int]:
@@ -98,11 +119,10 @@ class RopeParameters:
         Raises:
             ModelError: The type is unknown, or a setting is missing or of the wrong kind.
         """
-        values = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
+        values = rope_settings(config)
+        if any(isinstance(value, dict) for value in values.values()):
             raise ModelError(f"{config.source}: the RoPE settings should be one flat JSON object, found {values!r}.")
-        values = dict(values)
-        rope_type = values.get("rope_type") or values.get("type") or "default"
+        rope_type = rope_type_of(values)
         if rope_type not in ROPE_TYPES:
             raise ModelError(
                 f"{config.source}: the RoPE scaling {rope_type!r} is not supported. Supported: {', '.join(ROPE_TYPES)}."
