@@ -89,6 +89,27 @@ def test_a_step_that_fails_as_a_whole_stops_the_engine_and_keeps_the_cause(
     llm.close()
 
 
+def test_an_interrupted_step_leaves_no_engine_that_would_give_wrong_tokens(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mvllm.worker.model_runner import ModelRunner
+
+    engine = make_llm().llm_engine
+    engine.add_request("0", GOOD, GREEDY)
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ModelRunner, "execute_model", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.undo()
+    with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
+        engine.step()
+    engine.abort_request("0")
+    engine.shutdown()
+
+
 def test_a_closed_engine_says_so(make_llm: MakeLLM) -> None:
     llm = make_llm()
     llm.close()

@@ -91,10 +91,16 @@ class EngineCore:
             EngineDeadError: A step failed as a whole, now or earlier; the cause is kept.
         """
         if self._dead is not None:
-            raise EngineDeadError(f"The engine stopped after an earlier error: {self._dead}") from self._dead
-        while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
-            self._launch()
-        return self._collect() if self._in_flight else EngineCoreOutputs(stats=self.scheduler.make_stats())
+            raise EngineDeadError(f"The engine stopped after an earlier error: {self._dead!r}") from self._dead
+        try:
+            while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
+                self._launch()
+            return self._collect() if self._in_flight else EngineCoreOutputs(stats=self.scheduler.make_stats())
+        except BaseException as e:
+            # What did not end leaves scheduler, rows and cached blocks at different points: no result of theirs could
+            # be trusted. That holds for an interrupt, too.
+            self._dead = self._dead or e
+            raise
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False when requests still use some blocks."""

@@ -7,6 +7,7 @@ a refusal never leaves anything behind.
 from __future__ import annotations
 
 import difflib
+import math
 import operator
 import time
 from collections.abc import Mapping, Sequence
@@ -98,7 +99,7 @@ class InputProcessor:
         Raises:
             RequestError: One of them is not acceptable; names it by its position where there are several.
         """
-        arrival = time.monotonic() if arrival_time is None else arrival_time
+        arrival = time.monotonic() if arrival_time is None else _check_arrival_time(arrival_time)
         parts = [self._at(i, prompts, self._take_apart, prompt) for i, prompt in enumerate(prompts)]
         self._tokenize(parts)
         processed = []
@@ -121,9 +122,30 @@ class InputProcessor:
 
     # --- prompts
 
+    def check_text(self, text: str) -> str:
+        """Returns `text`.
+
+        Raises:
+            RequestError: There is no tokenizer, or `text` cannot be written as UTF-8.
+        """
+        if self._tokenizer is None:
+            raise RequestError(
+                "The engine was started with skip_tokenizer_init, so it takes token ids, not text. "
+                "Pass {'prompt_token_ids': [...]}.",
+                parameter="prompt",
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise RequestError(
+                f"The prompt is not valid Unicode: character {e.start} is a lone surrogate U+{ord(text[e.start]):04X}.",
+                parameter="prompt",
+            ) from None
+        return text
+
     def _take_apart(self, prompt: PromptType) -> _Prompt:
         if isinstance(prompt, str):
-            return _Prompt(self._check_text(prompt), None)
+            return _Prompt(self.check_text(prompt), None)
         if isinstance(prompt, Mapping):
             return self._take_apart_dict(prompt)
         if _is_token_sequence(prompt):
@@ -155,28 +177,13 @@ class InputProcessor:
             return _Prompt(text, self._check_token_ids(ids), salt)
         if text is None:
             raise RequestError("A prompt dict needs 'prompt' or 'prompt_token_ids'; found neither.", parameter="prompt")
-        return _Prompt(self._check_text(text), None, salt)
-
-    def _check_text(self, text: str) -> str:
-        if self._tokenizer is None:
-            raise RequestError(
-                "The engine was started with skip_tokenizer_init, so it takes token ids, not text. "
-                "Pass {'prompt_token_ids': [...]}.",
-                parameter="prompt",
-            )
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:
-            raise RequestError(
-                f"The prompt is not valid Unicode: character {e.start} is a lone surrogate U+{ord(text[e.start]):04X}.",
-                parameter="prompt",
-            ) from None
-        return text
+        return _Prompt(self.check_text(text), None, salt)
 
     def _check_token_ids(self, ids: Sequence[int]) -> list[int]:
-        values: list[int] = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-        if not values:
+        if not len(ids):
             raise RequestError("The prompt is empty: it has no token ids.", parameter="prompt")
+        self._check_length(len(ids))  # before anything is copied
+        values: list[int] = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         if set(map(type, values)) != {int}:
             values = [_as_token_id(value, i) for i, value in enumerate(values)]
         if min(values) < 0 or max(values) >= self._model.vocab_size:
@@ -186,7 +193,6 @@ class InputProcessor:
                 f"found {_show(bad)} at position {i} of the prompt.",
                 parameter="prompt",
             )
-        self._check_length(len(values))
         return values
 
     def _check_length(self, length: int) -> None:
@@ -228,7 +234,7 @@ class InputProcessor:
                 parameter="stop",
             )
         return validate_for_model(
-            params,
+            params.clone(),  # checked anew: its fields may have been set since, and may be while it is under way
             vocab_size=self._model.vocab_size,
             max_model_len=self._model.max_model_len,
             max_logprobs=self._model.max_logprobs,
@@ -300,6 +306,14 @@ def _check_request_id(request_id: object) -> str:
     if not isinstance(request_id, str) or not request_id:
         raise RequestError(f"request_id must be a non-empty text; found {_show(request_id)}.", parameter="request_id")
     return request_id
+
+
+def _check_arrival_time(seconds: object) -> float:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
+        raise RequestError(
+            f"arrival_time must be a finite number of seconds; found {_show(seconds)}.", parameter="arrival_time"
+        )
+    return float(seconds)
 
 
 def _show(value: object) -> str:

@@ -211,12 +211,15 @@ class LLMEngine:
         """
         self._require_alive()
         try:
-            core_outputs = self._client.step()
-        except Exception as e:
+            return self._step()
+        except BaseException as e:  # an interrupt, too, leaves the step half done
             self._dead = e
-            if isinstance(e, EngineDeadError):
+            if isinstance(e, EngineDeadError) or not isinstance(e, Exception):
                 raise
             raise EngineDeadError(f"The engine stopped: {type(e).__name__}: {e}") from e
+
+    def _step(self) -> list[RequestOutput]:
+        core_outputs = self._client.step()
         if core_outputs.stats is not None:
             self._stats = core_outputs.stats
         processed = self._output_processor.process(core_outputs)
@@ -240,4 +243,5 @@ class LLMEngine:
         if self._closed:
             raise EngineDeadError("The engine has been shut down; create a new one.")
         if self._dead is not None:
-            raise EngineDeadError(f"The engine stopped after an earlier error: {self._dead}") from self._dead
+            what = str(self._dead) or type(self._dead).__name__
+            raise EngineDeadError(f"The engine stopped after an earlier error: {what}") from self._dead

@@ -76,8 +76,11 @@ class OutputProcessor:
                 continue
             result.num_new_tokens += len(output.new_token_ids)
             request = sequence.request
-            request.note(output, now)
-            sequence.take(output)
+            try:
+                request.note(output, now)
+                sequence.take(output)
+            except Exception as e:  # noqa: BLE001  (a tokenizer may raise anything; only this sequence ends of it)
+                sequence.fail(e)
             if sequence.finish_reason is not None:
                 request.num_unfinished -= 1
                 del self._sequences[output.request_id]
@@ -155,6 +158,14 @@ class _Request:
 
     def show(self, now: float) -> RequestOutput | None:
         """What the caller gets after this step, if anything."""
+        try:
+            return self._show(now)
+        except Exception as e:  # noqa: BLE001  (text is decoded here only where it has waited for the end)
+            for sequence in self.sequences:
+                sequence.fail(e)
+            return self._show(now)
+
+    def _show(self, now: float) -> RequestOutput | None:
         finished = self.num_unfinished == 0
         if self.final_only:
             if not finished:
@@ -227,6 +238,12 @@ class _Sequence:
                 self._cumulative_logprob += position.logprobs[0]
         if ended is not None and self.finish_reason is None:
             self.finish_reason, self.stop_reason, self.error = str(ended), output.stop_reason, output.error
+
+    def fail(self, error: Exception) -> None:
+        """Ends the sequence because its tokens cannot be turned into text."""
+        self._text = None
+        self.finish_reason, self.stop_reason = str(FinishReason.ERROR), None
+        self.error = f"The tokenizer cannot turn the output into text: {type(error).__name__}: {error}"
 
     @property
     def has_news(self) -> bool:

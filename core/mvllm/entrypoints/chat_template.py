@@ -8,7 +8,17 @@ from typing import Any, TypedDict
 from mvllm.engine.tokenizer import Tokenizer
 from mvllm.errors import RequestError
 
-_RESERVED = ("tokenize", "conversation", "tools", "chat_template", "return_tensors", "return_dict")
+_RESERVED = (
+    "tokenize",
+    "conversation",
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+    "chat_template",
+    "return_tensors",
+    "return_dict",
+)
 
 
 class ChatMessage(TypedDict, total=False):
@@ -49,6 +59,11 @@ def render_chat(
             "pass add_generation_prompt=False with it.",
             parameter="continue_final_message",
         )
+    if not isinstance(chat_template_kwargs, Mapping | None):
+        raise RequestError(
+            f"chat_template_kwargs must be a dict; found a {type(chat_template_kwargs).__name__}.",
+            parameter="chat_template_kwargs",
+        )
     extra = dict(chat_template_kwargs or {})
     reserved = [name for name in extra if name in _RESERVED]
     if reserved:
@@ -58,6 +73,10 @@ def render_chat(
             "The model's tokenizer has no chat template, so a conversation cannot be turned into a prompt. "
             "Pass chat_template=..., or use generate() with a prompt of your own.",
             parameter="chat_template",
+        )
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise RequestError(
+            f"A conversation is a list of messages; found a {type(messages).__name__}.", parameter="messages"
         )
     if not messages:
         raise RequestError("The conversation has no messages.", parameter="messages")

@@ -165,6 +165,8 @@ class LLM:
             )
             for conversation in conversations
         ]
+        for text in texts:
+            engine.input_processor.check_text(text)
         # The template has written the special tokens already.
         ids = engine.tokenizer.encode_batch(texts, add_special_tokens=False)
         prompts = [TokensPrompt(prompt_token_ids=i, prompt=t) for i, t in zip(ids, texts, strict=True)]
@@ -218,15 +220,13 @@ def _final_only(params: Sequence[Any]) -> list[Any]:
 
 
 def _is_single_prompt(prompts: object) -> bool:
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping | range):
         return True
     if isinstance(prompts, list | tuple):
-        return (
-            bool(prompts)
-            and not isinstance(prompts[0], str | Mapping | list | tuple)
-            and not hasattr(prompts[0], "tolist")
-        )
-    return getattr(prompts, "ndim", None) == 1 or not isinstance(prompts, Iterable)
+        # Numbers of array libraries have no dimension, prompts that are arrays have one.
+        is_array = bool(prompts) and getattr(prompts[0], "ndim", 0) > 0
+        return bool(prompts) and not is_array and not isinstance(prompts[0], str | Mapping | list | tuple | range)
+    return getattr(prompts, "ndim", 2) < 2 or not isinstance(prompts, Iterable)
 
 
 def _one_each(value: Any, count: int, name: str) -> Any:

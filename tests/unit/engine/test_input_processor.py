@@ -117,6 +117,28 @@ def test_settings_the_model_cannot_serve_are_refused():
     assert refusal([1], SamplingParams(logprobs=21)).parameter == "logprobs"
 
 
+def test_settings_are_checked_as_they_are_when_they_come_in():
+    params = SamplingParams()
+    params.temperature = float("nan")
+    assert refusal([1], params).parameter == "temperature"
+
+
+def test_settings_changed_while_the_request_is_under_way_do_not_reach_it():
+    params = SamplingParams(temperature=0.5)
+    request = process([1], params)
+    params.temperature = 0.7
+    assert request.core.sampling_params.temperature == request.params.temperature == 0.5
+
+
+def test_a_length_is_refused_before_the_tokens_are_read():
+    assert "999999998 tokens" in str(refusal({"prompt_token_ids": range(2, 10**9)}))
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), "now", True])
+def test_an_arrival_time_is_a_number_of_seconds(seconds):
+    assert refusal([1], arrival_time=seconds).parameter == "arrival_time"
+
+
 def test_settings_of_another_type_are_refused():
     assert refusal([1], {"temperature": 0}).parameter == "sampling_params"
 

@@ -290,3 +290,40 @@ def test_cached_tokens_are_those_of_the_first_sequence():
     run = Run(n=2)
     run.step([5], child=0, num_cached_tokens=0)
     assert run.step([5], child=1, num_cached_tokens=2).num_cached_tokens == 0
+
+
+class _Picky:
+    """A tokenizer that cannot decode one of its tokens."""
+
+    special_ids = byte_ids = frozenset()
+    joins_bytes = True
+
+    def decode(self, token_ids, **options):
+        if 13 in token_ids:
+            raise KeyError("token 13")
+        return "x" * len(token_ids)
+
+    def token_text(self, token_id):
+        return self.decode([token_id])
+
+
+@kinds
+def test_tokens_that_cannot_be_decoded_end_their_sequence_and_no_other(kind):
+    run = Run(kind, tokenizer=_Picky(), n=2)
+    run.steps({0: ([5], None), 1: ([5], None)})
+    run.steps({0: ([13], FinishReason.LENGTH if kind == FINAL_ONLY else None), 1: ([6], None)})
+    output = run.step([7], FinishReason.LENGTH, child=1)
+    assert output is not None and output.finished
+    if kind == FINAL_ONLY:  # all text is decoded together, at the end
+        assert [c.finish_reason for c in output.outputs] == ["error", "error"]
+    else:
+        assert run.aborted == [run.children[0].request_id]
+        assert output.outputs[-1].finish_reason == "length"
+    assert run.processor.num_requests == 0
+
+
+def test_log_probabilities_of_tokens_without_text_end_the_request_with_the_reason():
+    run = Run(tokenizer=_Picky(), logprobs=0)
+    output = run.step([5], logprobs=[PositionLogprobs([13], [-1.0], 1)])
+    assert output.finished and output.outputs[0].finish_reason == "error"
+    assert "token 13" in output.outputs[0].error

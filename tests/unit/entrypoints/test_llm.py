@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import numpy as np
 import pytest
 
 from mvllm import LLM, ConfigError, RequestError, SamplingParams
@@ -50,6 +51,15 @@ class TestPrompts:
 
     def test_token_ids_of_one_prompt(self, llm):
         assert [output.prompt_token_ids for output in generate(llm, [5, 6, 7])] == [[5, 6, 7]]
+
+    @pytest.mark.parametrize("prompt", [[np.int64(5), np.int64(6)], np.array([5, 6]), range(5, 7), (5, 6)])
+    def test_token_ids_in_other_kinds_of_lists(self, llm, prompt):
+        assert [output.prompt_token_ids for output in generate(llm, prompt)] == [[5, 6]]
+
+    @pytest.mark.parametrize("prompt", [None, 5, 1.5, np.array(5), object()])
+    def test_what_is_no_prompt_is_refused(self, llm, prompt):
+        with pytest.raises(RequestError, match="A prompt is"):
+            generate(llm, prompt)
 
     def test_token_ids_of_several(self, llm):
         outputs = generate(llm, [[5, 6], {"prompt_token_ids": [7]}, "x", {"prompt": "y"}])
@@ -155,6 +165,11 @@ class TestChat:
             (HELLO, {"chat_template": "{% for %}"}, "chat template failed"),
             (HELLO, {"chat_template": "{{ ''.__class__.__mro__ }}"}, "chat template failed"),
             (HELLO, {"chat_template_kwargs": {"tokenize": True}}, "tokenize"),
+            (HELLO, {"chat_template_kwargs": {"messages": []}}, "may not set messages"),
+            (HELLO, {"chat_template_kwargs": 5}, "must be a dict; found a int"),
+            ([5], {}, "list of messages; found a int"),
+            ([HELLO, 5], {}, "list of messages; found a int"),
+            ([{"role": "user", "content": "a\ud800"}], {}, "lone surrogate"),
         ],
     )
     def test_bad_ones_are_refused(self, llm, messages, options, words):
