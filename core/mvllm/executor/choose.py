@@ -53,7 +53,14 @@ def _default(topology: LaunchTopology, config: EngineConfig) -> str:
 
 def _load(name: str) -> Callable[[EngineConfig, Platform], Executor]:
     for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name):
-        return _checked(name, entry_point.load())
+        try:
+            return _checked(name, entry_point.load())
+        except (ImportError, AttributeError) as e:
+            owner = f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else "a distribution"
+            raise ConfigError(
+                f"distributed_executor_backend {name!r} names {entry_point.value} of {owner}, which cannot be loaded: "
+                f"{type(e).__name__}: {e}"
+            ) from e
     path = _BUILT_IN.get(name, name)
     module, _, attribute = path.replace(":", ".").rpartition(".")
     try:
@@ -61,7 +68,7 @@ def _load(name: str) -> Callable[[EngineConfig, Platform], Executor]:
     except (ImportError, AttributeError, ValueError) as e:
         raise ConfigError(
             f"distributed_executor_backend {name!r} is neither built in ({', '.join(sorted(_BUILT_IN))}), nor an "
-            f" entry point of {ENTRY_POINT_GROUP}, nor an importable dotted path: {e}"
+            f"entry point of {ENTRY_POINT_GROUP}, nor an importable dotted path: {e}"
         ) from e
 
 

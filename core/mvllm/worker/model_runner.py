@@ -23,7 +23,7 @@ from mvllm.models.registry import resolve_model_class
 from mvllm.models.weights import load_weights
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.registry import OpTable
-from mvllm.platform.attention import AttentionBackend, AttentionSpec, BatchLayout
+from mvllm.platform.attention import AttentionBackend, AttentionSpec
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.worker_protocol import KVCacheNeeds
@@ -31,7 +31,7 @@ from mvllm.sampling.logprobs import prompt_logprobs
 from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.state import SamplingState, TokenHistory
 from mvllm.worker.rows import RowTable
-from mvllm.worker.step_inputs import StepInputBuilder, StepInputs
+from mvllm.worker.step_inputs import StepInputBuilder, StepInputs, profile_inputs
 
 if TYPE_CHECKING:
     from mvllm.layers.attention import Attention
@@ -129,7 +129,7 @@ class ModelRunner:
         if not plan.rows:
             return ModelRunnerOutput(step=plan.step)
         inputs = self._inputs.build(plan)
-        hidden = self._forward(inputs.token_ids, inputs.positions, inputs.layout, inputs.prompt_lens)
+        hidden = self._forward(inputs)
         output = ModelRunnerOutput(step=plan.step)
         if self.rows.prompt_logprobs:
             output.prompt_logprobs = self._prompt_logprobs(inputs, hidden)
@@ -147,9 +147,16 @@ class ModelRunner:
         block_size = self.kv_cache_needs().block_sizes[0]
         self._allocate_layers(1, block_size)
         scheduler = self._config.scheduler
-        num_tokens = scheduler.max_num_batched_tokens
-        hidden = self._forward(*_profile_inputs(num_tokens, block_size, self._runtime))
-        self._profile_sampling(self.model.compute_logits(hidden[: scheduler.max_num_seqs]))
+        inputs = profile_inputs(
+            max_tokens=scheduler.max_num_batched_tokens,
+            max_rows=scheduler.max_num_seqs,
+            max_model_len=self._config.model.max_model_len,
+            block_size=block_size,
+            runtime=self._runtime,
+            shapes=self._platform.shapes(),
+        )
+        hidden = self._forward(inputs)
+        self._profile_sampling(self.model.compute_logits(hidden.index_select(0, inputs.logits_at)))
         self._runtime.synchronize()
         for layer in self._layers:
             layer.kv_cache = None
@@ -173,15 +180,10 @@ class ModelRunner:
         for layer in self._layers:
             layer.kv_cache = layer.backend.allocate(num_blocks, block_size, self._runtime.device)
 
-    def _forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        layout: BatchLayout,
-        prompt_lens: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        metadata = {spec: backend.build_metadata(layout) for spec, backend in self._backends.items()}
-        hidden: torch.Tensor = self.model(token_ids, positions, ForwardStep(metadata, prompt_lens))
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        metadata = {spec: backend.build_metadata(inputs.layout) for spec, backend in self._backends.items()}
+        step = ForwardStep(metadata, inputs.prompt_lens)
+        hidden: torch.Tensor = self.model(inputs.token_ids, inputs.positions, step)
         return hidden
 
     def _sample(self, inputs: StepInputs, hidden: torch.Tensor, output: ModelRunnerOutput) -> None:
@@ -192,7 +194,7 @@ class ModelRunner:
             rows = inputs.rows[at]
             everything = len(at) == hidden.shape[0]
             logits = self.model.compute_logits(hidden if everything else hidden.index_select(0, inputs.logits_at))
-            sampled = self._sampler.sample(logits, rows, self.rows.sampling, self.rows.history)
+            sampled = self._sampler.sample(logits[: len(at)], rows, self.rows.sampling, self.rows.history)
             tokens[at] = sampled.tolist()
             self.rows.history.append(rows, tokens[at])
             output.logprobs = {int(at[i]): entry for i, entry in sampled.logprobs.items()}
@@ -219,32 +221,3 @@ class ModelRunner:
                 for entry in prompt_logprobs(self.model.compute_logits(chunk), self._runtime.to_device(ids), wanted)
             ]
         return found
-
-
-def _profile_inputs(
-    num_tokens: int, block_size: int, runtime: DeviceRuntime
-) -> tuple[torch.Tensor, torch.Tensor, BatchLayout]:
-    """Inputs of `num_tokens` tokens, in requests of one block each, that all read block 0 and write nothing."""
-    num_requests = -(-num_tokens // block_size)
-    starts = np.minimum(np.arange(num_requests + 1, dtype=np.int32) * block_size, num_tokens).astype(np.int32)
-    seq_lens = np.diff(starts).astype(np.int32)
-    block_table = np.zeros((num_requests, 1), dtype=np.int32)
-    slot_mapping = np.full(num_tokens, -1, dtype=np.int32)
-    layout = BatchLayout(
-        num_requests=num_requests,
-        num_tokens=num_tokens,
-        max_query_len=min(block_size, num_tokens),
-        max_seq_len=min(block_size, num_tokens),
-        block_size=block_size,
-        query_start_loc=starts,
-        seq_lens=seq_lens,
-        block_table=block_table,
-        slot_mapping=slot_mapping,
-        query_start_loc_device=runtime.from_numpy(starts),
-        seq_lens_device=runtime.from_numpy(seq_lens),
-        block_table_device=runtime.from_numpy(block_table),
-        slot_mapping_device=runtime.from_numpy(slot_mapping),
-    )
-    token_ids = runtime.from_numpy(np.zeros(num_tokens, dtype=np.int32))
-    positions = runtime.from_numpy((np.arange(num_tokens) % block_size).astype(np.int32))
-    return token_ids, positions, layout

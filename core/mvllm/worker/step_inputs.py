@@ -3,7 +3,8 @@
     | token_ids T | positions T | slots T | query_start_loc R+1 | seq_lens R | logits_at S | block_table R*P |
     | prompt_lens T, for models that need it |                                                     all int32
 
-T tokens, R requests, S rows that sample, P pages (width of the block table): each padded up to the platform's buckets.
+T tokens, R requests, S rows that sample, P pages (width of the block table): each padded up to the platform's buckets,
+S to those of requests.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from mvllm.errors import ConfigError
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.platform.attention import BatchLayout
 from mvllm.platform.runtime import DeviceRuntime
@@ -30,7 +32,8 @@ class StepInputs:
         first_positions: int32 [R], host: position of each row's first token in this step.
         sampling: int64 [S], host: positions in the batch of the rows that reach the end of their known tokens.
         token_ids, positions: int32 [T], device.
-        logits_at: int32 [S], device: index among the T tokens of each sampling row's last token.
+        logits_at: int32 [S], device: index among the T tokens of each sampling row's last token. Only here S is padded
+            (with index 0).
         layout: For the attention backends.
         prompt_lens: int32 [T], device: length of the prompt that each token's request began with, or None.
     """
@@ -75,9 +78,9 @@ class StepInputBuilder:
         self._runtime = runtime
         self._shapes = shapes
         self._with_prompt_lens = with_prompt_lens
-        max_tokens = ShapePolicy.pad(max_tokens, shapes.tokens)
-        max_rows = ShapePolicy.pad(max_rows, shapes.requests)
-        max_pages = ShapePolicy.pad(rows.block_table.shape[1], shapes.pages)
+        max_tokens = _largest("max_num_batched_tokens", max_tokens, "tokens", shapes.tokens)
+        max_rows = _largest("max_num_seqs", max_rows, "requests", shapes.requests)
+        max_pages = _largest("max_model_len in blocks", rows.block_table.shape[1], "pages", shapes.pages)
         capacity = 4 * max_tokens + 3 * max_rows + 1 + max_rows * max_pages
         # Two buffers in turn: a copy of the step before may still be under way while this step's is filled.
         self._buffers = [runtime.host_buffer((capacity,), torch.int32) for _ in range(2)]
@@ -97,8 +100,9 @@ class StepInputBuilder:
         padded_tokens = ShapePolicy.pad(num_tokens, self._shapes.tokens)
         padded_requests = ShapePolicy.pad(num_requests, self._shapes.requests)
         pages = ShapePolicy.pad(-(-max_seq_len // self._block_size), self._shapes.pages)
+        padded_sampling = ShapePolicy.pad(len(sampling), self._shapes.requests) if len(sampling) else 0
 
-        sizes = [padded_tokens] * 3 + [padded_requests + 1, padded_requests, len(sampling), padded_requests * pages]
+        sizes = [padded_tokens] * 3 + [padded_requests + 1, padded_requests, padded_sampling, padded_requests * pages]
         sizes.append(padded_tokens if self._with_prompt_lens else 0)
         ends = np.cumsum(sizes).tolist()
         self._turn ^= 1
@@ -113,7 +117,8 @@ class StepInputBuilder:
         query_start_loc[0] = 0
         np.cumsum(num_scheduled, out=query_start_loc[1 : num_requests + 1])
         lens[:num_requests] = seq_lens
-        logits_at[:] = query_start_loc[sampling + 1] - 1
+        logits_at[: len(sampling)] = query_start_loc[sampling + 1] - 1
+        logits_at[len(sampling) :] = 0
         np.take(table.block_table[:, :pages], rows, axis=0, out=block_table[:num_requests], mode="clip")
         if max_query_len == 1:
             row_of_token, position = rows, first
@@ -165,3 +170,63 @@ class StepInputBuilder:
             layout=layout,
             prompt_lens=views[7] if self._with_prompt_lens else None,
         )
+
+
+def profile_inputs(
+    *, max_tokens: int, max_rows: int, max_model_len: int, block_size: int, runtime: DeviceRuntime, shapes: ShapePolicy
+) -> StepInputs:
+    """Inputs of the largest step that the limits allow, its tokens in requests of about equal length.
+
+    All of them read block 0 and write nothing, so that a KV cache of one block will do.
+    """
+    num_tokens = min(max_tokens, max_rows * max_model_len)
+    query_len = -(-num_tokens // max_rows)
+    num_requests = -(-num_tokens // query_len)
+    padded_tokens = ShapePolicy.pad(num_tokens, shapes.tokens)
+    padded_requests = ShapePolicy.pad(num_requests, shapes.requests)
+    pages = ShapePolicy.pad(-(-query_len // block_size), shapes.pages)
+    starts = np.minimum(np.arange(padded_requests + 1, dtype=np.int32) * query_len, num_tokens).astype(np.int32)
+    seq_lens = np.diff(starts).astype(np.int32)
+    block_table = np.zeros((padded_requests, pages), dtype=np.int32)
+    slot_mapping = np.full(padded_tokens, -1, dtype=np.int32)
+    layout = BatchLayout(
+        num_requests=padded_requests,
+        num_tokens=padded_tokens,
+        max_query_len=query_len,
+        max_seq_len=query_len,
+        block_size=block_size,
+        query_start_loc=starts,
+        seq_lens=seq_lens,
+        block_table=block_table,
+        slot_mapping=slot_mapping,
+        query_start_loc_device=runtime.from_numpy(starts),
+        seq_lens_device=runtime.from_numpy(seq_lens),
+        block_table_device=runtime.from_numpy(block_table),
+        slot_mapping_device=runtime.from_numpy(slot_mapping),
+    )
+    return StepInputs(
+        rows=np.arange(num_requests),
+        num_scheduled=seq_lens[:num_requests],
+        first_positions=np.zeros(num_requests, dtype=np.int32),
+        sampling=np.arange(num_requests),
+        token_ids=runtime.from_numpy(np.zeros(padded_tokens, dtype=np.int32)),
+        positions=runtime.from_numpy((np.arange(padded_tokens) % query_len).astype(np.int32)),
+        logits_at=runtime.from_numpy(np.maximum(starts[1:] - 1, 0)),
+        layout=layout,
+    )
+
+
+def _largest(limit: str, value: int, dimension: str, buckets: tuple[int, ...] | None) -> int:
+    """The bucket that holds the largest step.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    try:
+        return ShapePolicy.pad(value, buckets)
+    except ValueError as e:
+        found = max(buckets) if buckets else "none"
+        raise ConfigError(
+            f"{limit} is {value}, but the largest number of {dimension} that the platform's shapes have is {found}. "
+            "Lower the limit."
+        ) from e
