@@ -74,7 +74,8 @@ def render_chat(
             "Pass chat_template=..., or use generate() with a prompt of your own.",
             parameter="chat_template",
         )
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
+    given: object = messages
+    if not isinstance(given, Sequence) or isinstance(given, str):
         raise RequestError(
             f"A conversation is a list of messages; found a {type(messages).__name__}.", parameter="messages"
         )
