@@ -29,16 +29,17 @@ class RowTable:
     Attributes:
         history: Token ids, with `num_tokens` and `num_prompt_tokens` per row.
         num_computed: int32 [max_rows]; leading tokens whose KV is computed or scheduled.
-        block_table: int32 [max_rows, max_blocks].
+        max_pages: Blocks of the longest sequence.
+        block_table: int32 [max_rows, max_pages + 1]; one entry to spare.
         num_blocks: int32 [max_rows]; entries of `block_table` in use.
         prompt_logprobs: How many the row's request asked for, by row, for the few that did.
     """
 
     def __init__(self, max_rows: int, max_model_len: int, block_size: int, sampling: SamplingState) -> None:
-        max_blocks = -(-max_model_len // block_size) + 1
+        self.max_pages = -(-max_model_len // block_size)
         self.history = TokenHistory(max_rows, max_model_len + 1)
         self.num_computed = np.zeros(max_rows, dtype=np.int32)
-        self.block_table = np.zeros((max_rows, max_blocks), dtype=np.int32)
+        self.block_table = np.zeros((max_rows, self.max_pages + 1), dtype=np.int32)
         self.num_blocks = np.zeros(max_rows, dtype=np.int32)
         self.prompt_logprobs: dict[int, int] = {}
         self.sampling = sampling

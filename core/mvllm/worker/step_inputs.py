@@ -80,7 +80,7 @@ class StepInputBuilder:
         self._with_prompt_lens = with_prompt_lens
         max_tokens = _largest("max_num_batched_tokens", max_tokens, "tokens", shapes.tokens)
         max_rows = _largest("max_num_seqs", max_rows, "requests", shapes.requests)
-        max_pages = _largest("max_model_len in blocks", rows.block_table.shape[1], "pages", shapes.pages)
+        max_pages = _largest("max_model_len in blocks", rows.max_pages, "pages", shapes.pages)
         capacity = 4 * max_tokens + 3 * max_rows + 1 + max_rows * max_pages
         # Two buffers in turn: a copy of the step before may still be under way while this step's is filled.
         self._buffers = [runtime.host_buffer((capacity,), torch.int32) for _ in range(2)]
@@ -119,7 +119,9 @@ class StepInputBuilder:
         lens[:num_requests] = seq_lens
         logits_at[: len(sampling)] = query_start_loc[sampling + 1] - 1
         logits_at[len(sampling) :] = 0
-        np.take(table.block_table[:, :pages], rows, axis=0, out=block_table[:num_requests], mode="clip")
+        known = block_table[:num_requests, : table.block_table.shape[1]]  # a bucket may be wider than any sequence
+        np.take(table.block_table[:, :pages], rows, axis=0, out=known, mode="clip")
+        block_table[:num_requests, known.shape[1] :] = 0
         if max_query_len == 1:
             row_of_token, position = rows, first
         else:

@@ -29,9 +29,11 @@ class WorkerWrapper:
         with enter_phase(Phase.WORKER):
             path = platform.worker_class() or "mvllm.worker.worker:Worker"
             worker = load_attribute(path)(config, platform, ctx)
-        if not isinstance(worker, WorkerProtocol):
+        missing = sorted(name for name in _METHODS if not callable(getattr(worker, name, None)))
+        if missing:
             raise PlatformError(
-                f"{path}, the worker class of platform {platform.spec.name!r}, lacks WorkerProtocol methods."
+                f"{path}, the worker class of platform {platform.spec.name!r}, lacks methods of WorkerProtocol: "
+                f"{', '.join(missing)}."
             )
         self._worker: WorkerProtocol = worker
         self._open = True

@@ -1,0 +1,101 @@
+"""A host as device, and plans for the worker's rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from mvllm.messages.sampling_params import SamplingParams
+from mvllm.messages.scheduler_output import NewRequestData, SchedulerOutput
+from mvllm.platform.runtime import DeviceRuntime, FinishedHostCopy, HostCopy, MemoryInfo
+from mvllm.platform.shapes import ShapePolicy
+from mvllm.sampling.state import SamplingState
+from mvllm.worker.rows import RowTable
+from mvllm.worker.step_inputs import StepInputBuilder
+
+BLOCK_SIZE = 4
+VOCAB_SIZE = 100
+
+
+class HostRuntime(DeviceRuntime):
+    """Copies on the host, counted."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.num_copies = 0
+
+    def synchronize(self) -> None:
+        pass
+
+    def memory(self) -> MemoryInfo:
+        return MemoryInfo(0, 0, 0, 0)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(shape, 77, dtype=dtype)  # whatever is not written shows
+
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        self.num_copies += 1
+        return host.clone()
+
+    def to_host(self, tensor: torch.Tensor) -> HostCopy:
+        return FinishedHostCopy(tensor.clone())
+
+    def seed(self, seed: int) -> None:
+        pass
+
+
+def make_rows(max_rows: int = 4, max_model_len: int = 16) -> RowTable:
+    return RowTable(max_rows, max_model_len, BLOCK_SIZE, SamplingState(max_rows, VOCAB_SIZE, 0))
+
+
+def make_builder(
+    rows: RowTable, shapes: ShapePolicy | None = None, *, runtime: DeviceRuntime | None = None, **settings: bool
+) -> StepInputBuilder:
+    return StepInputBuilder(
+        rows,
+        block_size=BLOCK_SIZE,
+        max_tokens=16,
+        max_rows=len(rows.num_blocks),
+        runtime=runtime or HostRuntime(),
+        shapes=shapes or ShapePolicy(),
+        **settings,
+    )
+
+
+def make_new(
+    row: int, token_ids: list[int], blocks: list[int], *, num_prompt: int | None = None, computed: int = 0, **params
+) -> NewRequestData:
+    return NewRequestData(
+        request_id=f"request-{row}",
+        row=row,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids) if num_prompt is None else num_prompt,
+        num_computed_tokens=computed,
+        block_ids=blocks,
+        sampling_params=SamplingParams(**params),
+        eos_token_ids=[],
+    )
+
+
+def make_plan(scheduled: dict[int, int], *, step: int = 0, **changes) -> SchedulerOutput:
+    """A plan in which each row of `scheduled` computes so many tokens."""
+    return SchedulerOutput(
+        step=step,
+        rows=list(scheduled),
+        num_scheduled_tokens=list(scheduled.values()),
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        **changes,
+    )
+
+
+def slots_of(blocks: list[int], positions: range) -> list[int]:
+    """Where tokens at `positions` of a sequence with these blocks are stored."""
+    return [blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in positions]
+
+
+def as_list(values: torch.Tensor | np.ndarray) -> list:
+    return values.tolist()

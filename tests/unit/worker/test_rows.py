@@ -1,0 +1,59 @@
+"""Rows hold what the plans said: a request that begins, blocks that follow, a row that is given to somebody else."""
+
+from __future__ import annotations
+
+from tests.unit.worker.builders import make_new, make_plan, make_rows
+
+
+def test_a_request_that_begins_fills_its_row_and_no_other():
+    rows = make_rows()
+    rows.apply(make_plan({2: 3}, new_requests=[make_new(2, [11, 12, 13, 14], [5, 9], num_prompt=3, computed=1)]))
+    assert rows.history.token_ids[2, :4].tolist() == [11, 12, 13, 14]
+    assert (rows.history.num_tokens[2], rows.history.num_prompt_tokens[2], rows.num_computed[2]) == (4, 3, 1)
+    assert (rows.block_table[2, :2].tolist(), rows.num_blocks[2]) == ([5, 9], 2)
+    assert rows.history.num_tokens.tolist() == [0, 0, 4, 0]
+    assert rows.num_blocks.tolist() == [0, 0, 2, 0]
+
+
+def test_new_blocks_are_appended_in_the_order_of_the_plan():
+    rows = make_rows()
+    begin = [make_new(0, [1], [3]), make_new(1, [2], [4])]
+    rows.apply(make_plan({0: 1, 1: 1}, new_requests=begin))
+    rows.apply(make_plan({0: 1, 1: 1}, new_block_rows=[1, 0, 1], new_block_ids=[7, 8, 6]))
+    assert rows.block_table[0, :2].tolist() == [3, 8]
+    assert rows.block_table[1, :3].tolist() == [4, 7, 6]
+    assert rows.num_blocks.tolist() == [2, 3, 0, 0]
+
+
+def test_a_row_freed_and_taken_in_one_plan_belongs_to_the_newcomer():
+    rows = make_rows()
+    first = make_new(1, [1, 2, 3], [3, 4], temperature=0.5, logprobs=3, prompt_logprobs=2, presence_penalty=1.0)
+    rows.apply(make_plan({1: 3}, new_requests=[first]))
+    assert rows.prompt_logprobs == {1: 2}
+    rows.apply(make_plan({1: 1}, freed_rows=[1], new_requests=[make_new(1, [9], [8], temperature=0)]))
+    assert (rows.history.num_tokens[1], rows.num_blocks[1], rows.num_computed[1]) == (1, 1, 0)
+    assert rows.block_table[1, 0] == 8
+    assert rows.prompt_logprobs == {}
+    assert (rows.sampling.flags[1], rows.sampling.num_logprobs[1], rows.sampling.counts) == (0, 0, {})
+
+
+def test_a_freed_row_is_empty():
+    rows = make_rows()
+    rows.apply(make_plan({0: 2}, new_requests=[make_new(0, [1, 2], [3], prompt_logprobs=1, min_tokens=2)]))
+    rows.apply(make_plan({}, freed_rows=[0]))
+    assert (rows.history.num_tokens[0], rows.num_blocks[0]) == (0, 0)
+    assert rows.prompt_logprobs == {} and rows.sampling.end_tokens == {}
+
+
+def test_a_request_resumed_after_preemption_brings_all_its_tokens():
+    rows = make_rows()
+    rows.apply(make_plan({0: 5}, new_requests=[make_new(0, [1, 2, 3, 4, 5], [6, 7], num_prompt=2, min_tokens=4)]))
+    assert (rows.history.num_tokens[0], rows.history.num_prompt_tokens[0]) == (5, 2)
+    assert rows.sampling.min_length[0] == 2 + 4, "counted from the prompt, not from where it was resumed"
+
+
+def test_the_table_has_room_for_the_longest_sequence():
+    rows = make_rows(max_model_len=15)
+    assert rows.max_pages == 4
+    rows.apply(make_plan({0: 15}, new_requests=[make_new(0, list(range(15)), [1, 2, 3, 4])]))
+    assert rows.block_table[0, :4].tolist() == [1, 2, 3, 4]

@@ -1,0 +1,178 @@
+"""A plan becomes token ids, positions, slots and a batch layout; padding never shows as anything but padding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mvllm.errors import ConfigError
+from mvllm.platform.shapes import ShapePolicy
+from mvllm.worker.step_inputs import profile_inputs
+from tests.unit.worker.builders import (
+    BLOCK_SIZE,
+    HostRuntime,
+    as_list,
+    make_builder,
+    make_new,
+    make_plan,
+    make_rows,
+    slots_of,
+)
+
+LONG = list(range(20, 30))
+LONG_BLOCKS = [9, 2, 6]
+
+
+def mixed_rows():
+    """Row 3 continues a prompt of ten tokens at its fifth; row 1 decodes its fourth token."""
+    rows = make_rows()
+    rows.apply(
+        make_plan(
+            {},
+            new_requests=[
+                make_new(3, LONG, LONG_BLOCKS, computed=4),
+                make_new(1, [5, 6, 7, 8], [1], num_prompt=2, computed=3),
+            ],
+        )
+    )
+    return rows
+
+
+class TestWithFreeShapes:
+    def test_tokens_positions_and_slots_follow_the_batch_order(self):
+        inputs = make_builder(mixed_rows()).build(make_plan({3: 5, 1: 1}))
+        assert as_list(inputs.token_ids) == [24, 25, 26, 27, 28, 8]
+        assert as_list(inputs.positions) == [4, 5, 6, 7, 8, 3]
+        assert as_list(inputs.layout.slot_mapping) == [*slots_of(LONG_BLOCKS, range(4, 9)), *slots_of([1], range(3, 4))]
+
+    def test_the_layout_counts_and_points(self):
+        layout = make_builder(mixed_rows()).build(make_plan({3: 5, 1: 1})).layout
+        assert (layout.num_requests, layout.num_tokens, layout.block_size) == (2, 6, BLOCK_SIZE)
+        assert (layout.max_query_len, layout.max_seq_len) == (5, 9)
+        assert as_list(layout.query_start_loc) == [0, 5, 6]
+        assert as_list(layout.seq_lens) == [9, 4]
+        assert layout.block_table.shape == (2, 3)
+        assert as_list(layout.block_table[0]) == LONG_BLOCKS
+        assert layout.block_table[1, 0] == 1
+
+    def test_only_rows_at_the_end_of_their_tokens_sample(self):
+        inputs = make_builder(mixed_rows()).build(make_plan({3: 5, 1: 1}))
+        assert as_list(inputs.sampling) == [1]
+        assert as_list(inputs.logits_at) == [5]
+        inputs = make_builder(mixed_rows()).build(make_plan({3: 6, 1: 1}))
+        assert as_list(inputs.sampling) == [0, 1]
+        assert as_list(inputs.logits_at) == [5, 6]
+
+    def test_a_step_of_single_tokens_gives_the_same_as_a_mixed_one(self):
+        rows = mixed_rows()
+        rows.num_computed[3] = 9
+        inputs = make_builder(rows).build(make_plan({1: 1, 3: 1}))
+        assert as_list(inputs.token_ids) == [8, 29]
+        assert as_list(inputs.positions) == [3, 9]
+        assert as_list(inputs.layout.slot_mapping) == slots_of([1], range(3, 4)) + slots_of(LONG_BLOCKS, range(9, 10))
+        assert as_list(inputs.logits_at) == [0, 1]
+
+    def test_the_device_holds_what_the_host_holds_after_one_copy(self):
+        runtime = HostRuntime()
+        layout = make_builder(mixed_rows(), runtime=runtime).build(make_plan({3: 5, 1: 1})).layout
+        assert runtime.num_copies == 1
+        for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping"):
+            host, device = getattr(layout, name), getattr(layout, f"{name}_device")
+            assert host.dtype == np.int32 and as_list(host) == as_list(device)
+
+    def test_the_next_step_leaves_the_buffer_of_the_last_alone(self):
+        builder = make_builder(mixed_rows())
+        first = builder.build(make_plan({3: 5})).layout
+        before = as_list(first.slot_mapping)
+        builder.build(make_plan({1: 1}))
+        assert as_list(first.slot_mapping) == before
+
+    def test_prompt_lengths_are_given_to_models_that_read_them(self):
+        inputs = make_builder(mixed_rows(), ShapePolicy(tokens=(8, 16)), with_prompt_lens=True).build(
+            make_plan({3: 5, 1: 1})
+        )
+        assert inputs.prompt_lens is not None
+        assert as_list(inputs.prompt_lens) == [10] * 5 + [2, 0, 0]
+        assert make_builder(mixed_rows()).build(make_plan({1: 1})).prompt_lens is None
+
+
+class TestWithBuckets:
+    SHAPES = ShapePolicy(tokens=(8, 16), requests=(3, 4), pages=(2, 8))
+
+    def build(self):
+        return make_builder(mixed_rows(), self.SHAPES).build(make_plan({3: 5, 1: 1}))
+
+    def test_every_size_is_a_bucket(self):
+        inputs, layout = self.build(), self.build().layout
+        assert (layout.num_tokens, layout.num_requests) == (8, 3)
+        assert len(inputs.token_ids) == len(inputs.positions) == len(layout.slot_mapping) == 8
+        assert len(layout.query_start_loc) == 4 and len(layout.seq_lens) == 3
+        assert layout.block_table.shape == (3, 8)
+        assert len(inputs.logits_at) == 3
+
+    def test_real_rows_are_as_without_padding(self):
+        inputs, free = self.build(), make_builder(mixed_rows()).build(make_plan({3: 5, 1: 1}))
+        assert as_list(inputs.token_ids)[:6] == as_list(free.token_ids)
+        assert as_list(inputs.positions)[:6] == as_list(free.positions)
+        assert as_list(inputs.layout.slot_mapping)[:6] == as_list(free.layout.slot_mapping)
+        assert as_list(inputs.layout.block_table[:2, :3]) == as_list(free.layout.block_table)
+        assert as_list(inputs.sampling) == as_list(free.sampling)
+        assert as_list(inputs.logits_at)[:1] == as_list(free.logits_at)
+
+    def test_padding_stores_nothing_reads_nothing_and_belongs_to_nobody(self):
+        inputs, layout = self.build(), self.build().layout
+        assert as_list(layout.slot_mapping)[6:] == [-1, -1]
+        assert as_list(inputs.token_ids)[6:] == as_list(inputs.positions)[6:] == [0, 0]
+        assert as_list(layout.query_start_loc) == [0, 5, 6, 6]
+        assert as_list(layout.seq_lens) == [9, 4, 0]
+        assert not layout.block_table[2].any(), "a block that exists"
+        assert not layout.block_table[:, 5:].any(), "wider than any sequence"
+        assert as_list(inputs.logits_at)[1:] == [0, 0]
+
+    def test_a_step_that_samples_nothing_has_no_logits(self):
+        inputs = make_builder(mixed_rows(), self.SHAPES).build(make_plan({3: 5}))
+        assert len(inputs.sampling) == len(inputs.logits_at) == 0
+
+    def test_limits_beyond_the_largest_bucket_are_refused_at_start(self):
+        with pytest.raises(ConfigError, match="max_num_batched_tokens is 16.*is 8"):
+            make_builder(make_rows(), ShapePolicy(tokens=(8,)))
+
+
+class TestProfileInputs:
+    def make(self, *, max_tokens=40, max_rows=4, max_model_len=64, shapes=None):
+        return profile_inputs(
+            max_tokens=max_tokens,
+            max_rows=max_rows,
+            max_model_len=max_model_len,
+            block_size=BLOCK_SIZE,
+            runtime=HostRuntime(),
+            shapes=shapes or ShapePolicy(),
+        )
+
+    def test_it_is_the_largest_step(self):
+        layout = self.make().layout
+        assert (layout.num_tokens, layout.num_requests) == (40, 4)
+        assert as_list(layout.query_start_loc) == [0, 10, 20, 30, 40]
+        assert layout.block_table.shape == (4, 3)
+
+    def test_it_stores_nothing_and_reads_block_0(self):
+        layout = self.make().layout
+        assert set(as_list(layout.slot_mapping)) == {-1}
+        assert not layout.block_table.any()
+
+    def test_no_sequence_is_longer_than_the_model_allows(self):
+        inputs = self.make(max_rows=2, max_model_len=7)
+        assert inputs.layout.num_tokens == 14
+        assert int(inputs.positions.max()) == 6
+
+    def test_uneven_tokens_are_spread_without_losing_one(self):
+        layout = self.make(max_tokens=10, max_rows=4).layout
+        assert as_list(layout.query_start_loc) == [0, 3, 6, 9, 10]
+        assert as_list(layout.seq_lens) == [3, 3, 3, 1]
+
+    def test_it_is_padded_like_any_step(self):
+        inputs = self.make(max_tokens=10, shapes=ShapePolicy(tokens=(16,), requests=(8,), pages=(4,)))
+        assert (inputs.layout.num_tokens, inputs.layout.num_requests) == (16, 8)
+        assert inputs.layout.block_table.shape == (8, 4)
+        assert len(inputs.logits_at) == 8
+        assert as_list(inputs.layout.query_start_loc) == [0, 3, 6, 9, 10, 10, 10, 10, 10]

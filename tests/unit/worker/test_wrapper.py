@@ -1,0 +1,129 @@
+"""The wrapper builds the worker class that the platform names and lets in declared methods only."""
+
+from __future__ import annotations
+
+import pytest
+
+from mvllm.errors import ConfigError, PlatformError
+from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.platform.phases import Phase, current_phase
+from mvllm.platform.topology import WorkerContext
+from mvllm.platform.worker_protocol import KVCacheNeeds
+from mvllm.worker.wrapper import WorkerWrapper
+from tests.unit.engine.builders import make_config
+
+
+class RecordingWorker:
+    """WorkerProtocol without a device: notes each call with the phase it came in."""
+
+    def __init__(self, config, platform, ctx):
+        self.calls = [("__init__", current_phase())]
+        self.config, self.ctx = config, ctx
+        platform.built.append(self)
+
+    def _note(self, name):
+        self.calls.append((name, current_phase()))
+
+    def init_device(self):
+        self._note("init_device")
+
+    def load_model(self):
+        self._note("load_model")
+
+    def kv_cache_needs(self):
+        self._note("kv_cache_needs")
+        return KVCacheNeeds(8, (16,))
+
+    def available_kv_bytes(self):
+        return 1000
+
+    def allocate_kv_cache(self, num_blocks, block_size):
+        self._note(("allocate_kv_cache", num_blocks, block_size))
+
+    def warm_up(self):
+        self._note("warm_up")
+
+    def execute_model(self, plan):
+        self._note("execute_model")
+        return ModelRunnerOutput(step=plan.step)
+
+    def check_health(self):
+        raise RuntimeError("the device does not answer")
+
+    def shutdown(self):
+        self._note("shutdown")
+
+
+class HalfAWorker:
+    def __init__(self, config, platform, ctx):
+        pass
+
+    def init_device(self):
+        pass
+
+
+class FakePlatform:
+    def __init__(self, worker="RecordingWorker"):
+        self.worker = worker
+        self.built = []
+        self.spec = type("Spec", (), {"name": "acme"})
+
+    def worker_class(self):
+        return f"{__name__}:{self.worker}"
+
+
+@pytest.fixture
+def wrapped():
+    platform = FakePlatform()
+    ctx = WorkerContext(rank=3, seed=7)
+    wrapper = WorkerWrapper(make_config(), platform, ctx)
+    [worker] = platform.built
+    return wrapper, worker, ctx
+
+
+def test_the_platforms_class_is_built_with_config_platform_and_context(wrapped):
+    _, worker, ctx = wrapped
+    assert worker.ctx is ctx
+    assert worker.config.model.architecture == "FakeForCausalLM"
+
+
+def test_declared_methods_are_called_with_their_arguments_and_results(wrapped):
+    wrapper, worker, _ = wrapped
+    assert wrapper.call("kv_cache_needs") == KVCacheNeeds(8, (16,))
+    wrapper.call("allocate_kv_cache", 5, 16)
+    assert worker.calls[-1][0] == ("allocate_kv_cache", 5, 16)
+    assert wrapper.execute_model(SchedulerOutput(step=4)).step == 4
+
+
+def test_the_worker_sees_the_worker_phase_and_the_caller_his_own(wrapped):
+    wrapper, worker, _ = wrapped
+    wrapper.call("init_device")
+    wrapper.execute_model(SchedulerOutput(step=0))
+    wrapper.shutdown()
+    assert {phase for _, phase in worker.calls} == {Phase.WORKER}
+    assert current_phase() is None
+
+
+@pytest.mark.parametrize("method", ["__init__", "_note", "calls", "eval", "no_such_method", ""])
+def test_whatever_is_not_declared_is_refused_with_the_list(wrapped, method):
+    with pytest.raises(ConfigError, match=r"allocate_kv_cache.*execute_model.*shutdown") as caught:
+        wrapped[0].call(method)
+    assert repr(method) in str(caught.value)
+
+
+def test_errors_of_the_worker_come_through(wrapped):
+    with pytest.raises(RuntimeError, match="does not answer"):
+        wrapped[0].call("check_health")
+    assert current_phase() is None
+
+
+def test_shutdown_happens_once(wrapped):
+    wrapper, worker, _ = wrapped
+    wrapper.shutdown()
+    wrapper.shutdown()
+    assert [name for name, _ in worker.calls].count("shutdown") == 1
+
+
+def test_a_class_that_lacks_methods_is_refused_by_name():
+    with pytest.raises(PlatformError, match=r"HalfAWorker.*'acme'.*lacks.*(load_model|warm_up)"):
+        WorkerWrapper(make_config(), FakePlatform("HalfAWorker"), WorkerContext())
