@@ -7,6 +7,8 @@ through the runtime, the attention backends and the op providers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.distributed.group import GroupCoordinator
-from mvllm.errors import CacheError
+from mvllm.errors import CacheError, ModelError, MvllmError
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.messages.requests import PositionLogprobs
 from mvllm.messages.sampling_params import SamplingParams
@@ -81,7 +83,8 @@ class ModelRunner:
             kv_dtype=kv_dtype,
         )
         model_class = resolve_model_class(config.architecture)
-        self.model = model_class(config, context)
+        with _out_of_memory_as(ModelError, f"The weights of {config.model}, whose sizes config.json gives,"):
+            self.model = model_class(config, context)
         load_weights(
             self.model,
             config.path,
@@ -177,8 +180,9 @@ class ModelRunner:
         return self._backends[spec]
 
     def _allocate_layers(self, num_blocks: int, block_size: int) -> None:
-        for layer in self._layers:
-            layer.kv_cache = layer.backend.allocate(num_blocks, block_size, self._runtime.device)
+        with _out_of_memory_as(CacheError, f"The KV cache of {num_blocks} blocks of {block_size} tokens"):
+            for layer in self._layers:
+                layer.kv_cache = layer.backend.allocate(num_blocks, block_size, self._runtime.device)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         metadata = {spec: backend.build_metadata(inputs.layout) for spec, backend in self._backends.items()}
@@ -221,3 +225,15 @@ class ModelRunner:
                 for entry in prompt_logprobs(self.model.compute_logits(chunk), self._runtime.to_device(ids), wanted)
             ]
         return found
+
+
+@contextmanager
+def _out_of_memory_as(kind: type[MvllmError], what: str) -> Iterator[None]:
+    """Says in the user's terms that `what` found no memory: allocators raise RuntimeErrors of many wordings."""
+    try:
+        yield
+    except MvllmError:
+        raise
+    except (MemoryError, RuntimeError) as e:
+        reason = (str(e) or type(e).__name__).splitlines()[0]
+        raise kind(f"{what} cannot be allocated on the device: {reason}") from e
