@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from mvllm.config.engine_config import CacheConfig, SchedulerConfig
@@ -69,7 +70,7 @@ class CountingExecutor(Executor):
 def make_core(monkeypatch):
     executors = []
 
-    def make(*, fail_at=None, async_scheduling=False, **cache):
+    def make(*, fail_at=None, async_scheduling=False, prefix_caching=True, **cache):
         def make_executor(config, platform):
             executors.append(CountingExecutor(config, platform))
             executors[-1].fail_at = fail_at or {}
@@ -82,7 +83,9 @@ def make_core(monkeypatch):
             scheduler=SchedulerConfig(max_num_seqs=4, async_scheduling=async_scheduling),
         )
         make.executors = executors
-        return EngineCore(config, FakePlatform())
+        platform = FakePlatform()
+        platform.capabilities = replace(platform.capabilities, prefix_caching=prefix_caching)
+        return EngineCore(config, platform)
 
     return make
 
@@ -188,6 +191,15 @@ class TestSteps:
         assert cached("b") == 32
         assert core.reset_prefix_cache()
         assert cached("c") == 0
+
+
+    @pytest.mark.parametrize(("claimed", "kept"), [(True, "group"), (False, None)])
+    def test_siblings_share_blocks_only_where_attention_may_start_from_them(self, make_core, claimed, kept):
+        core = make_core(prefix_caching=claimed)
+        given = []
+        core.scheduler.add_request = given.append
+        core.add_request(msgspec.structs.replace(request(), sibling_group="group"))
+        assert given[0].sibling_group == kept
 
 
 class TestFailure:

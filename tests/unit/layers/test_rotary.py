@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import LlamaConfig, PhiConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
 from mvllm.config.hf_config import HFConfig
-from mvllm.config.rope_parameters import RopeParameters
+from mvllm.config.rope_parameters import ROPE_TYPES, RopeParameters
 from mvllm.errors import ModelError
 from mvllm.layers.rotary import RotaryEmbedding
 from tests.helpers.paged_driver import make_context
@@ -49,6 +50,11 @@ SCALINGS = {
     },
     "proportional": {"partial_rotary_factor": 0.25},
 }
+
+
+def test_every_scaling_that_transformers_knows_is_known_and_tested() -> None:
+    assert set(ROPE_TYPES) == {"default", *ROPE_INIT_FUNCTIONS}
+    assert {name.partition("-")[0] for name in SCALINGS} == set(ROPE_TYPES)
 
 
 def make_config(name: str = "default", theta: float = 10000.0, **settings: object) -> LlamaConfig:
