@@ -7,7 +7,7 @@ through the runtime, the attention backends and the op providers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -25,9 +25,11 @@ from mvllm.models.registry import resolve_model_class
 from mvllm.models.weights import load_weights
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.registry import OpTable
+from mvllm.platform.ask import ask
 from mvllm.platform.attention import AttentionBackend, AttentionSpec
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
+from mvllm.platform.shapes import ShapePolicy
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.sampling.logprobs import prompt_logprobs
 from mvllm.sampling.sampler import Sampler
@@ -76,7 +78,7 @@ class ModelRunner:
         context = BuildContext(
             dtype=dtype,
             device=self._runtime.device,
-            ops=OpTable.resolve(self._platform.ops()),
+            ops=OpTable.resolve(ask(self._platform, "ops", returns=Sequence)),
             attention=self._backend_for,
             tp=self._tp,
             pp=self._pp,
@@ -121,7 +123,7 @@ class ModelRunner:
             max_tokens=scheduler.max_num_batched_tokens,
             max_rows=scheduler.max_num_seqs,
             runtime=self._runtime,
-            shapes=self._platform.shapes(),
+            shapes=ask(self._platform, "shapes", returns=ShapePolicy),
             with_prompt_lens=self.model.uses_prompt_lens,
         )
 
@@ -156,7 +158,7 @@ class ModelRunner:
             max_model_len=self._config.model.max_model_len,
             block_size=block_size,
             runtime=self._runtime,
-            shapes=self._platform.shapes(),
+            shapes=ask(self._platform, "shapes", returns=ShapePolicy),
         )
         hidden = self._forward(inputs)
         self._profile_sampling(self.model.compute_logits(hidden.index_select(0, inputs.logits_at)))
@@ -176,7 +178,7 @@ class ModelRunner:
 
     def _backend_for(self, spec: AttentionSpec) -> AttentionBackend:
         if spec not in self._backends:
-            self._backends[spec] = self._platform.attention_backend(spec)
+            self._backends[spec] = ask(self._platform, "attention_backend", spec, returns=AttentionBackend)
         return self._backends[spec]
 
     def _allocate_layers(self, num_blocks: int, block_size: int) -> None:

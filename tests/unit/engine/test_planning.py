@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mvllm.engine.planning import DEFAULT_MEMORY_UTILIZATION, settle_config
-from mvllm.errors import ConfigError
+from mvllm.errors import ConfigError, PlatformError
 from mvllm.platform.phases import Phase
 from mvllm.platform.spec import ConfigChange, Plan, Refusal, Refusals
 from tests.unit.engine.builders import make_config
@@ -56,6 +56,29 @@ def test_every_refusal_is_shown_with_its_remedy():
 def test_a_change_of_a_setting_that_does_not_exist_is_refused():
     with pytest.raises(ConfigError, match=r"cache\.colour"):
         settle_config(config_for(), FakePlatform(plan=Plan((ConfigChange("cache.colour", 1, "fun"),))))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("scheduler.max_num_seqs", "9", r"takes <class 'int'>, found '9'"),
+        ("scheduler.max_num_seqs", True, "found True"),
+        ("cache.block_size", 16.5, "found 16.5"),
+        ("scheduler", None, "found None"),
+        ("model", None, "found None"),
+        (5, 5, "no setting '5'"),
+        ("a.b.c", 5, r"no setting 'a\.b\.c'"),
+    ],
+)
+def test_a_change_to_a_value_of_another_type_is_refused_with_the_platforms_name(field, value, words):
+    with pytest.raises(ConfigError, match=f"'acme' wants an impossible change: .*{words}"):
+        settle_config(config_for(), FakePlatform(plan=Plan((ConfigChange(field, value, "why not"),))))
+
+
+@pytest.mark.parametrize("answer", [Plan(("x",)), Plan("x"), Plan(None), Refusals(("x",)), Refusals(5), "yes", 5])
+def test_an_answer_that_is_no_plan_is_refused(answer):
+    with pytest.raises(PlatformError, match="'acme' answered plan with a"):
+        settle_config(config_for(), FakePlatform(plan=answer))
 
 
 class TestMemoryShare:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mvllm.errors import ContractError
 from mvllm.platform.shapes import ShapePolicy
 
 
@@ -32,3 +33,10 @@ def test_padding_is_the_least_bucket_not_below(buckets, size):
     if fitting:
         assert ShapePolicy.pad(size, rising) == fitting[0]
         assert ShapePolicy.pad(fitting[0], rising) == fitting[0]
+
+
+@pytest.mark.parametrize("buckets", [5, [4, 8], (8, 4), (4, 4), (0, 4), (-1,), ("a",), (True,)])
+@pytest.mark.parametrize("dimension", ["tokens", "requests", "pages"])
+def test_sizes_that_are_no_rising_tuple_are_refused(dimension, buckets):
+    with pytest.raises(ContractError, match=f"{dimension} must be None or a tuple of rising sizes"):
+        ShapePolicy(**{dimension: buckets})

@@ -69,3 +69,32 @@ def test_shutdown_happens_once(wrapped):
 def test_a_class_that_lacks_methods_is_refused_by_name():
     with pytest.raises(PlatformError, match=r"HalfAWorker.*'acme'.*lacks.*(load_model|warm_up)"):
         WorkerWrapper(make_config(), FakePlatform("HalfAWorker"), WorkerContext())
+
+
+@pytest.mark.parametrize("path", ["x", "no_such_module:X", "json:nope", "os:system", "json:JSONDecoder"])
+def test_a_class_that_cannot_be_built_is_refused_by_name(path):
+    platform = FakePlatform()
+    platform.worker_class = lambda: path
+    with pytest.raises(PlatformError, match=f"{path}, the worker class of platform 'acme', cannot be loaded and built"):
+        WorkerWrapper(make_config(), platform, WorkerContext())
+
+
+def exits(*args):
+    raise SystemExit(3)
+
+
+def test_a_worker_that_ends_the_process_is_an_error_of_its_platform(wrapped):
+    wrapper, worker, _ = wrapped
+    worker.load_model = worker.execute_model = worker.shutdown = exits
+    with pytest.raises(PlatformError, match=r"rank 3 on platform 'acme' failed in load_model: SystemExit: 3"):
+        wrapper.call("load_model")
+    with pytest.raises(PlatformError, match="tried to end the process"):
+        wrapper.execute_model(SchedulerOutput(step=0))
+
+
+def test_what_goes_wrong_in_shutdown_is_logged(wrapped, caplog):
+    wrapper, worker, _ = wrapped
+    worker.shutdown = exits
+    with caplog.at_level("WARNING", logger="mvllm"):
+        wrapper.shutdown()
+    assert "failed in shutdown: SystemExit: 3" in caplog.text
