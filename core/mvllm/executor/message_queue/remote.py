@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 5000  # a machine that is gone sends no farewell
 _ACTIVITY_BYTES = 256
+_MAX_REPORT_BYTES = 4096  # the handshake has to fit too
 _REPORT = struct.Struct("!QQ")
 
 
@@ -75,7 +76,7 @@ class RemoteSender:
             (zmq.SNDHWM, 0),
             (zmq.RCVHWM, 0),
             (zmq.LINGER, LINGER_MS),
-            (zmq.MAXMSGSIZE, _REPORT.size + _ACTIVITY_BYTES),
+            (zmq.MAXMSGSIZE, _MAX_REPORT_BYTES),
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
             (zmq.IPV6, int(":" in host)),
