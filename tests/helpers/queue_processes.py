@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import multiprocessing
 import os
 import random
 import signal
 import time
+import zlib
 
 from mvllm.executor.message_queue import MessageReader, MessageWriter, QueueError
 from mvllm.executor.message_queue.notifier import EventFdNotifier, PipeNotifier
@@ -16,6 +16,7 @@ from mvllm.executor.message_queue.ring_buffer import ShmRingBuffer
 
 SPAWN = multiprocessing.get_context("spawn")
 PAUSE = 0.002
+PATTERN = random.Random(0).randbytes(16 << 10)
 
 # Between which two instructions a process dies: (class, method, whether before or after it runs).
 READER_DEATHS = {
@@ -116,18 +117,18 @@ def count_cpu_seconds(handle, seconds: float, result) -> None:
 
 def size_of(number: int, slot_bytes: int) -> int:
     """Bytes beside message `number`: anything around nothing, around the slot's limit, and beyond it."""
-    draw = random.Random(number)
-    kind = draw.random()
-    if kind < 0.90:
-        return draw.randrange(0, 300)
-    if kind < 0.97:
-        return max(0, slot_bytes - draw.randrange(0, 400))  # the message and its table take part of the slot
-    return draw.randrange(slot_bytes, 3 * slot_bytes)
+    draw = zlib.crc32(number.to_bytes(8, "little"))
+    kind, size = draw % 100, draw // 100
+    if kind < 90:
+        return size % 300
+    if kind < 97:
+        return max(0, slot_bytes - size % 400)  # the message and its table take part of the slot
+    return slot_bytes + size % (2 * slot_bytes)
 
 
 def content_of(number: int, size: int) -> bytes:
-    pattern = hashlib.blake2b(number.to_bytes(8, "little")).digest()
-    return (pattern * (size // len(pattern) + 1))[:size]
+    start = number % 4001
+    return PATTERN[start : start + size]
 
 
 def checking_reader(handle, slot_bytes: int, num_messages: int, seed: int, result) -> None:

@@ -45,7 +45,7 @@ def test_a_reader_that_dies_anywhere_is_named_and_the_others_lose_nothing(point)
                     assert reader.dequeue(5)[0] == {"number": read}
                     read += 1
             assert (caught.value.name, caught.value.index, caught.value.pid) == ("Worker_TP1", 1, child.pid)
-            assert 3 <= sent <= 8, "the ring has three slots and the reader died in its fourth message"
+            assert 3 <= sent <= 15, "three slots, and at the fourth call at most four times three messages were taken"
             writer.drop_reader(1)
             for number in range(20):
                 writer.enqueue({"number": number}, timeout=5)
@@ -74,9 +74,8 @@ def test_a_writer_that_dies_anywhere_is_named_after_everything_it_sent(point):
                 assert message == {"number": read[index]}
                 assert bytes(buffers[0]) == bytes(100)
                 read[index] += 1
-        assert abs(read[0] - read[1]) <= 1, (
-            "only the message in the making may have reached one reader and not the other"
-        )
+        assert abs(read[0] - read[1]) <= 1, "only the last message may have reached one reader and not the other"
+
         for reader in readers:
             reader.close()
 
@@ -101,9 +100,7 @@ def test_a_writer_that_waits_for_room_notices_at_once_that_its_reader_was_killed
         for _ in range(3):
             writer.enqueue({})
         killed = killed_after(child, 0)
-        with pytest.raises(
-            PeerDiedError, match=rf"reader 0 \(Worker_TP0, pid {child.pid}\).*doing: warm_up, has ended"
-        ):
+        with pytest.raises(PeerDiedError, match=rf"reader 0 \(Worker_TP0, pid {child.pid}\).*warm_up, has ended"):
             writer.enqueue({}, timeout=30)
         assert time.monotonic() - killed < SOON
 
@@ -134,15 +131,11 @@ def test_looking_the_process_up_does_where_there_is_neither(monkeypatch):
 
 
 def test_a_group_notices_the_death_of_any_writer_once_it_has_read_what_is_there():
+    point = processes.WRITER_DEATHS["before it fills the slot"]
     with queue_of("EngineCore") as alive, queue_of("EngineCore") as dying:
         readers = [queue.open_reader(0, dict) for queue in (alive, dying)]
         with contextlib.closing(alive.open_writer()) as writer:
-            child = processes.start(
-                processes.write_until_death,
-                dying.writer_handle(),
-                processes.WRITER_DEATHS["before it fills the slot"],
-                2,
-            )
+            child = processes.start(processes.write_until_death, dying.writer_handle(), point, 2)
             group = ReaderGroup(readers)
             assert group.wait(30) == [readers[1]]
             child.join()

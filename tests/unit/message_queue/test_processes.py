@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import random
 import signal
 import subprocess
 import sys
 import time
 from multiprocessing import get_context
+from multiprocessing.reduction import ForkingPickler
 
 import msgspec
 import pytest
@@ -19,7 +19,7 @@ import pytest
 from mvllm.executor.message_queue import MessageQueue, PeerDiedError, QueueSettings, ReaderHandle
 from tests.helpers import queue_processes as processes
 
-NUM_MESSAGES = int(os.environ.get("MVLLM_TEST_QUEUE_MESSAGES", "20000"))  # see tests/perf/queue_stress.py
+NUM_MESSAGES = int(os.environ.get("QUEUE_STRESS_MESSAGES", "20000"))  # the full stress is a million: about 4 minutes
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
@@ -70,7 +70,7 @@ print(message["step"], bytes(buffer).decode())
 def test_a_handle_says_that_it_cannot_travel_where_descriptors_do_not():
     with contextlib.closing(MessageQueue.create("steps", ["child"])) as queue:
         with pytest.raises(TypeError, match=r"ReaderHandle names open files.*pass_fds"):
-            pickle.dumps(queue.reader_handle(0))
+            ForkingPickler.dumps(queue.reader_handle(0))
 
 
 def test_the_queue_needs_neither_torch_nor_zeromq_to_be_imported():

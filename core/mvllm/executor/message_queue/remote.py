@@ -12,6 +12,7 @@ that the queue's handle carries. Bytes of anyone else never reach code of ours.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import os
@@ -277,11 +278,12 @@ class RemoteSource:
     def close(self) -> None:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
-        self._socket.close()
+        self._socket.close(linger=0 if self._failure else None)
         self._context.term()
 
     def _report(self) -> None:
-        self._socket.send(_REPORT.pack(self._released, os.getpid()) + self._activity)
+        with contextlib.suppress(zmq.Again):  # the writer is gone, which the next wait finds out and tells
+            self._socket.send(_REPORT.pack(self._released, os.getpid()) + self._activity, zmq.NOBLOCK)
 
     def _receive_any(self) -> list[memoryview] | None:
         while True:
