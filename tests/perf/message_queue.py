@@ -157,6 +157,7 @@ class PubSubWay:
         self.context = zmq.Context()
         self.out = self.context.socket(zmq.XPUB)
         self.out.setsockopt(zmq.SNDHWM, 0)
+        self.out.setsockopt(zmq.XPUB_VERBOSE, 1)
         self.out.bind(self.address)
         self.back = self.context.socket(zmq.PULL)
         self.back.bind(self.address + "-back")

@@ -124,7 +124,7 @@ class ShmRingBuffer:
         whether anything still uses the slot.
         """
         start = self._slot(sequence) + LINE
-        return memoryview(self._bytes[start : start + length])
+        return self._bytes[start : start + length].data
 
     def publish(self, sequence: int, length: int, kind: int) -> None:
         """Labels a filled slot. The sequence comes last: a spinning reader takes it as the hint to look for a token."""
