@@ -5,9 +5,9 @@
 // and adds each row's broadcast x times those. A row's sum runs over k in the same order whatever other rows are there,
 // so its result depends neither on their number nor on its place among them.
 //
-// Few rows are bound by reading the weights. All groups of rows pass over one piece of them, which the first pass brings into
-// the first cache; meanwhile they prefetch the piece that follows, which comes next in memory, into the second. So reading
-// from memory goes on while rows compute.
+// Few rows are bound by reading the weights. All groups of rows pass over one piece of them, which the first pass brings
+// into the first cache; meanwhile they prefetch the piece that follows, which comes next in memory, into the second. So
+// reading from memory goes on while rows compute.
 
 #define LINEAR_MR 6
 #if LANES == 16
