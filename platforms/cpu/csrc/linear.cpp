@@ -24,15 +24,16 @@ int threads_for(int64_t work) {
     return work < SERIAL_WORK ? 1 : int(std::min<int64_t>(omp_get_max_threads(), work / (SERIAL_WORK / 2)));
 }
 
-// One thread's part. Few rows: a range of columns. Many: a range of blocks, those of the same columns in sequence.
+// One thread's part. Few rows: a range of columns. Many: a range of blocks, those of the same rows in sequence, so that
+// their x stays in the second cache while the weights pass, which are prefetched.
 void compute(const Isa& isa, const Linear& op, int64_t rows, int64_t thread, int64_t threads) {
     const int64_t strips = (op.out_features + STRIP - 1) / STRIP;
     if (rows <= LINEAR_ROWS) return isa.linear(op, 0, rows, strips * thread / threads, strips * (thread + 1) / threads);
     const int64_t width = isa.linear_tile / STRIP, tiles = (strips + width - 1) / width;
-    const int64_t per_tile = (rows + LINEAR_ROWS - 1) / LINEAR_ROWS, blocks = tiles * per_tile;
+    const int64_t row_blocks = (rows + LINEAR_ROWS - 1) / LINEAR_ROWS, blocks = tiles * row_blocks;
     for (int64_t b = blocks * thread / threads; b < blocks * (thread + 1) / threads; ++b) {
-        const int64_t tile = b / per_tile, i = b % per_tile;
-        isa.linear(op, rows * i / per_tile, rows * (i + 1) / per_tile, tile * width,
+        const int64_t tile = b % tiles, i = b / tiles;
+        isa.linear(op, rows * i / row_blocks, rows * (i + 1) / row_blocks, tile * width,
                    std::min(strips, (tile + 1) * width));
     }
 }
