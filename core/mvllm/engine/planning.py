@@ -62,6 +62,8 @@ def _check_parts(platform: Platform, answer: Plan | Refusals) -> None:
 def _settle_dtype(config: EngineConfig, capabilities: Capabilities, platform: str) -> ConfigChange | None:
     """What `dtype=auto` becomes, or a check that an explicit dtype can be had."""
     offered = capabilities.dtypes
+    if not offered:
+        raise PlatformError(f"The platform {platform!r} claims no compute dtype: its Capabilities.dtypes is empty.")
     asked = config.model.dtype
     if asked == "auto":
         stored = config.model.checkpoint_dtype
