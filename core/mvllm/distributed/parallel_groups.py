@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 from mvllm.config.engine_config import ParallelConfig
 from mvllm.distributed.group import GroupCoordinator
 from mvllm.errors import ConfigError
+from mvllm.platform.ask import ask
+from mvllm.platform.communicator import Communicator
 from mvllm.platform.interface import Platform
 from mvllm.platform.topology import GroupSpec, WorkerContext
 
@@ -76,5 +78,5 @@ def join_groups(
 
 
 def _join(platform: Platform, spec: GroupSpec, ctx: WorkerContext, device: torch.device) -> GroupCoordinator:
-    communicator = platform.communicator(spec, device) if len(spec.ranks) > 1 else None
+    communicator = ask(platform, "communicator", spec, device, returns=Communicator) if len(spec.ranks) > 1 else None
     return GroupCoordinator(spec, communicator, ctx.local_rank)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
+import stat
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,6 +85,8 @@ def read_header(path: Path) -> list[TensorEntry]:
         ModelError: The file is missing, cut short, or its header is not valid; says what was expected and found.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
+            raise ModelError(f"{path} is not a file but a pipe or a device; it will not be read. {_DOWNLOAD_AGAIN}")
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(0)
