@@ -29,9 +29,9 @@ NAMES = (
     "opt-norm-after-projected",
     "gpt2",
 )
-WHICH = (0, 3, 5, 6, 8, 11, 14, 15)
-"""Prompts of the oracle, of 1 to 97 tokens. Some share prefixes."""
-NUM_TOKENS = 24
+WHICH = (0, 3, 5, 6, 8)
+"""Prompts of the oracle, of 1 to 48 tokens. Some share prefixes."""
+NUM_TOKENS = 28
 NUM_BLOCKS = MAX_LEN // BLOCK_SIZE
 """Enough for one sequence of the greatest length."""
 SCRIPT = Path(launched_rank.__file__)
@@ -63,7 +63,7 @@ def job_of(name: str, **settings: Any) -> dict[str, Any]:
         "dtype": "float32",
         "block_size": BLOCK_SIZE,
         "max_model_len": MAX_LEN,
-        "max_num_seqs": 8,
+        "max_num_seqs": 5,
         "max_num_batched_tokens": 24,
         "kv_cache_memory_bytes": 2**24,
         "use_tqdm_on_load": False,
@@ -125,7 +125,7 @@ def test_every_family_gives_the_tokens_of_one_process_on_every_rank(
         assert any(output["num_cached_tokens"] for output in found["again"])
         check_against_oracle(name, found["greedy"])
         check_against_oracle(name, found["again"])
-        for kind in ("seeded", "unseeded", "prompts"):
+        for kind in ("drawn", "prompts"):
             check_close(found[kind], alone[name][kind])
 
 
@@ -165,6 +165,7 @@ def test_a_world_that_the_program_made_is_used_and_left_alone(tmp_path: Path) ->
         "    total = torch.tensor(list(tokens))\n"
         "    dist.all_reduce(total)\n"
         "    assert total.tolist() == [2 * t for t in tokens], (total, tokens)\n"
+        "dist.destroy_process_group()\n"
     )
     code, text = launch(2, [str(program)])
     assert code == 0, text

@@ -1,7 +1,7 @@
 """The groups that a rank belongs to.
 
-Ranks of one tensor-parallel group are neighbours, so that they sit on one machine where possible; a pipeline group takes
-the ranks at one place in each of them:
+Ranks of one tensor-parallel group are neighbours, so that they sit on one machine where possible; a pipeline group
+takes the ranks at one place in each of them:
 
     tensor_parallel_size = 2, pipeline_parallel_size = 3         rank  0 1   2 3   4 5
                                                                  tp    0 1 | 0 1 | 0 1

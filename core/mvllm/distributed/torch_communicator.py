@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from datetime import timedelta
@@ -10,11 +11,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from mvllm.logging import get_logger
 from mvllm.platform.communicator import Communicator
 from mvllm.platform.topology import GroupSpec
 
+logger = get_logger(__name__)
+
 _MOST_UNSETTLED = 16
 """Sends to one rank that it may not have received yet. More than any pipeline has steps under way."""
+
+_CLOSING_SECONDS = 2.0
+"""How long a rank that leaves waits for others to receive its last messages."""
 
 
 class TorchCommunicator(Communicator):
@@ -124,11 +131,23 @@ class TorchCommunicator(Communicator):
         if self._closed or not dist.is_initialized():
             return
         self._closed = True
-        self._unsettled.clear()
+        self._settle()
         if self._owns_world:
             dist.destroy_process_group()
         elif self._group is not dist.group.WORLD:
             dist.destroy_process_group(self._group)
+
+    def _settle(self) -> None:
+        """Lets others receive what they were sent; whoever is gone, or does not want it any more, is not waited for."""
+        deadline = time.monotonic() + _CLOSING_SECONDS
+        for unsettled in self._unsettled.values():
+            for work, _ in unsettled:
+                try:
+                    work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                except RuntimeError as e:
+                    logger.debug("A message to another rank was not received: %s", e)
+                    break
+        self._unsettled.clear()
 
     def _global(self, rank: int) -> int:
         assert self._group is not None

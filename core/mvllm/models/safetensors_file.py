@@ -212,7 +212,7 @@ class SafetensorsReader:
         self._file.close()
 
     def read_strips(self, target: memoryview, entry: TensorEntry, offset: int, length: int, stride: int) -> None:
-        """Fills `target` with pieces of `length` bytes of `entry`: the first from `offset` on, each next `stride` on."""
+        """Fills `target` with pieces of `entry` of `length` bytes, the first from `offset` on, each a `stride` on."""
         if length == stride:
             self.read_into(target, entry, offset)
             return
