@@ -23,13 +23,30 @@ _MOST_UNSETTLED = 16
 _CLOSING_SECONDS = 2.0
 """How long a rank that leaves waits for others to receive its last messages."""
 
+_groups: dict[tuple[tuple[int, ...], str], tuple[object, dist.ProcessGroup]] = {}
+"""Groups made so far, each with the world that it is a part of."""
+
+
+def _group_within_world(ranks: tuple[int, ...], backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A group of some ranks.
+
+    It lasts as long as the world, since torch cannot make the same group a second time: the second would
+    look for its members where those of the first were.
+    """
+    world, group = _groups.get((ranks, backend), (None, None))
+    if world is not dist.group.WORLD or group is None:
+        group = dist.new_group(list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup), "the caller is one of the ranks"
+        _groups[ranks, backend] = (dist.group.WORLD, group)
+    return group
+
 
 class TorchCommunicator(Communicator):
     """A group of torch.distributed.
 
     The first communicator of a process joins torch's world: all ranks of the engine, or, where the spec does not say
     how many there are, the ranks of its own group. Later ones are groups within that world; only their members need to
-    make them, in the same order.
+    make them, in the same order. A world that was there before is used, and left as it is.
 
     Args:
         spec: The group, with a rendezvous address.
@@ -57,13 +74,10 @@ class TorchCommunicator(Communicator):
                 world_size=spec.world_size or self.world_size,
                 timeout=limit,
             )
-        # A world that somebody else made may have another backend, and is not ours to close.
-        is_world = self._owns_world and self.world_size == dist.get_world_size()
-        self._group = (
-            dist.group.WORLD
-            if is_world
-            else dist.new_group(list(spec.ranks), backend=backend, timeout=limit, use_local_synchronization=True)
-        )
+        if self._owns_world and self.world_size == dist.get_world_size():
+            self._group = dist.group.WORLD
+        else:
+            self._group = _group_within_world(spec.ranks, backend, limit)
         self._closed = False
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -134,8 +148,6 @@ class TorchCommunicator(Communicator):
         self._settle()
         if self._owns_world:
             dist.destroy_process_group()
-        elif self._group is not dist.group.WORLD:
-            dist.destroy_process_group(self._group)
 
     def _settle(self) -> None:
         """Lets others receive what they were sent; whoever is gone, or does not want it any more, is not waited for."""
