@@ -67,18 +67,22 @@ int64_t now_ms() {
     return int64_t(t.tv_sec) * 1000 + t.tv_nsec / 1000000;
 }
 
-float widen(uint16_t bits) {
-    const uint32_t wide = uint32_t(bits) << 16;
-    float value;
-    std::memcpy(&value, &wide, 4);
-    return value;
+void add_bf16(float* sum, const uint16_t* part, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {
+        const uint32_t wide = uint32_t(part[i]) << 16;
+        float value;
+        std::memcpy(&value, &wide, 4);
+        sum[i] += value;
+    }
 }
 
-uint16_t narrow(float value) {  // to the nearest, ties to even
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16) | 0x40;
-    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+void round_to_bf16(uint16_t* out, const float* sum, int64_t n) {  // to the nearest, ties to even; NaN stays NaN
+    for (int64_t i = 0; i < n; ++i) {
+        uint32_t bits;
+        std::memcpy(&bits, sum + i, 4);
+        const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1), nan = bits | 0x400000;
+        out[i] = uint16_t(((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded) >> 16);
+    }
 }
 
 void add_up(const Place& place, uint32_t round, float* out, int64_t count) {
@@ -100,9 +104,9 @@ void add_up(const Place& place, uint32_t round, uint16_t* out, int64_t count) {
         std::fill(sum, sum + n, 0.0f);
         for (int64_t rank = 0; rank < place.world_size; ++rank) {
             const uint16_t* part = reinterpret_cast<const uint16_t*>(place.slot(rank, round)) + begin;
-            for (int64_t i = 0; i < n; ++i) sum[i] += widen(part[i]);
+            add_bf16(sum, part, n);
         }
-        for (int64_t i = 0; i < n; ++i) out[begin + i] = narrow(sum[i]);
+        round_to_bf16(out + begin, sum, n);
     }
 }
 
