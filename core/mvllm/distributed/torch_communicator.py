@@ -7,6 +7,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from datetime import timedelta
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,21 +24,22 @@ _MOST_UNSETTLED = 16
 _CLOSING_SECONDS = 2.0
 """How long a rank that leaves waits for others to receive its last messages."""
 
-_groups: dict[tuple[tuple[int, ...], str], tuple[object, dist.ProcessGroup]] = {}
-"""Groups made so far, each with the world that it is a part of."""
+_groups: WeakValueDictionary[tuple[tuple[int, ...], str], dist.ProcessGroup] = WeakValueDictionary()
+"""Groups within a world, by ranks and backend. Torch keeps them as long as the world; nobody else may, or they would
+outlive it and fail when the process ends."""
 
 
 def _group_within_world(ranks: tuple[int, ...], backend: str, timeout: timedelta) -> dist.ProcessGroup:
     """A group of some ranks.
 
-    It lasts as long as the world, since torch cannot make the same group a second time: the second would
-    look for its members where those of the first were.
+    It lasts as long as the world, since torch cannot make the same group a second time: the second would look for its
+    members where those of the first were.
     """
-    world, group = _groups.get((ranks, backend), (None, None))
-    if world is not dist.group.WORLD or group is None:
+    group = _groups.get((ranks, backend))
+    if group is None:
         group = dist.new_group(list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup), "the caller is one of the ranks"
-        _groups[ranks, backend] = (dist.group.WORLD, group)
+        _groups[ranks, backend] = group
     return group
 
 
@@ -74,6 +76,7 @@ class TorchCommunicator(Communicator):
                 world_size=spec.world_size or self.world_size,
                 timeout=limit,
             )
+        self._group: dist.ProcessGroup | None
         if self._owns_world and self.world_size == dist.get_world_size():
             self._group = dist.group.WORLD
         else:
@@ -142,11 +145,12 @@ class TorchCommunicator(Communicator):
         dist.barrier(group=self._group)
 
     def close(self) -> None:
-        if self._closed or not dist.is_initialized():
+        if self._closed:
             return
         self._closed = True
         self._settle()
-        if self._owns_world:
+        self._group = None
+        if self._owns_world and dist.is_initialized():
             dist.destroy_process_group()
 
     def _settle(self) -> None:
