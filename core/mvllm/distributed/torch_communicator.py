@@ -3,14 +3,44 @@
 from __future__ import annotations
 
 import math
+import time
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from datetime import timedelta
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
+from mvllm.logging import get_logger
 from mvllm.platform.communicator import Communicator
 from mvllm.platform.topology import GroupSpec
+
+logger = get_logger(__name__)
+
+_MOST_UNSETTLED = 16
+"""Sends to one rank that it may not have received yet. More than any pipeline has steps under way."""
+
+_CLOSING_SECONDS = 2.0
+"""How long a rank that leaves waits for others to receive its last messages."""
+
+_groups: WeakValueDictionary[tuple[tuple[int, ...], str], dist.ProcessGroup] = WeakValueDictionary()
+"""Groups within a world, by ranks and backend. Torch keeps them as long as the world; nobody else may, or they would
+outlive it and fail when the process ends."""
+
+
+def _group_within_world(ranks: tuple[int, ...], backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A group of some ranks.
+
+    It lasts as long as the world, since torch cannot make the same group a second time: the second would look for its
+    members where those of the first were.
+    """
+    group = _groups.get((ranks, backend))
+    if group is None:
+        group = dist.new_group(list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup), "the caller is one of the ranks"
+        _groups[ranks, backend] = group
+    return group
 
 
 class TorchCommunicator(Communicator):
@@ -18,7 +48,7 @@ class TorchCommunicator(Communicator):
 
     The first communicator of a process joins torch's world: all ranks of the engine, or, where the spec does not say
     how many there are, the ranks of its own group. Later ones are groups within that world; only their members need to
-    make them, in the same order.
+    make them, in the same order. A world that was there before is used, and left as it is.
 
     Args:
         spec: The group, with a rendezvous address.
@@ -34,6 +64,7 @@ class TorchCommunicator(Communicator):
         self.world_size = len(spec.ranks)
         self._device = device
         self._owns_world = not dist.is_initialized()
+        self._unsettled: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
         limit = timedelta(seconds=timeout)
         if self._owns_world:
             if spec.init_method is None:
@@ -45,12 +76,11 @@ class TorchCommunicator(Communicator):
                 world_size=spec.world_size or self.world_size,
                 timeout=limit,
             )
-        whole = self.world_size == dist.get_world_size()
-        self._group = (
-            dist.group.WORLD
-            if whole
-            else dist.new_group(list(spec.ranks), backend=backend, timeout=limit, use_local_synchronization=True)
-        )
+        self._group: dist.ProcessGroup | None
+        if self._owns_world and self.world_size == dist.get_world_size():
+            self._group = dist.group.WORLD
+        else:
+            self._group = _group_within_world(spec.ranks, backend, limit)
         self._closed = False
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -76,7 +106,13 @@ class TorchCommunicator(Communicator):
         return tensor
 
     def send(self, tensor: torch.Tensor, destination: int) -> None:
-        dist.send(tensor.contiguous(), dst=self._global(destination), group=self._group)
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, dst=self._global(destination), group=self._group)
+        assert work is not None
+        unsettled = self._unsettled[destination]
+        unsettled.append((work, tensor))  # which must live until it has been sent
+        if len(unsettled) > _MOST_UNSETTLED:
+            unsettled.popleft()[0].wait()
 
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
@@ -109,13 +145,25 @@ class TorchCommunicator(Communicator):
         dist.barrier(group=self._group)
 
     def close(self) -> None:
-        if self._closed or not dist.is_initialized():
+        if self._closed:
             return
         self._closed = True
-        if self._owns_world:
+        self._settle()
+        self._group = None
+        if self._owns_world and dist.is_initialized():
             dist.destroy_process_group()
-        elif self._group is not dist.group.WORLD:
-            dist.destroy_process_group(self._group)
+
+    def _settle(self) -> None:
+        """Lets others receive what they were sent; whoever is gone, or does not want it any more, is not waited for."""
+        deadline = time.monotonic() + _CLOSING_SECONDS
+        for unsettled in self._unsettled.values():
+            for work, _ in unsettled:
+                try:
+                    work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                except RuntimeError as e:
+                    logger.debug("A message to another rank was not received: %s", e)
+                    break
+        self._unsettled.clear()
 
     def _global(self, rank: int) -> int:
         assert self._group is not None

@@ -16,7 +16,10 @@ from mvllm.platform.topology import LaunchTopology
 
 ENTRY_POINT_GROUP = "mvllm.executors"
 
-_BUILT_IN = {"uni": "mvllm.executor.uniproc:UniProcExecutor"}
+_BUILT_IN = {
+    "uni": "mvllm.executor.uniproc:UniProcExecutor",
+    "external_launcher": "mvllm.executor.external_launcher:ExecutorWithExternalLauncher",
+}
 
 
 def make_executor(config: EngineConfig, platform: Platform) -> Executor:
@@ -34,7 +37,7 @@ def make_executor(config: EngineConfig, platform: Platform) -> Executor:
                 f"distributed_executor_backend {name!r} was asked for, but the platform {platform.spec.name!r} "
                 f"allows only {', '.join(topology.executors)} for this configuration."
             )
-        if topology.num_workers > 1:
+        if name == "uni" and topology.num_workers > 1:
             raise ConfigError(
                 f"The executor {name!r} runs one worker; this configuration needs {topology.num_workers}. "
                 "Set tensor_parallel_size and pipeline_parallel_size to 1."

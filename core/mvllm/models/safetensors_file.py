@@ -211,6 +211,15 @@ class SafetensorsReader:
     ) -> None:
         self._file.close()
 
+    def read_strips(self, target: memoryview, entry: TensorEntry, offset: int, length: int, stride: int) -> None:
+        """Fills `target` with pieces of `entry` of `length` bytes, the first from `offset` on, each a `stride` on."""
+        if length == stride:
+            self.read_into(target, entry, offset)
+            return
+        for start in range(0, len(target), length):
+            self.read_into(target[start : start + length], entry, offset)
+            offset += stride
+
     def read_into(self, target: memoryview, entry: TensorEntry, offset: int) -> None:
         """Fills `target` with the bytes of `entry` from `offset` on."""
         try:

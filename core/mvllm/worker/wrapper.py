@@ -18,6 +18,7 @@ from mvllm.platform.worker_protocol import WorkerProtocol
 logger = get_logger(__name__)
 
 _METHODS = frozenset(name for name in vars(WorkerProtocol) if not name.startswith("_"))
+_OPTIONAL = frozenset({"collect_output"})
 
 
 class WorkerWrapper:
@@ -33,7 +34,7 @@ class WorkerWrapper:
         with enter_phase(Phase.WORKER):
             path = ask(platform, "worker_class", returns=(str, type(None))) or _class_of_core(platform)
             worker = _build(path, platform, config, ctx)
-        missing = sorted(name for name in _METHODS if not callable(getattr(worker, name, None)))
+        missing = sorted(name for name in _METHODS - _OPTIONAL if not callable(getattr(worker, name, None)))
         if missing:
             raise PlatformError(
                 f"{path}, the worker class of platform {platform.spec.name!r}, lacks methods of WorkerProtocol: "

@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from mvllm.config.engine_config import CacheConfig, SchedulerConfig
+from mvllm.config.engine_config import CacheConfig, ParallelConfig, SchedulerConfig
 from mvllm.engine import core as core_module
 from mvllm.engine import core_client
 from mvllm.engine.core import EngineCore
@@ -70,7 +70,7 @@ class CountingExecutor(Executor):
 def make_core(monkeypatch):
     executors = []
 
-    def make(*, fail_at=None, async_scheduling=False, prefix_caching=True, **cache):
+    def make(*, fail_at=None, async_scheduling=False, prefix_caching=True, num_stages=1, **cache):
         def make_executor(config, platform):
             executors.append(CountingExecutor(config, platform))
             executors[-1].fail_at = fail_at or {}
@@ -81,6 +81,7 @@ def make_core(monkeypatch):
             make_config(max_model_len=64),
             cache=CacheConfig(memory_utilization=0.9, **cache),
             scheduler=SchedulerConfig(max_num_seqs=4, async_scheduling=async_scheduling),
+            parallel=ParallelConfig(pipeline_parallel_size=num_stages),
         )
         make.executors = executors
         platform = FakePlatform()
@@ -163,6 +164,20 @@ class TestSteps:
         sync.add_request(request(max_tokens=9))
         sync.step()
         assert len(make_core.executors[1].plans) == 1
+
+    @pytest.mark.parametrize("async_scheduling", [False, True])
+    @pytest.mark.parametrize("num_stages", [2, 3])
+    def test_a_pipeline_is_given_a_step_for_each_stage(self, make_core, num_stages, async_scheduling):
+        core = make_core(num_stages=num_stages, async_scheduling=async_scheduling)
+        for name in "abcd":
+            core.add_request(request(name, max_tokens=3))
+        core.step()
+        plans = make_core.executors[0].plans
+        assert len(plans) == num_stages
+        assert not set(plans[0].rows) & set(plans[1].rows), "a request is in two steps under way"
+        tokens, _ = run(core)
+        assert [len(found) for found in tokens.values()] == [3 - 1] * 4, "the first step gave one to each"
+        core.scheduler.check_integrity()
 
     def test_without_requests_a_step_asks_nothing_of_the_workers(self, make_core):
         core = make_core()

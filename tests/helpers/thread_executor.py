@@ -1,0 +1,79 @@
+"""An executor with one core for many workers, each in a thread of this process: the semantics of processes, quickly.
+
+LLM(..., distributed_executor_backend="tests.helpers.thread_executor.ThreadExecutor")
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from mvllm.executor.interface import Executor
+from mvllm.platform.topology import WorkerContext
+from mvllm.worker.wrapper import WorkerWrapper
+from tests.helpers.thread_ranks import ThreadCommunicator, _Meeting
+
+
+class MeetingPlatform:
+    """A platform whose ranks meet in this process."""
+
+    def __init__(self, platform: Any) -> None:
+        self._platform = platform
+        self._meetings: dict[tuple[str, tuple[int, ...]], _Meeting] = {}
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._platform, name)
+
+    def communicator(self, group: Any, device: Any) -> ThreadCommunicator:
+        with self._lock:
+            meeting = self._meetings.setdefault((group.name, group.ranks), _Meeting(len(group.ranks)))
+        return ThreadCommunicator(meeting, group.rank_in_group, len(group.ranks))
+
+
+class ThreadExecutor(Executor):
+    """Calls reach every worker in order; only the first rank of the last stage answers a step."""
+
+    most_under_way = 0
+    """Most steps that any executor of this class has had under way at once."""
+
+    def __init__(self, config: Any, platform: Any) -> None:
+        super().__init__(config, platform)
+        size = config.parallel.world_size
+        shared = MeetingPlatform(platform)
+        self._answering = size - config.parallel.tensor_parallel_size
+        self._threads = [ThreadPoolExecutor(1) for _ in range(size)]
+        self._workers = [
+            WorkerWrapper(
+                config,
+                shared,  # type: ignore[arg-type]
+                WorkerContext(rank, rank, size, size, seed=config.model.seed, init_method="tcp://nowhere:1"),
+            )
+            for rank in range(size)
+        ]
+        self._under_way: list[Future[Any]] = []
+
+    def collective_rpc(  # type: ignore[override]
+        self,
+        method: str,
+        args: tuple[Any, ...] = (),
+        *,
+        timeout: float | None = None,
+        ranks: Sequence[int] | None = None,
+        non_block: bool = False,
+    ) -> list[Any]:
+        futures = [thread.submit(worker.call, method, *args) for thread, worker in zip(self._threads, self._workers)]
+        return [future.result(timeout=120) for future in futures]
+
+    def execute_model(self, plan: Any) -> Future[Any]:
+        futures = [thread.submit(worker.execute_model, plan) for thread, worker in zip(self._threads, self._workers)]
+        self._under_way = [future for future in [*self._under_way, futures[self._answering]] if not future.done()]
+        ThreadExecutor.most_under_way = max(ThreadExecutor.most_under_way, len(self._under_way))
+        return futures[self._answering]
+
+    def shutdown(self) -> None:
+        for thread, worker in zip(self._threads, self._workers):
+            thread.submit(worker.shutdown).result(timeout=60)
+            thread.shutdown()

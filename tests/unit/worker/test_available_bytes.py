@@ -1,0 +1,48 @@
+"""What a worker may take for its KV cache, alone and beside others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from mvllm.config.engine_config import CacheConfig
+from mvllm.platform.runtime import MemoryInfo
+from mvllm.platform.topology import WorkerContext
+from mvllm.worker.worker import Worker
+from tests.unit.engine.builders import make_config
+from tests.unit.worker.builders import HostRuntime
+from tests.unit.worker.fake_platform import FakePlatform
+
+
+class MeasuredRuntime(HostRuntime):
+    """100 bytes of 1000 are this process's, 700 are free; a step takes 50."""
+
+    peak = 100
+
+    def memory(self) -> MemoryInfo:
+        return MemoryInfo(total=1000, free=700, used_by_me=100, peak_by_me=self.peak)
+
+
+def available(*, unified_memory: bool, local_world_size: int) -> int:
+    platform = FakePlatform()
+    platform.capabilities = replace(platform.capabilities, unified_memory=unified_memory)
+    config = replace(make_config(), cache=CacheConfig(memory_utilization=0.75))
+    worker = Worker(config, platform, WorkerContext(world_size=8, local_world_size=local_world_size))
+    worker._runtime = runtime = MeasuredRuntime()
+    worker._runner = SimpleNamespace(profile=lambda: setattr(runtime, "peak", 150))
+    return worker.available_kv_bytes()
+
+
+@pytest.mark.parametrize(
+    ("unified_memory", "local_world_size", "expected"),
+    [
+        (False, 1, 700 - 250 - 50),
+        (False, 4, 700 - 250 - 50),  # each has a device with memory of its own
+        (True, 1, 700 - 250 - 50),
+        (True, 3, 450 // 3 - 50),  # all of this machine have the same 450, and each has its own step
+    ],
+)
+def test_workers_that_have_one_memory_share_it(unified_memory: bool, local_world_size: int, expected: int) -> None:
+    assert available(unified_memory=unified_memory, local_world_size=local_world_size) == expected
