@@ -1,0 +1,148 @@
+"""How the ends of a queue reach the processes they belong to.
+
+A handle is plain data. One for the same machine names file descriptors, so they have to travel with it:
+
+    subprocess.Popen(..., pass_fds=handle.fds)      and the handle as msgpack, for instance through a pipe
+    multiprocessing.Process(..., args=(handle,))    with any start method; the descriptors go along by themselves
+
+One for another machine is host, port and keys, and travels any way that keeps a secret.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.context
+import multiprocessing.reduction
+import os
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+
+FdPair: TypeAlias = tuple[int, int]  # a notifier's read and write descriptor, which may be the same
+
+
+class _LocalHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """Attributes common to the handles of one machine.
+
+    Attributes:
+        queue: The queue's name.
+        segment: Descriptor of the ring's memory.
+        token: Begins every message on the overflow socket.
+        spin_seconds: See QueueSettings.
+    """
+
+    queue: str
+    segment: int
+    token: bytes
+    spin_seconds: float
+
+    @property
+    @abstractmethod
+    def fds(self) -> tuple[int, ...]:
+        """Every descriptor it names, each once."""
+
+    @abstractmethod
+    def with_fds(self, new: Mapping[int, int]) -> Any:
+        """The same handle with other descriptors."""
+
+    def duplicated(self) -> Any:
+        """A handle for another end in this process, with descriptors of its own."""
+        return self.with_fds({fd: os.dup(fd) for fd in self.fds})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For multiprocessing, while it starts a child."""
+        if multiprocessing.context.get_spawning_popen() is None:
+            raise TypeError(
+                f"A {type(self).__name__} names open files, so it can only go to a child that is being started: in the "
+                "args of a multiprocessing.Process, or as msgpack with subprocess's pass_fds."
+            )
+        passed = {fd: multiprocessing.reduction.DupFd(fd) for fd in self.fds}
+        return _rebuild, (type(self), msgspec.msgpack.encode(self), passed)
+
+
+class WriterHandle(_LocalHandle, frozen=True, kw_only=True):
+    """The writing end.
+
+    Attributes:
+        items, space: Per reader, its two notifiers.
+        readers: Per reader, its name.
+        overflow: Per reader, the address of its overflow socket.
+    """
+
+    items: tuple[FdPair, ...]
+    space: tuple[FdPair, ...]
+    readers: tuple[str, ...]
+    overflow: tuple[str, ...]
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        return _distinct(self.segment, *(fd for pair in (*self.items, *self.space) for fd in pair))
+
+    def with_fds(self, new: Mapping[int, int]) -> WriterHandle:
+        return msgspec.structs.replace(
+            self,
+            segment=new[self.segment],
+            items=tuple(_map(pair, new) for pair in self.items),
+            space=tuple(_map(pair, new) for pair in self.space),
+        )
+
+
+class ReaderHandle(_LocalHandle, frozen=True, kw_only=True):
+    """One reading end.
+
+    Attributes:
+        index: Which reader.
+        items, space: Its two notifiers.
+        writer: The writer's name.
+        overflow: The address of its overflow socket.
+    """
+
+    index: int
+    items: FdPair
+    space: FdPair
+    writer: str
+    overflow: str
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        return _distinct(self.segment, *self.items, *self.space)
+
+    def with_fds(self, new: Mapping[int, int]) -> ReaderHandle:
+        return msgspec.structs.replace(
+            self, segment=new[self.segment], items=_map(self.items, new), space=_map(self.space, new)
+        )
+
+
+class RemoteReaderHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """One reading end on another machine. A secret: who has it can read the queue.
+
+    Attributes:
+        queue: The queue's name.
+        index: Which of the remote readers.
+        host, port: Where the writer listens.
+        writer: The writer's name.
+        server_key: The writer's public CURVE key.
+        public_key, secret_key: The key pair of the queue's remote readers.
+    """
+
+    queue: str
+    index: int
+    host: str
+    port: int
+    writer: str
+    server_key: bytes
+    public_key: bytes
+    secret_key: bytes
+
+
+def _rebuild(cls: type[_LocalHandle], encoded: bytes, passed: Mapping[int, Any]) -> Any:
+    return msgspec.msgpack.decode(encoded, type=cls).with_fds({fd: dup.detach() for fd, dup in passed.items()})
+
+
+def _map(pair: FdPair, new: Mapping[int, int]) -> FdPair:
+    return (new[pair[0]], new[pair[1]])
+
+
+def _distinct(*fds: int) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(fds))

@@ -1,0 +1,250 @@
+"""The ends of a queue that receive."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+import msgspec
+
+from mvllm.executor.message_queue import frames as framing
+from mvllm.executor.message_queue.errors import QueueClosedError, QueueError, QueueTimeoutError
+from mvllm.executor.message_queue.handles import ReaderHandle, RemoteReaderHandle
+from mvllm.executor.message_queue.notifier import StopSignal, open_notifier
+from mvllm.executor.message_queue.peers import Peer
+from mvllm.executor.message_queue.ring_buffer import ShmRingBuffer
+from mvllm.executor.message_queue.ring_reader import RingReader
+from mvllm.executor.message_queue.ring_writer import OVERFLOW
+from mvllm.executor.message_queue.segment import SharedSegment
+from mvllm.executor.message_queue.wait import AdaptiveSpin, Waiter, deadline_after
+
+if TYPE_CHECKING:  # ZeroMQ is loaded by who needs it
+    from mvllm.executor.message_queue.overflow import OverflowReceiver
+
+T = TypeVar("T")
+
+
+class MessageSource(Protocol):
+    """Where a reader's frames come from.
+
+    Attributes:
+        name: The queue's name.
+        in_place: Whether the frames taken last lie in a slot, which `release` gives back.
+        fds: Readable when there may be a message.
+        peers: Local processes whose end ends a wait.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def in_place(self) -> bool: ...
+    @property
+    def fds(self) -> Sequence[int]: ...
+    @property
+    def peers(self) -> Sequence[Peer]: ...
+    @property
+    def sequence(self) -> int: ...
+
+    def has_message(self) -> bool: ...
+    def hint(self) -> bool: ...
+    def take(self, deadline: float | None) -> list[memoryview]:
+        """The next message's frames. Taking again before `release` gives the same message."""
+        ...
+
+    def release(self) -> None: ...
+    def set_activity(self, text: str) -> None: ...
+    def watch(self, *, pid: int | None = None, fd: int | None = None) -> None: ...
+    def close(self) -> None: ...
+
+
+class LocalSource:
+    """The ring, and the overflow socket where a slot says so. See MessageSource."""
+
+    def __init__(self, handle: ReaderHandle, stop: StopSignal | None) -> None:
+        self.name = handle.queue
+        self.in_place = False
+        self._handle = handle
+        self._stop = stop
+        self._in = RingReader(
+            handle.queue,
+            ShmRingBuffer(SharedSegment(handle.segment)),
+            handle.index,
+            open_notifier(handle.items),
+            open_notifier(handle.space),
+            handle.writer,
+            handle.spin_seconds,
+            stop,
+        )
+        self.fds = (self._in.fd,)
+        self.peers = (self._in.peer,)
+        self.has_message = self._in.has_message
+        self.hint = self._in.hint
+        self.release = self._in.release
+        self.set_activity = self._in.set_activity
+        self.watch = self._in.peer.watch
+        self._overflow: OverflowReceiver | None = None
+
+    @property
+    def sequence(self) -> int:
+        return self._in.sequence
+
+    def take(self, deadline: float | None) -> list[memoryview]:
+        self._in.wait_for_message(deadline)
+        payload, kind = self._in.current()
+        self.in_place = kind != OVERFLOW
+        if self.in_place:
+            return framing.unpack(payload)
+        return self._open_overflow().receive(self._in.sequence, deadline)
+
+    def close(self) -> None:
+        if self._overflow is not None:
+            self._overflow.close()
+        self._in.close()
+
+    def _open_overflow(self) -> OverflowReceiver:
+        if self._overflow is None:
+            from mvllm.executor.message_queue.overflow import OverflowReceiver
+
+            self._overflow = OverflowReceiver(
+                self.name, self._handle.overflow, self._handle.token, self._in.peer, self._stop
+            )
+        return self._overflow
+
+
+class MessageReader(Generic[T]):
+    """Receives every message of a queue, in order. Used from one thread.
+
+    Built by `attach`, or by MessageQueue.open_reader in the process that made the queue.
+    """
+
+    def __init__(self, source: MessageSource, decode: Callable[[memoryview], T]) -> None:
+        self.source = source
+        self.name = source.name
+        self._decode = decode
+        self._is_closed = False
+
+    @classmethod
+    def attach(
+        cls, handle: ReaderHandle | RemoteReaderHandle, message_type: type[T], stop: StopSignal | None = None
+    ) -> MessageReader[T]:
+        """Takes over the handle's descriptors, or connects to the writer's machine.
+
+        Args:
+            message_type: What every message is decoded as; msgspec refuses anything else.
+        """
+        source: MessageSource
+        if isinstance(handle, RemoteReaderHandle):
+            from mvllm.executor.message_queue.remote import RemoteSource
+
+            source = RemoteSource(handle, stop)
+        else:
+            source = LocalSource(handle, stop)
+        return cls(source, msgspec.msgpack.Decoder(message_type).decode)
+
+    def dequeue(self, timeout: float | None = None) -> tuple[T, list[memoryview]]:
+        """The next message and the buffers beside it, in memory of their own.
+
+        Args:
+            timeout: Seconds to wait for it, or None for no limit.
+
+        Raises:
+            QueueTimeoutError: It did not come in time.
+            PeerDiedError: The writer has ended, and everything it sent was read.
+            QueueStoppedError: The stop signal was set while waiting.
+            QueueClosedError: This end is closed.
+            msgspec.ValidationError: It is not of the type that this end expects. It counts as read.
+        """
+        with self.acquire_read(timeout) as (message, buffers):
+            if not self.source.in_place:
+                return message, buffers
+            return message, [memoryview(bytes(buffer)) for buffer in buffers]
+
+    @contextlib.contextmanager
+    def acquire_read(self, timeout: float | None = None) -> Iterator[tuple[T, list[memoryview]]]:
+        """As `dequeue`, but the buffers are where they were written, without a copy, and end with the `with` block.
+
+        Raises:
+            QueueError: At the end of the block, something (an array made of a buffer) still uses the slot. The slot is
+                given back all the same, so that thing must not be used any more.
+        """
+        if self._is_closed:
+            raise QueueClosedError(f"Queue {self.name}: this reader was closed; nothing can be read any more.")
+        frames = self.source.take(deadline_after(timeout))
+        try:
+            yield self._decode(frames[0]), frames[1:]
+        except BaseException:
+            self._give_back(frames)
+            raise
+        still_used = self._give_back(frames)
+        if still_used:
+            raise QueueError(
+                f"Queue {self.name}: {still_used} buffer(s) of message {self.source.sequence - 1} are still in use after "
+                "acquire_read. Copy what has to outlive the block, or use dequeue."
+            )
+
+    def has_message(self) -> bool:
+        """Whether `dequeue` has something to return."""
+        return not self._is_closed and self.source.has_message()
+
+    def watch_writer(self, *, pid: int | None = None, fd: int | None = None) -> None:
+        """Says which process the writer is; see Peer.watch. Without this it is known once the writer attaches."""
+        self.source.watch(pid=pid, fd=fd)
+
+    def set_activity(self, text: str) -> None:
+        """What this process is doing, for the errors of those who wait for it."""
+        self.source.set_activity(text)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.source.close()
+
+    def _give_back(self, frames: list[memoryview]) -> int:
+        """Ends the life of the frames; returns how many are still in use."""
+        still_used = 0
+        if self.source.in_place:
+            for frame in frames:
+                try:
+                    frame.release()
+                except BufferError:
+                    still_used += 1
+        self.source.release()
+        return still_used
+
+
+class ReaderGroup(Generic[T]):
+    """One wait for several readers, for instance the replies of all workers. Used from one thread.
+
+    Args:
+        readers: The readers; they stay the caller's to close, after the group is no longer used.
+        stop: Ends every wait, or None.
+    """
+
+    def __init__(self, readers: Sequence[MessageReader[T]], stop: StopSignal | None = None) -> None:
+        self._readers = list(readers)
+        self._spin = AdaptiveSpin(20e-6)
+        self._name = ", ".join(reader.name for reader in readers)
+        self._waiter = Waiter(self._name, [peer for reader in readers for peer in reader.source.peers], stop)
+        for reader in readers:
+            for fd in reader.source.fds:
+                self._waiter.add(fd)
+
+    def wait(self, timeout: float | None = None) -> list[MessageReader[T]]:
+        """Readers that have a message; at least one.
+
+        Raises:
+            QueueTimeoutError, PeerDiedError, QueueStoppedError: As MessageReader.dequeue, and only when no reader has a
+                message.
+        """
+        deadline = deadline_after(timeout)
+        self._spin.spin(self._hint)
+        while not (ready := [reader for reader in self._readers if reader.has_message()]):
+            if not self._waiter.wait(deadline, "a message"):
+                raise QueueTimeoutError(f"Queues {self._name}: no message came in time.")
+        self._spin.ended()
+        return ready
+
+    def _hint(self) -> bool:
+        return any(reader.source.hint() for reader in self._readers)

@@ -1,0 +1,105 @@
+"""Shared memory without a name: it lives while a process has it open, and is gone with the last one.
+
+The idea: nobody looks a segment up, its descriptor is handed on. So nothing has to be unlinked, nothing is left after
+`kill -9` of any process, and no tracker has to know. Every page is claimed at creation: lack of memory is an error
+here, not a SIGBUS at some later store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import sys
+import tempfile
+
+from mvllm.executor.message_queue.errors import SharedMemoryError
+
+if sys.platform == "linux":
+    import fcntl
+
+_ZEROS = bytes(1 << 20)
+
+
+class SharedSegment:
+    """A mapped stretch of shared memory.
+
+    Args:
+        fd: Its descriptor, which the segment takes over.
+
+    Attributes:
+        view: All its bytes, writable; zero at creation.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.size = os.fstat(fd).st_size
+        self._map = mmap.mmap(fd, self.size)
+        self.view = memoryview(self._map)
+
+    @classmethod
+    def create(cls, size: int, name: str, directory: str | None = None) -> SharedSegment:
+        """Claims `size` bytes.
+
+        Args:
+            name: For people who read /proc.
+            directory: A memory file system to take them from (for instance /dev/shm), or None for anonymous memory
+                where the system has it, which no mount limits.
+
+        Raises:
+            SharedMemoryError: There is not enough room.
+        """
+        fd = _open_anonymous(name) if directory is None else _open_unnamed(directory)
+        try:
+            _claim(fd, size)
+            if directory is None:
+                _forbid_resizing(fd)
+            return cls(fd)
+        except OSError as e:
+            os.close(fd)
+            if e.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG):
+                raise
+            where = directory or "memory"
+            raise SharedMemoryError(
+                f"The queue {name!r} needs {size:,} bytes of shared memory, and {where} does not have them "
+                f"({e.strerror}). Use fewer or smaller slots, or give it more room: in a container start it with a "
+                "larger --shm-size (or --memory), or with --ipc=host."
+            ) from e
+
+    def close(self) -> None:
+        """Unmaps. Idempotent. Views that a caller still holds keep the mapping until they are gone."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        with contextlib.suppress(BufferError):
+            self.view.release()
+            self._map.close()
+
+
+def _open_anonymous(name: str) -> int:
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a sandbox may forbid the call
+            return os.memfd_create(f"mvllm-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    return _open_unnamed("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())  # noqa: S108
+
+
+def _open_unnamed(directory: str) -> int:
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:  # never has a name, or loses it at once
+        return os.dup(file.fileno())
+
+
+def _claim(fd: int, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, size)
+        return
+    for start in range(0, size, len(_ZEROS)):
+        os.write(fd, _ZEROS[: size - start])
+
+
+def _forbid_resizing(fd: int) -> None:
+    """Nobody can take back the pages of those who have mapped them."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # not an anonymous file: it cannot be sealed, and nobody else has it open
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)

@@ -1,0 +1,135 @@
+"""The one wait of the queue: for data, for the end of a peer, and for a stop signal, all in one poll().
+
+Data goes first: what a peer sent before it died is still delivered.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from mvllm.executor.message_queue.errors import QueueStoppedError
+from mvllm.executor.message_queue.notifier import StopSignal
+from mvllm.executor.message_queue.peers import Peer
+
+LOOK_SECONDS = 0.2  # how often a peer without a descriptor is looked up while waiting
+
+
+def deadline_after(timeout: float | None) -> float | None:
+    """The moment `timeout` seconds from now, by time.monotonic()."""
+    return None if timeout is None else time.monotonic() + timeout
+
+
+class Waiter:
+    """Waits for any of a fixed set of descriptors.
+
+    Args:
+        queue: The queue's name, for errors.
+        peers: Whose end ends the wait. Dropped peers do not count.
+        stop: Ends the wait too, or None.
+    """
+
+    def __init__(self, queue: str, peers: Sequence[Peer], stop: StopSignal | None) -> None:
+        self._queue = queue
+        self._peers = peers
+        self._stop = stop
+        self._poll = select.poll()
+        self._watched: dict[int, Peer] = {}
+        if stop is not None:
+            self._poll.register(stop.fd, select.POLLIN)
+
+    def add(self, fd: int) -> None:
+        """Counts `fd` among the data."""
+        self._poll.register(fd, select.POLLIN)
+
+    def remove(self, fd: int) -> None:
+        self._poll.unregister(fd)
+
+    def wait(self, deadline: float | None, waiting_for: str) -> list[int]:
+        """Blocks until a data descriptor is readable; returns those that are, or [] at the deadline.
+
+        Raises:
+            QueueStoppedError: The stop signal is set and there is no data.
+            PeerDiedError: A peer has ended and there is no data.
+        """
+        while True:
+            known = self._watch_peers()
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            blind = None if known else LOOK_SECONDS
+            slices = [seconds for seconds in (remaining, blind) if seconds is not None]
+            events = self._poll.poll(min(slices) * 1e3 if slices else None)
+            data, stopped = self._sort(fd for fd, _ in events)
+            if data:
+                return data
+            if stopped:
+                raise QueueStoppedError(f"Queue {self._queue} was stopped while it waited for {waiting_for}.")
+            for peer in self._peers:
+                if peer.is_dead and not peer.is_dropped:
+                    raise peer.death(self._queue, waiting_for)
+            if remaining is not None and (not events) and (blind is None or remaining <= blind):
+                return []
+
+    def _sort(self, fds: Iterable[int]) -> tuple[list[int], bool]:
+        data = []
+        stopped = False
+        for fd in fds:
+            if self._stop is not None and fd == self._stop.fd:
+                stopped = True
+            elif fd in self._watched:
+                self._watched[fd].is_dead = True
+            else:
+                data.append(fd)
+        return data, stopped
+
+    def _watch_peers(self) -> bool:
+        """Brings the poll set up to date; returns whether every peer has a descriptor."""
+        known = True
+        for peer in self._peers:
+            if peer.fd < 0 and not peer.is_dropped:
+                peer.look()
+                known = known and (peer.fd >= 0 or peer.is_dead)
+        wanted = {peer.fd: peer for peer in self._peers if peer.fd >= 0 and not peer.is_dropped}
+        if wanted != self._watched:
+            for fd in self._watched.keys() - wanted.keys():
+                self._poll.unregister(fd)
+            for fd in wanted.keys() - self._watched.keys():
+                self._poll.register(fd, select.POLLIN)
+            self._watched = wanted
+        return known
+
+
+class AdaptiveSpin:
+    """A short busy look before sleeping, where looking has paid lately.
+
+    A wait that ended within the limit allows a full spin to the next one; each that did not halves it, down to none.
+    So a busy queue saves the sleep, and an idle one costs nothing.
+
+    Args:
+        limit: Longest spin in seconds; 0 for never.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._allowed = limit
+        self._started = 0.0
+
+    def spin(self, hint: Callable[[], bool]) -> bool:
+        """Looks until `hint` or the allowed time is over; returns what it saw. Starts the wait that `ended` ends."""
+        if self._limit == 0.0:
+            return hint()
+        now = self._started = time.monotonic()
+        until = now + self._allowed
+        while not hint():
+            if time.monotonic() >= until:
+                return False
+        return True
+
+    def ended(self) -> None:
+        """The wait is over: there was something."""
+        if self._limit == 0.0:
+            return
+        if time.monotonic() - self._started <= self._limit:
+            self._allowed = self._limit
+        else:
+            self._allowed = self._allowed / 2 if self._allowed > 1e-6 else 0.0
