@@ -14,16 +14,20 @@ class GroupCoordinator:
     Args:
         spec: The group.
         communicator: Its collectives; None for a group of one rank, where every collective is the identity.
+        local_rank: The caller's rank among the workers on this machine.
 
     Attributes:
         name: The group's name, `tp` or `pp`.
-        rank_in_group: This rank's position.
+        rank: The caller's rank in the engine's world.
+        local_rank: The caller's rank among the workers on this machine.
+        rank_in_group: The caller's position in the group.
         world_size: Ranks in the group.
     """
 
-    def __init__(self, spec: GroupSpec, communicator: Communicator | None = None) -> None:
+    def __init__(self, spec: GroupSpec, communicator: Communicator | None = None, local_rank: int = 0) -> None:
         self.spec = spec
         self.name = spec.name
+        self.rank, self.local_rank = spec.rank, local_rank
         self.rank_in_group = spec.rank_in_group
         self.world_size = len(spec.ranks)
         if self.world_size > 1 and communicator is None:
@@ -66,7 +70,7 @@ class GroupCoordinator:
         return tensor if self._communicator is None else self._communicator.gather(tensor, destination, dim)
 
     def send(self, tensor: torch.Tensor, destination: int) -> None:
-        """Sends to rank `destination` of the group, another rank than this one."""
+        """Sends to rank `destination` of the group, another rank than this one, without waiting for it to receive."""
         self._peers().send(tensor, destination)
 
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -11,6 +12,9 @@ import torch.distributed as dist
 
 from mvllm.platform.communicator import Communicator
 from mvllm.platform.topology import GroupSpec
+
+_MOST_UNSETTLED = 16
+"""Sends to one rank that it may not have received yet. More than any pipeline has steps under way."""
 
 
 class TorchCommunicator(Communicator):
@@ -34,6 +38,7 @@ class TorchCommunicator(Communicator):
         self.world_size = len(spec.ranks)
         self._device = device
         self._owns_world = not dist.is_initialized()
+        self._unsettled: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
         limit = timedelta(seconds=timeout)
         if self._owns_world:
             if spec.init_method is None:
@@ -45,10 +50,11 @@ class TorchCommunicator(Communicator):
                 world_size=spec.world_size or self.world_size,
                 timeout=limit,
             )
-        whole = self.world_size == dist.get_world_size()
+        # A world that somebody else made may have another backend, and is not ours to close.
+        is_world = self._owns_world and self.world_size == dist.get_world_size()
         self._group = (
             dist.group.WORLD
-            if whole
+            if is_world
             else dist.new_group(list(spec.ranks), backend=backend, timeout=limit, use_local_synchronization=True)
         )
         self._closed = False
@@ -76,7 +82,13 @@ class TorchCommunicator(Communicator):
         return tensor
 
     def send(self, tensor: torch.Tensor, destination: int) -> None:
-        dist.send(tensor.contiguous(), dst=self._global(destination), group=self._group)
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, dst=self._global(destination), group=self._group)
+        assert work is not None
+        unsettled = self._unsettled[destination]
+        unsettled.append((work, tensor))  # which must live until it has been sent
+        if len(unsettled) > _MOST_UNSETTLED:
+            unsettled.popleft()[0].wait()
 
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
@@ -112,6 +124,7 @@ class TorchCommunicator(Communicator):
         if self._closed or not dist.is_initialized():
             return
         self._closed = True
+        self._unsettled.clear()
         if self._owns_world:
             dist.destroy_process_group()
         elif self._group is not dist.group.WORLD:

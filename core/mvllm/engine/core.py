@@ -1,8 +1,8 @@
 """The engine core: a scheduler, an executor, and `step()`.
 
 `step()` is the architecture in a few lines. It is written as two halves, `_launch` and `_collect`, with a queue of
-steps in between: with asynchronous scheduling the next step is launched before the last one is collected, and nothing
-else changes.
+steps in between: with asynchronous scheduling, or with a pipeline to fill, steps are launched before earlier ones are
+collected, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class EngineCore:
         self.start_seconds: dict[str, float] = {}
         self._dead: BaseException | None = None
         self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
-        self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
+        num_stages = config.parallel.pipeline_parallel_size
+        # A pipeline is full with one step per stage. More would only queue up, also with asynchronous scheduling.
+        self._max_in_flight = num_stages if num_stages > 1 else 2 if config.scheduler.async_scheduling else 1
         self._position_key = prompt_cache_key(config.model)
         self._executor = make_executor(config, platform)
         try:
@@ -68,6 +70,7 @@ class EngineCore:
                 enable_caching=config.cache.enable_prefix_caching,
                 hash_seed=config.cache.prefix_caching_seed,
             ),
+            num_stages=num_stages,
         )
         logger.info("%s", self.cache_summary)
 

@@ -18,6 +18,7 @@ ENTRY_POINT_GROUP = "mvllm.executors"
 _BUILT_IN = {
     "uni": "mvllm.executor.uniproc:UniProcExecutor",
     "mp": "mvllm.executor.multiproc:MultiprocExecutor",
+    "external_launcher": "mvllm.executor.external_launcher:ExecutorWithExternalLauncher",
 }
 
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import sys
 import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -372,7 +374,7 @@ def _launches(
     board: StatusBoard,
 ) -> list[Launch]:
     encoded = encode_config(config)
-    options = _rendezvous()
+    meeting = _meeting_place() if len(names) > 1 else None
     launches = []
     for rank, name in enumerate(names):
         requests, replies = queues.broadcast.reader_handle(rank), queues.responses[rank].writer_handle()
@@ -386,7 +388,7 @@ def _launches(
                 local_world_size=len(names),
                 seed=config.model.seed,
                 in_engine_process=False,
-                options=options,
+                init_method=meeting.address if meeting else None,
             ),
             platform=platform.spec.name,
             config=encoded,
@@ -399,12 +401,27 @@ def _launches(
             log_level=_log_level(),
         )
         env = topology.env_per_worker[rank] if topology.env_per_worker else {}
-        launches.append(Launch(start, env, (*requests.fds, *replies.fds, board.fd, stack_fd)))
+        shared = (board.fd, *(meeting.fds if meeting else ()))
+        launches.append(Launch(start, env, (*requests.fds, *replies.fds, stack_fd, *shared)))
     return launches
 
 
-def _rendezvous() -> dict[str, str]:
-    return {}
+@dataclass(frozen=True)
+class _MeetingPlace:
+    """Where the ranks find each other: an address for `init_method`, and descriptors that must be inherited for it."""
+
+    address: str
+    fds: tuple[int, ...] = ()
+
+
+def _meeting_place() -> _MeetingPlace:
+    """An unnamed file on Linux: no port that somebody else may take first, nothing that listens, nothing left behind."""
+    if sys.platform == "linux":
+        fd = os.memfd_create("mvllm-rendezvous", os.MFD_CLOEXEC)
+        return _MeetingPlace(f"file:///proc/self/fd/{fd}", (fd,))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return _MeetingPlace(f"tcp://127.0.0.1:{probe.getsockname()[1]}")
 
 
 def _log_level() -> str:

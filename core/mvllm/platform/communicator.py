@@ -43,7 +43,10 @@ class Communicator(ABC):
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, destination: int) -> None:
-        """Sends to rank `destination` of the group."""
+        """Sends to rank `destination` of the group, without waiting for that rank to receive.
+
+        The caller leaves `tensor` as it is from now on. What two ranks send each other arrives in order.
+        """
 
     @abstractmethod
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:

@@ -40,6 +40,9 @@ class WorkerContext:
         local_world_size: Ranks on this machine.
         seed: Seed for the device's generators.
         in_engine_process: The worker shares its process with the front end or the engine core.
+        init_method: Where the ranks meet, for instance `tcp://127.0.0.1:1234`; None for a rank on its own.
+        every_rank_answers: Each rank belongs to an engine core of its own, which wants the whole result of every step.
+            Otherwise one core drives all ranks, and only the last pipeline stage answers.
         options: Platform-specific options by name.
     """
 
@@ -49,6 +52,8 @@ class WorkerContext:
     local_world_size: int = 1
     seed: int = 0
     in_engine_process: bool = True
+    init_method: str | None = None
+    every_rank_answers: bool = False
     options: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -53,7 +53,17 @@ class WorkerProtocol(Protocol):
         """Compiles and captures what steps will need."""
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Runs one step. Plans come in the order of their `step`, and each must be applied."""
+        """Runs one step. Plans come in the order of their `step`, and each must be applied.
+
+        Pipeline stages but the last answer an output without tokens; see `collect_output`.
+        """
+
+    def collect_output(self, step: int) -> ModelRunnerOutput:
+        """On a pipeline stage but the last: waits for what the last stage made of a step, and returns it.
+
+        Only where `WorkerContext.every_rank_answers`; once for each step, in order. A class without pipelines may leave
+        this method out.
+        """
 
     def check_health(self) -> None:
         """Raises when the device does not answer."""

@@ -48,6 +48,8 @@ class Scheduler:
         max_model_len: Longest sequence, prompt and output together, in tokens.
         kv_cache: The blocks to give out; the scheduler is its only user.
         clock: Seconds, monotonic.
+        num_stages: Stages of the pipeline that runs the plans. With more than one, a request is part of one step at a
+            time (its next plan waits for its token), and those that generate are dealt out over as many steps.
 
     Raises:
         ConfigError: The limits contradict each other.
@@ -60,12 +62,14 @@ class Scheduler:
         max_model_len: int,
         kv_cache: KVCacheManager,
         clock: Callable[[], float] = time.monotonic,
+        num_stages: int = 1,
     ) -> None:
         _check_config(config, max_model_len)
         self._config = config
         self._max_model_len = max_model_len
         self._kv_cache = kv_cache
         self._clock = clock
+        self._num_stages = num_stages
 
         self._requests: dict[str, Request] = {}  # every request that is not finished
         self._waiting = RequestQueue()
@@ -176,10 +180,14 @@ class Scheduler:
     def _schedule_running(self, plan: SchedulerOutput, batch: list[Request], budget: int) -> int:
         """Lets running requests catch up. Returns what is left of the budget."""
         rows, num_scheduled = plan.rows, plan.num_scheduled_tokens
+        in_pipeline = self._num_stages > 1
+        samples_left = -(-len(self._running) // self._num_stages)
         for request in self._running:  # which gets shorter at its end, behind `request`, if others must give way
             num_tokens = request.num_tokens
             if num_tokens >= request.max_num_tokens:
                 continue  # its last token is in flight
+            if in_pipeline and (request.has_token_in_flight or not samples_left):
+                continue
             num_computed = request.num_computed_tokens
             num_new = num_tokens - num_computed
             if num_new > budget:
@@ -194,6 +202,7 @@ class Scheduler:
             request.num_computed_tokens = end
             if end == num_tokens:
                 request.num_tokens = end + 1  # the one this step samples
+                samples_left -= 1
             rows.append(request.row)
             num_scheduled.append(num_new)
             batch.append(request)

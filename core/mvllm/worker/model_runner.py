@@ -3,6 +3,10 @@
 `execute_model` is the whole story: bring the rows up to the plan, build the inputs, run the model, sample where a row
 has reached the end of its known tokens, remember the samples. It is the same for every platform; what differs comes in
 through the runtime, the attention backends and the op providers.
+
+Tensor parallel: all ranks of a group see the same logits, bit for bit (each band is computed once and copied to all),
+draw with the same numbers, and so sample the same tokens; nothing has to be told. Pipeline parallel: the last stage
+samples, and `Pipeline` tells the others.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.sampling.logprobs import prompt_logprobs
 from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.state import SamplingState, TokenHistory
+from mvllm.worker.pipeline import Pipeline
 from mvllm.worker.rows import RowTable
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs, profile_inputs
 
@@ -48,6 +53,7 @@ class ModelRunner:
         platform: Gives attention backends, op providers and buckets.
         runtime: The bound device.
         tp, pp: The rank's tensor-parallel and pipeline-parallel groups.
+        every_rank_answers: As in WorkerContext.
     """
 
     def __init__(
@@ -57,6 +63,8 @@ class ModelRunner:
         runtime: DeviceRuntime,
         tp: GroupCoordinator,
         pp: GroupCoordinator,
+        *,
+        every_rank_answers: bool = False,
     ) -> None:
         self._config = config
         self._platform = platform
@@ -65,6 +73,13 @@ class ModelRunner:
         self._backends: dict[AttentionSpec, AttentionBackend] = {}
         self._layers: list[Attention] = []
         self._sampler = Sampler()
+        self._pipeline = Pipeline(
+            pp,
+            runtime,
+            hidden_size=config.model.hidden_size,
+            dtype=torch_dtype(config.model.dtype),
+            every_rank_answers=every_rank_answers,
+        )
 
     def load_model(self) -> None:
         """Builds the model on the device and loads this rank's weights."""
@@ -124,19 +139,27 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Runs one step."""
+        """Runs one step. On a pipeline stage but the last, the output has no tokens."""
+        self._pipeline.catch_up(plan, self.rows)
         self.rows.apply(plan)
-        if not plan.rows:
-            return ModelRunnerOutput(step=plan.step)
-        inputs = self._inputs.build(plan)
-        hidden = self._forward(inputs)
         output = ModelRunnerOutput(step=plan.step)
-        if self.rows.prompt_logprobs:
-            output.prompt_logprobs = self._prompt_logprobs(inputs, hidden)
-        self._sample(inputs, hidden, output)
+        if not plan.rows:
+            self._pipeline.skip(plan.step)
+            return output
+        inputs = self._inputs.build(plan)
+        hidden = self._forward(inputs, self._pipeline.receive_hidden(len(inputs.token_ids)))
+        if self._pipeline.is_last:
+            self._finish_last_stage(inputs, hidden, output)
+        else:
+            self._pipeline.send_hidden(hidden)
+            self._pipeline.expect(plan.step, inputs.rows, inputs.sampling)
         self.rows.num_computed[inputs.rows] += inputs.num_scheduled
         self._runtime.step_mark()
         return output
+
+    def collect_output(self, step: int) -> ModelRunnerOutput:
+        """On a pipeline stage but the last: what the last one made of `step`."""
+        return self._pipeline.collect(step, self.rows)
 
     @torch.inference_mode()
     def profile(self) -> None:
@@ -155,8 +178,9 @@ class ModelRunner:
             runtime=self._runtime,
             shapes=self._platform.shapes(),
         )
-        hidden = self._forward(inputs)
-        self._profile_sampling(self.model.compute_logits(hidden.index_select(0, inputs.logits_at)))
+        hidden = self._forward(inputs, self._pipeline.placeholder(len(inputs.token_ids)))
+        if self._pipeline.is_last:
+            self._profile_sampling(self.model.compute_logits(hidden.index_select(0, inputs.logits_at)))
         self._runtime.synchronize()
         for layer in self._layers:
             layer.kv_cache = None
@@ -180,11 +204,19 @@ class ModelRunner:
         for layer in self._layers:
             layer.kv_cache = layer.backend.allocate(num_blocks, block_size, self._runtime.device)
 
-    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+    def _forward(self, inputs: StepInputs, intermediate: torch.Tensor | None) -> torch.Tensor:
         metadata = {spec: backend.build_metadata(inputs.layout) for spec, backend in self._backends.items()}
         step = ForwardStep(metadata, inputs.prompt_lens)
-        hidden: torch.Tensor = self.model(inputs.token_ids, inputs.positions, step)
+        hidden: torch.Tensor = self.model(inputs.token_ids, inputs.positions, step, intermediate)
         return hidden
+
+    def _finish_last_stage(self, inputs: StepInputs, hidden: torch.Tensor, output: ModelRunnerOutput) -> None:
+        """Turns hidden states into tokens and whatever else was asked for."""
+        if self.rows.prompt_logprobs:
+            output.prompt_logprobs = self._prompt_logprobs(inputs, hidden)
+        self._sample(inputs, hidden, output)
+        if not self._pipeline.is_first:
+            self._pipeline.send_back(output, any_sampled=len(inputs.sampling) > 0)
 
     def _sample(self, inputs: StepInputs, hidden: torch.Tensor, output: ModelRunnerOutput) -> None:
         """Samples for the rows that have reached the end of their known tokens, and appends the tokens to them."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mvllm.config.engine_config import EngineConfig
-from mvllm.distributed.group import GroupCoordinator
+from mvllm.distributed.parallel_groups import ParallelGroups, join_groups
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
-from mvllm.platform.topology import GroupSpec, WorkerContext
+from mvllm.platform.topology import WorkerContext
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.worker.model_runner import ModelRunner
 
@@ -26,17 +26,19 @@ class Worker:
         self._platform = platform
         self._ctx = ctx
         self._runtime: DeviceRuntime | None = None
+        self._groups: ParallelGroups | None = None
         self._runner: ModelRunner | None = None
 
     def init_device(self) -> None:
         self._runtime = self._platform.init_device(self._ctx)
-        alone = (self._ctx.rank,)
+        self._groups = join_groups(self._config.parallel, self._platform, self._ctx, self._runtime.device)
         self._runner = ModelRunner(
             self._config,
             self._platform,
             self._runtime,
-            tp=GroupCoordinator(GroupSpec("tp", alone, self._ctx.rank)),
-            pp=GroupCoordinator(GroupSpec("pp", alone, self._ctx.rank)),
+            self._groups.tp,
+            self._groups.pp,
+            every_rank_answers=self._ctx.every_rank_answers,
         )
 
     def load_model(self) -> None:
@@ -49,6 +51,8 @@ class Worker:
         """Bytes left for the KV cache: the allowed share of the device, less what is taken, less a step's peak.
 
         total ├── reserve (1 - utilization) ──┤── taken now ──┤── peak of a step ──┤── KV cache ──┤
+
+        Where devices have no memory of their own, all workers of this machine share what is free.
         """
         runtime = self.runtime
         runtime.synchronize()
@@ -60,7 +64,8 @@ class Worker:
         utilization = self._config.cache.memory_utilization
         assert utilization is not None, "settled before start"
         reserve = int(before.total * (1 - utilization))
-        return before.free - reserve - peak
+        sharers = self._ctx.local_world_size if self._platform.capabilities.unified_memory else 1
+        return (before.free - reserve) // sharers - peak
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
         self.runner.allocate_kv_cache(num_blocks, block_size)
@@ -71,11 +76,17 @@ class Worker:
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         return self.runner.execute_model(plan)
 
+    def collect_output(self, step: int) -> ModelRunnerOutput:
+        return self.runner.collect_output(step)
+
     def check_health(self) -> None:
         self.runtime.health()
 
     def shutdown(self) -> None:
         self._runner = None
+        if self._groups is not None:
+            self._groups.close()
+            self._groups = None
         if self._runtime is not None:
             self._runtime.shutdown()
             self._runtime = None

@@ -14,6 +14,7 @@ from mvllm.platform.topology import WorkerContext
 from mvllm.platform.worker_protocol import WorkerProtocol
 
 _METHODS = frozenset(name for name in vars(WorkerProtocol) if not name.startswith("_"))
+_OPTIONAL = frozenset({"collect_output"})
 
 
 class WorkerWrapper:
@@ -29,7 +30,7 @@ class WorkerWrapper:
         with enter_phase(Phase.WORKER):
             path = platform.worker_class() or "mvllm.worker.worker:Worker"
             worker = load_attribute(path)(config, platform, ctx)
-        missing = sorted(name for name in _METHODS if not callable(getattr(worker, name, None)))
+        missing = sorted(name for name in _METHODS - _OPTIONAL if not callable(getattr(worker, name, None)))
         if missing:
             raise PlatformError(
                 f"{path}, the worker class of platform {platform.spec.name!r}, lacks methods of WorkerProtocol: "

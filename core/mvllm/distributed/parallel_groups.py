@@ -1,0 +1,80 @@
+"""The groups that a rank belongs to.
+
+Ranks of one tensor-parallel group are neighbours, so that they sit on one machine where possible; a pipeline group takes
+the ranks at one place in each of them:
+
+    tensor_parallel_size = 2, pipeline_parallel_size = 3         rank  0 1   2 3   4 5
+                                                                 tp    0 1 | 0 1 | 0 1
+    pp groups: (0, 2, 4) and (1, 3, 5)                           pp    0 0   1 1   2 2
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mvllm.config.engine_config import ParallelConfig
+from mvllm.distributed.group import GroupCoordinator
+from mvllm.errors import ConfigError
+from mvllm.platform.interface import Platform
+from mvllm.platform.topology import GroupSpec, WorkerContext
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """The groups of one rank.
+
+    Attributes:
+        tp: The ranks that share each layer.
+        pp: The ranks that each hold a run of layers, first layers first.
+    """
+
+    tp: GroupCoordinator
+    pp: GroupCoordinator
+
+    def close(self) -> None:
+        """Leaves the groups; the one that was joined first may hold what the others stand on. Idempotent."""
+        self.pp.close()
+        self.tp.close()
+
+
+def group_ranks(parallel: ParallelConfig, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ranks of the tensor-parallel and of the pipeline-parallel group of `rank`."""
+    tp_size = parallel.tensor_parallel_size
+    first = rank - rank % tp_size
+    return tuple(range(first, first + tp_size)), tuple(range(rank % tp_size, parallel.world_size, tp_size))
+
+
+def join_groups(
+    parallel: ParallelConfig, platform: Platform, ctx: WorkerContext, device: torch.device
+) -> ParallelGroups:
+    """Meets the other ranks. All ranks call it at the same time; a world of one rank meets nobody.
+
+    Raises:
+        ConfigError: The sizes do not make up the world, or there is no address to meet at.
+    """
+    if ctx.world_size == 1:  # one worker, whatever number of devices it drives
+        alone = (ctx.rank,)
+        return ParallelGroups(
+            *(GroupCoordinator(GroupSpec(name, alone, ctx.rank), local_rank=ctx.local_rank) for name in ("tp", "pp"))
+        )
+    if ctx.world_size != parallel.world_size:
+        raise ConfigError(
+            f"tensor_parallel_size {parallel.tensor_parallel_size} × pipeline_parallel_size "
+            f"{parallel.pipeline_parallel_size} makes {parallel.world_size} ranks, but {ctx.world_size} were started."
+        )
+    if ctx.init_method is None:
+        raise ConfigError(f"{ctx.world_size} ranks have to meet, but the executor gave them no address (init_method).")
+    tp_ranks, pp_ranks = group_ranks(parallel, ctx.rank)
+    return ParallelGroups(
+        tp=_join(platform, GroupSpec("tp", tp_ranks, ctx.rank, ctx.init_method, ctx.world_size), ctx, device),
+        pp=_join(platform, GroupSpec("pp", pp_ranks, ctx.rank, ctx.init_method, ctx.world_size), ctx, device),
+    )
+
+
+def _join(platform: Platform, spec: GroupSpec, ctx: WorkerContext, device: torch.device) -> GroupCoordinator:
+    communicator = platform.communicator(spec, device) if len(spec.ranks) > 1 else None
+    return GroupCoordinator(spec, communicator, ctx.local_rank)

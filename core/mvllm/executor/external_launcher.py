@@ -1,0 +1,211 @@
+"""Many ranks that somebody else started (torchrun, Slurm), each of them a whole engine.
+
+Nobody commands: every rank gets the same requests, makes the same plans, and its worker does its share of each step.
+That works because a plan depends on nothing but the requests and the settings; what could differ between ranks (the
+memory found on each) is exchanged at the start, and the settings are compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.distributed.rank_exchange import RankExchange
+from mvllm.errors import ConfigError
+from mvllm.executor.interface import Executor
+from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.platform.interface import Platform
+from mvllm.platform.topology import WorkerContext
+from mvllm.platform.worker_protocol import KVCacheNeeds
+from mvllm.worker.wrapper import WorkerWrapper
+
+_T = TypeVar("_T")
+
+_HOW_TO_START = "Start the program with torchrun --nproc-per-node=<ranks>, or set what it sets"
+
+
+@dataclass(frozen=True)
+class LaunchedRank:
+    """What the launcher says about this process, in the variables that torchrun sets.
+
+    Attributes:
+        rank, world_size: RANK and WORLD_SIZE.
+        local_rank, local_world_size: LOCAL_RANK and LOCAL_WORLD_SIZE; without the second, all ranks are on one machine.
+        host: MASTER_ADDR, where rank 0 runs.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host: str
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str]) -> LaunchedRank:
+        """Reads the variables.
+
+        Raises:
+            ConfigError: Some are missing or make no sense.
+        """
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in names if not env.get(name)]
+        if missing:
+            raise ConfigError(
+                f"distributed_executor_backend 'external_launcher' was asked for, but {', '.join(missing)} "
+                f"{'is' if len(missing) == 1 else 'are'} not in the environment. {_HOW_TO_START}."
+            )
+        rank, world_size, local_rank, _ = (_number(env, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", names[-1]))
+        local_world_size = _number(env, "LOCAL_WORLD_SIZE") if env.get("LOCAL_WORLD_SIZE") else world_size
+        if not (rank < world_size and local_rank < local_world_size <= world_size):
+            raise ConfigError(
+                f"The launcher's variables contradict each other: RANK={rank}, WORLD_SIZE={world_size}, "
+                f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_world_size}. {_HOW_TO_START}."
+            )
+        return cls(rank, world_size, local_rank, local_world_size, env["MASTER_ADDR"])
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    if not env[name].isascii() or not env[name].isdigit():
+        raise ConfigError(f"{name} in the environment must be a whole number, found {env[name]!r}. {_HOW_TO_START}.")
+    return int(env[name])
+
+
+class ExecutorWithExternalLauncher(Executor):
+    """This rank's worker, called directly; the other ranks' engines do the same at the same time.
+
+    Raises:
+        ConfigError: The environment names no rank, or the launched ranks are not as many as the settings make.
+    """
+
+    def __init__(self, config: EngineConfig, platform: Platform) -> None:
+        super().__init__(config, platform)
+        launched = LaunchedRank.from_environment(os.environ)
+        parallel = config.parallel
+        if launched.world_size != parallel.world_size:
+            raise ConfigError(
+                f"The launcher started {launched.world_size} ranks, but tensor_parallel_size "
+                f"{parallel.tensor_parallel_size} × pipeline_parallel_size {parallel.pipeline_parallel_size} makes "
+                f"{parallel.world_size}. Start {parallel.world_size}, or set sizes whose product is "
+                f"{launched.world_size}."
+            )
+        self._rank = launched.rank
+        self._answers_at_once = launched.rank >= parallel.world_size - parallel.tensor_parallel_size
+        self._exchange = RankExchange(launched.rank, launched.world_size, launched.host)
+        ctx = WorkerContext(
+            rank=launched.rank,
+            local_rank=launched.local_rank,
+            world_size=launched.world_size,
+            local_world_size=launched.local_world_size,
+            seed=config.model.seed,
+            init_method=self._exchange.init_method,
+            every_rank_answers=True,
+        )
+        self._worker = WorkerWrapper(config, platform, ctx)
+
+    def start(self) -> None:
+        """Compares the settings of all ranks, then brings this one up to a loaded model.
+
+        Raises:
+            ConfigError: The ranks were started with different settings.
+        """
+        _check_agreement(self._gather(_settings(self._config), dict[str, str]))
+        super().start()
+
+    def collective_rpc(  # type: ignore[override]
+        self,
+        method: str,
+        args: tuple[Any, ...] = (),
+        *,
+        timeout: float | None = None,
+        ranks: Sequence[int] | None = None,
+        non_block: bool = False,
+    ) -> list[Any] | Future[list[Any]]:
+        """Calls this rank's worker, and answers for it alone: every rank makes the same call."""
+
+        def call() -> list[Any]:
+            return [self._worker.call(method, *args)] if ranks is None or self._rank in ranks else []
+
+        return _finished(call) if non_block else call()
+
+    def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        started = _finished(lambda: self._worker.execute_model(plan))
+        if self._answers_at_once or started.exception() is not None:
+            return started
+        return _OutputOfLastStage(lambda: self._worker.call("collect_output", plan.step))
+
+    def kv_cache_needs(self) -> list[KVCacheNeeds]:
+        """Of all ranks, so that every engine divides the memory alike."""
+        return self._gather(super().kv_cache_needs()[0], KVCacheNeeds)
+
+    def available_kv_bytes(self) -> list[int]:
+        """Of all ranks, likewise."""
+        return self._gather(super().available_kv_bytes()[0], int)
+
+    def shutdown(self) -> None:
+        """Ends this rank's worker, which leaves the groups that it joined and no others."""
+        self._worker.shutdown()
+
+    def _gather(self, mine: _T, kind: type[_T]) -> list[_T]:
+        everyone = self._exchange.all_gather(msgspec.msgpack.encode(mine))
+        return [msgspec.msgpack.decode(payload, type=kind) for payload in everyone]
+
+
+class _OutputOfLastStage(Future[ModelRunnerOutput]):
+    """Fetched when asked for, in the caller's thread: steps under way fill the pipeline until then."""
+
+    def __init__(self, fetch: Callable[[], ModelRunnerOutput]) -> None:
+        super().__init__()
+        self._fetch = fetch
+
+    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
+        if not self.done():
+            try:
+                self.set_result(self._fetch())
+            except Exception as e:  # noqa: BLE001  (stored; raised below)
+                self.set_exception(e)
+        return super().result(timeout)
+
+
+def _finished(call: Callable[[], _T]) -> Future[_T]:
+    future: Future[_T] = Future()
+    try:
+        future.set_result(call())
+    except Exception as e:  # noqa: BLE001  (stored; raised where the result is asked for)
+        future.set_exception(e)
+    return future
+
+
+def _settings(config: EngineConfig) -> dict[str, str]:
+    """What must be equal for plans and samples to be. Where files lie may differ between machines."""
+    model = config.model
+    values: dict[str, object] = {
+        "dtype": model.dtype,
+        "seed": model.seed,
+        "max_model_len": model.max_model_len,
+        "architecture": model.architecture,
+        "num_layers": model.num_layers,
+        "vocab_size": model.vocab_size,
+        "load_format": config.load.load_format,
+    }
+    for section in (config.cache, config.scheduler, config.parallel):
+        values |= dataclasses.asdict(section)
+    del values["prefix_caching_seed"]  # names of blocks never leave a rank
+    return {name: repr(value) for name, value in values.items()}
+
+
+def _check_agreement(by_rank: list[dict[str, str]]) -> None:
+    for name, value in by_rank[0].items():
+        others = {rank: settings.get(name) for rank, settings in enumerate(by_rank) if settings.get(name) != value}
+        if others:
+            rank, other = next(iter(others.items()))
+            raise ConfigError(
+                f"Every rank must be started with the same settings, but {name} is {value} on rank 0 and {other} on "
+                f"rank {rank}."
+            )
