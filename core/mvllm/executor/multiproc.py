@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from mvllm.config.engine_config import EngineConfig, ParallelConfig
+from mvllm.config.engine_config import EngineConfig, ParallelConfig, replace_field
 from mvllm.errors import EngineDeadError
 from mvllm.executor.config_codec import encode_config
 from mvllm.executor.handshake import WorkerStart
@@ -45,7 +45,7 @@ from mvllm.executor.message_queue import (
 from mvllm.executor.rpc import STOP_ID, MethodCodec, Reply, Request, codec_of
 from mvllm.executor.status_board import StatusBoard
 from mvllm.executor.worker_group import FailureCallback, Launch, WorkerGroup
-from mvllm.executor.worker_handle import make_stack_file
+from mvllm.executor.worker_handle import WorkerHandle, make_stack_file
 from mvllm.logging import get_logger
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.interface import Platform
@@ -60,7 +60,6 @@ _STEP = "execute_model"
 _BROADCAST = QueueSettings()
 _RESPONSE = QueueSettings(num_slots=10, slot_bytes=256 << 10)
 _WARN_SECONDS = 30.0
-_SEND_SECONDS = 60.0
 
 
 class RpcFuture(Future[T], Generic[T]):
@@ -146,7 +145,8 @@ class MultiprocExecutor(Executor):
         self._calls: dict[int, _Call] = {}
         self._board = StatusBoard.create(len(names))
         queues = _Queues(names)
-        launches = _launches(config, platform, topology, names, queues, self._board)
+        meeting = _meeting_place() if len(names) > 1 else None
+        launches = _launches(config, platform, topology, names, queues, meeting, self._board)
         self._group = WorkerGroup(launches, self._board)
         self._writer, self._readers = queues.open(self._group)
         self._replies = ReaderGroup(self._readers, self._group.stop)
@@ -155,11 +155,14 @@ class MultiprocExecutor(Executor):
             self, _shut_down, self._group, self._writer, self._readers, self._board, os.getpid()
         )
         try:
-            self._group.launch()
-            queues.close()
+            try:
+                self._group.launch()
+            finally:  # the workers have inherited what is theirs
+                queues.close()
+                if meeting is not None:
+                    meeting.close()
             self._group.wait_ready(config.parallel.start_timeout)
         except BaseException:
-            queues.close()
             self.shutdown()
             raise
 
@@ -258,16 +261,17 @@ class MultiprocExecutor(Executor):
         self._group.check()
         if not self._finalizer.alive:
             raise EngineDeadError(f"{method} was called after the workers had been shut down.")
-        reply_from = self._reply_rank if method == _STEP else None
+        parallel = self._config.parallel
+        reply_from, limit = (self._reply_rank, parallel.step_timeout) if method == _STEP else (None, parallel.start_timeout)
         request = Request(self._next_id, method, msgspec.msgpack.encode(args), ranks, reply_from)
         self._next_id += 1
         try:
-            self._writer.enqueue(request, timeout=_SEND_SECONDS)
+            self._writer.enqueue(request, timeout=limit)
         except (PeerDiedError, QueueStoppedError) as e:
             raise self._group.settle(e) from None
         except QueueTimeoutError as e:
-            late = [worker for worker in self._group.workers if not worker.activity.is_idle] or self._group.workers
-            raise self._group.settle(self._group.stuck(late, _SEND_SECONDS, "took no request")) from e
+            late = self._busy() or self._group.workers
+            raise self._group.settle(self._group.stuck(late, limit, "took no request")) from e
         call = self._calls[request.id] = _Call(request.id, codec, expect, future)
         return call
 
@@ -299,12 +303,14 @@ class MultiprocExecutor(Executor):
             call.future.set_exception(error)
 
     def _fail_stuck(self) -> None:
-        busy = [worker for worker in self._group.workers if not worker.activity.is_idle]
-        late = busy or [worker for worker in self._group.workers if worker.rank == self._reply_rank]
+        late = self._busy() or [self._group.workers[self._reply_rank]]
         # Those that wait for a stuck rank are as late as it is; the one that came to this step last is named first.
         late.sort(key=lambda worker: (-(worker.activity.step or 0), worker.activity.seconds))
         seconds = self._config.parallel.step_timeout
         self._fail_calls(self._group.settle(self._group.stuck(late, seconds, "has not finished its step")))
+
+    def _busy(self) -> list[WorkerHandle]:
+        return [worker for worker in self._group.workers if not worker.activity.is_idle]
 
     def _timeout(self, future: RpcFuture[Any], seconds: float, give_up: bool) -> TimeoutError:
         call = next(call for call in self._calls.values() if call.future is future)
@@ -316,7 +322,7 @@ class MultiprocExecutor(Executor):
 
     def _warn(self, future: RpcFuture[Any], seconds: float) -> None:
         label = next((call.label for call in self._calls.values() if call.future is future), "a call")
-        states = ", ".join(f"{w} in {w.activity}" for w in self._group.workers if not w.activity.is_idle)
+        states = ", ".join(f"{worker} in {worker.activity}" for worker in self._busy())
         logger.warning("%s has not ended after %.0f s: %s", label, seconds, states or "all workers are idle")
 
 
@@ -360,7 +366,7 @@ class _Queues:
         return writer, [queue.open_reader(0, Reply, group.stop) for queue in self.responses]
 
     def close(self) -> None:
-        """The workers have inherited theirs. Idempotent."""
+        """Gives up what the workers have inherited."""
         for queue in (self.broadcast, *self.responses):
             queue.close()
 
@@ -371,10 +377,11 @@ def _launches(
     topology: LaunchTopology,
     names: Sequence[str],
     queues: _Queues,
+    meeting: _MeetingPlace | None,
     board: StatusBoard,
 ) -> list[Launch]:
     encoded = encode_config(config)
-    meeting = _meeting_place() if len(names) > 1 else None
+    quiet = encode_config(replace_field(config, "load.use_tqdm", False))
     launches = []
     for rank, name in enumerate(names):
         requests, replies = queues.broadcast.reader_handle(rank), queues.responses[rank].writer_handle()
@@ -391,7 +398,7 @@ def _launches(
                 init_method=meeting.address if meeting else None,
             ),
             platform=platform.spec.name,
-            config=encoded,
+            config=quiet if rank else encoded,  # one progress bar
             requests=requests,
             replies=replies,
             board_fd=board.fd,
@@ -412,6 +419,11 @@ class _MeetingPlace:
 
     address: str
     fds: tuple[int, ...] = ()
+
+    def close(self) -> None:
+        """The workers have inherited it."""
+        for fd in self.fds:
+            os.close(fd)
 
 
 def _meeting_place() -> _MeetingPlace:
