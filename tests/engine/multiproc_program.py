@@ -1,11 +1,18 @@
-"""An engine in a process of its own, for tests that kill things. Says on stdout how far it is, one JSON line each."""
+"""An engine core in a process of its own, for tests that kill things: puppet workers, and no torch anywhere.
+
+Says on stdout how far it is, one JSON line each; goes on from idle when it gets a line on stdin.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 
-from mvllm import LLM, SamplingParams
+from mvllm import SamplingParams
+from mvllm.config.engine_args import EngineArgs
+from mvllm.engine.core import EngineCore
+from mvllm.messages.requests import EngineCoreRequest
+from mvllm.platform.choose import choose_platform
 
 
 def say(**facts: object) -> None:
@@ -13,21 +20,26 @@ def say(**facts: object) -> None:
 
 
 def main() -> None:
-    settings = json.loads(sys.argv[1])
-    prompts = [{"prompt_token_ids": [5 + i, 6, 7, 8]} for i in range(4)]
+    config = EngineArgs.from_kwargs(
+        model="demo", tensor_parallel_size=2, kv_cache_memory_bytes=1 << 24, memory_utilization=0.5, dtype="float32"
+    ).create_engine_config()
+    core = None
     try:
         say(phase="starting")
-        with LLM(**settings) as llm:
-            say(phase="idle")
-            sys.stdin.readline()
-            say(phase="running")
-            params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            finished = [output.outputs[0] for output in outputs]
-            say(phase="done", tokens=[list(o.token_ids) for o in finished], reasons=[o.finish_reason for o in finished])
-    except Exception as e:  # noqa: BLE001
+        core = EngineCore(config, choose_platform("puppet").platform)
+        say(phase="idle")
+        sys.stdin.readline()
+        say(phase="running")
+        params = SamplingParams(max_tokens=200, ignore_eos=True)
+        core.add_request(EngineCoreRequest(request_id="0", prompt_token_ids=[5, 6, 7], sampling_params=params))
+        while core.has_requests():
+            core.step()
+    except Exception as e:
         say(phase="failed", kind=type(e).__name__, message=str(e), cause=type(e.__cause__).__name__)
         sys.exit(1)
+    finally:
+        if core is not None:
+            core.shutdown()
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def test_every_rank_answers_in_rank_order_or_only_those_asked(make: MakeExecutor
 
 def test_only_declared_methods_with_arguments_of_their_types_can_be_called(make: MakeExecutor) -> None:
     executor = make()
-    with pytest.raises(ConfigError, match="workers offer.*check_health"):
+    with pytest.raises(ConfigError, match=r"workers offer.*check_health"):
         executor.collective_rpc("__init__")
     with pytest.raises(WorkerError, match="Expected `int`"):
         executor.collective_rpc("allocate_kv_cache", ("rm", "-rf"))
@@ -110,7 +110,9 @@ def test_a_call_that_does_not_wait_gives_a_future(make: MakeExecutor) -> None:
 
 def test_a_timeout_names_the_worker_and_its_late_reply_is_not_taken_for_a_later_one(make: MakeExecutor) -> None:
     executor = make(2)
-    with pytest.raises(TimeoutError, match=r"0\.2 s from Worker_TP0 \(rank 0, pid \d+\), which is in allocate") as caught:
+    with pytest.raises(
+        TimeoutError, match=r"0\.2 s from Worker_TP0 \(rank 0, pid \d+\), which is in allocate"
+    ) as caught:
         executor.collective_rpc("allocate_kv_cache", (SLEEP_ON_RANK_0_MS, 700), timeout=0.2)
     assert "Worker_TP1" not in str(caught.value)
     for _ in range(3):
@@ -166,7 +168,7 @@ def test_a_worker_that_ends_in_a_call_is_named_with_what_it_did(
 
 
 def test_the_stack_of_a_crash_is_in_the_error(make: MakeExecutor) -> None:
-    with pytest.raises(WorkerDiedError, match="SIGSEGV.*(?s:.*)in allocate_kv_cache"):
+    with pytest.raises(WorkerDiedError, match=r"SIGSEGV.*(?s:.*)in allocate_kv_cache"):
         make().collective_rpc("allocate_kv_cache", (KILL, int(signal.SIGSEGV)))
 
 
@@ -191,7 +193,7 @@ def test_a_hung_step_fails_with_the_stack_of_the_rank_that_hangs(make: MakeExecu
     executor = make(2, step_timeout=1.0)
     executor.execute_model(SchedulerOutput(step=99)).result()  # rank 0 answers, rank 1 never comes back
     health = executor.collective_rpc("check_health", non_block=True)
-    with pytest.raises(TimeoutError, match="Worker_TP1.*execute_model of step 99"):
+    with pytest.raises(TimeoutError, match=r"Worker_TP1.*execute_model of step 99"):
         health.result(0.2)
     os.kill(executor.worker_pids[0], signal.SIGSTOP)
     with pytest.raises(WorkerStuckError, match=r"Worker_TP1 \(rank 1, pid \d+\).*step 99(?s:.*)in execute_model"):
@@ -219,7 +221,7 @@ def test_a_worker_that_does_not_start_in_time_is_named_with_its_stack(
     make: MakeExecutor, monkeypatch: pytest.MonkeyPatch, tag: str
 ) -> None:
     monkeypatch.setenv("PUPPET", "hang-0")
-    with pytest.raises(WorkerStuckError, match="Worker_TP0 (?s:.*)importing the worker(?s:.*)in __init__"):
+    with pytest.raises(WorkerStuckError, match=r"Worker_TP0 (?s:.*)importing the worker(?s:.*)in __init__"):
         make(2, start_timeout=6.0)
     assert not tagged(tag)
 
@@ -305,8 +307,7 @@ def test_an_idle_worker_uses_no_processor(make: MakeExecutor) -> None:
     assert sum(worker.cpu_times()[:2]) - before < 0.02
 
 
-def test_a_process_that_ends_without_a_word_takes_its_workers_along(tmp_path: Path, make: MakeExecutor, tag: str) -> None:
-    make  # the plugin is on the path
+def test_a_process_that_ends_without_a_word_takes_its_workers_along(make: MakeExecutor, tag: str) -> None:
     code = """
 import sys
 from mvllm.config.engine_args import EngineArgs

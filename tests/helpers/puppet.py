@@ -1,6 +1,7 @@
 """A platform whose worker has no model and no torch: its methods do what their arguments say.
 
-`allocate_kv_cache(code, value)` is the string that the tests pull.
+`allocate_kv_cache(code, value)` is the string that the tests pull; the environment variable PUPPET says where a worker
+fails or hangs before anybody can pull: `fail-<rank>`, `hang-<rank>`, `hang-starting`, `hang-loading`, or `slow` steps.
 """
 
 from __future__ import annotations
@@ -80,14 +81,15 @@ class PuppetWorker:
         self.rank = ctx.rank
         if os.environ["PUPPET"] == f"fail-{ctx.rank}":
             raise ValueError(f"no strings on rank {ctx.rank}")
-        if os.environ["PUPPET"] == f"hang-{ctx.rank}":
+        if os.environ["PUPPET"] in (f"hang-{ctx.rank}", "hang-starting"):
             time.sleep(3600)
 
     def init_device(self) -> None:
         pass
 
     def load_model(self) -> None:
-        pass
+        if os.environ["PUPPET"] == "hang-loading":
+            time.sleep(3600)
 
     def kv_cache_needs(self) -> KVCacheNeeds:
         return KVCacheNeeds(bytes_per_token=1000 + self.rank, block_sizes=(16, 32))
@@ -97,6 +99,8 @@ class PuppetWorker:
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
         code, value = num_blocks, block_size
+        if code > SPAWN:
+            return  # an engine that really wants a cache
         if code == SLEEP_MS:
             time.sleep(value / 1e3)
         elif code == RAISE:
@@ -121,12 +125,15 @@ class PuppetWorker:
         pass
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        if plan.step == 13:
+        pulled = os.environ["PUPPET"] == "yes"
+        if pulled and plan.step == 13:
             raise RuntimeError("unlucky")
-        if plan.step == 99 and self.rank == 1:
+        if pulled and plan.step == 99 and self.rank == 1:
             time.sleep(3600)
+        if os.environ["PUPPET"] == "slow":
+            time.sleep(0.1)
         assert "torch" not in sys.modules
-        return ModelRunnerOutput(step=plan.step, sampled_token_ids=[self.rank])
+        return ModelRunnerOutput(step=plan.step, sampled_token_ids=[self.rank] * max(1, len(plan.rows)))
 
     def check_health(self) -> None:
         pass

@@ -46,7 +46,7 @@ def make_executor(config: EngineConfig, platform: Platform) -> Executor:
 
 
 def _default(topology: LaunchTopology, config: EngineConfig) -> str:
-    """In this process where one worker does, else in processes of this machine; what the platform allows, goes first."""
+    """In this process where one worker does, else in processes of this machine; where the platform allows that."""
     fitting = ("uni", "mp") if topology.num_workers == 1 else ("mp",)
     for name in fitting:
         if name in topology.executors:
@@ -54,7 +54,8 @@ def _default(topology: LaunchTopology, config: EngineConfig) -> str:
     raise ConfigError(
         f"{topology.num_workers} workers are needed (tensor_parallel_size {config.parallel.tensor_parallel_size} × "
         f"pipeline_parallel_size {config.parallel.pipeline_parallel_size}), for which the platform allows "
-        f"{', '.join(topology.executors)}. Name one of these with --distributed-executor-backend, or set both sizes to 1."
+        f"{', '.join(topology.executors)}. Name one of these with --distributed-executor-backend, or set both sizes "
+        "to 1."
     )
 
 

@@ -42,10 +42,11 @@ from mvllm.executor.message_queue import (
     plan_rings,
     shared_memory_space,
 )
+from mvllm.executor.process_tools import unnamed_file
 from mvllm.executor.rpc import STOP_ID, MethodCodec, Reply, Request, codec_of
 from mvllm.executor.status_board import StatusBoard
 from mvllm.executor.worker_group import FailureCallback, Launch, WorkerGroup
-from mvllm.executor.worker_handle import WorkerHandle, make_stack_file
+from mvllm.executor.worker_handle import WorkerHandle
 from mvllm.logging import get_logger
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.interface import Platform
@@ -56,6 +57,7 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 
+_HAS_PROC = os.path.isdir("/proc/self/fd")
 _STEP = "execute_model"
 _BROADCAST = QueueSettings()
 _RESPONSE = QueueSettings(num_slots=10, slot_bytes=256 << 10)
@@ -262,7 +264,9 @@ class MultiprocExecutor(Executor):
         if not self._finalizer.alive:
             raise EngineDeadError(f"{method} was called after the workers had been shut down.")
         parallel = self._config.parallel
-        reply_from, limit = (self._reply_rank, parallel.step_timeout) if method == _STEP else (None, parallel.start_timeout)
+        reply_from, limit = (
+            (self._reply_rank, parallel.step_timeout) if method == _STEP else (None, parallel.start_timeout)
+        )
         request = Request(self._next_id, method, msgspec.msgpack.encode(args), ranks, reply_from)
         self._next_id += 1
         try:
@@ -385,7 +389,7 @@ def _launches(
     launches = []
     for rank, name in enumerate(names):
         requests, replies = queues.broadcast.reader_handle(rank), queues.responses[rank].writer_handle()
-        stack_fd = make_stack_file()
+        stack_fd = unnamed_file("stacks")
         start = WorkerStart(
             name=name,
             context=WorkerContext(
@@ -427,9 +431,9 @@ class _MeetingPlace:
 
 
 def _meeting_place() -> _MeetingPlace:
-    """An unnamed file on Linux: no port that somebody else may take first, nothing that listens, nothing left behind."""
-    if sys.platform == "linux":
-        fd = os.memfd_create("mvllm-rendezvous", os.MFD_CLOEXEC)
+    """An unnamed file on Linux: no port that somebody may take first, nothing that listens, nothing left behind."""
+    if _HAS_PROC:
+        fd = unnamed_file("rendezvous")
         return _MeetingPlace(f"file:///proc/self/fd/{fd}", (fd,))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -9,12 +9,14 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from typing import Any, TextIO
 
 STACK_SIGNAL = signal.SIGUSR1
 """Makes a worker write the stacks of all its threads, even from inside native code."""
 
+_HAS_MEMFD = hasattr(os, "memfd_create")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 
@@ -60,6 +62,18 @@ def set_process_name(name: str) -> None:
     except ImportError:
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+def unnamed_file(name: str) -> int:
+    """A descriptor of an empty file that only its descriptors lead to: it is gone with the last of them.
+
+    Args:
+        name: For people who read /proc.
+    """
+    if _HAS_MEMFD:
+        return os.memfd_create(f"mvllm-{name}", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile(buffering=0) as file:
+        return os.dup(file.fileno())
 
 
 class PrefixedStream:

@@ -87,7 +87,7 @@ class WorkerFailure(msgspec.Struct, frozen=True):
         return error
 
 
-class RemoteTraceback(Exception):  # noqa: N818  (not an error of its own: shown as the cause of one)
+class RemoteTraceback(Exception):
     """A traceback of another process, as text."""
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ def method_codecs() -> dict[str, MethodCodec]:
             continue
         hints = typing.get_type_hints(function)
         result = hints.pop("return", None)
-        arguments: Any = tuple[*hints.values()] if hints else tuple[()]
+        arguments: Any = tuple.__class_getitem__(tuple(hints.values()))
         codecs[name] = MethodCodec(name, msgspec.msgpack.Decoder(arguments), msgspec.msgpack.Decoder(result))
     return codecs
 

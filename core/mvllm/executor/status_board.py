@@ -13,10 +13,10 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import sys
-import tempfile
 import time
 from dataclasses import dataclass
+
+from mvllm.executor.process_tools import unnamed_file
 
 _LINE = struct.Struct("=Qdq40s")
 assert _LINE.size == 64
@@ -63,7 +63,7 @@ class StatusBoard:
     @classmethod
     def create(cls, num_ranks: int) -> StatusBoard:
         """A board on which every rank is starting."""
-        fd = _unnamed_file()
+        fd = unnamed_file("status")
         os.ftruncate(fd, max(mmap.PAGESIZE, num_ranks * _LINE.size))
         board = cls(fd)
         for rank in range(num_ranks):
@@ -90,10 +90,3 @@ class StatusBoard:
             self._map.close()
             os.close(self.fd)
             self.fd = -1
-
-
-def _unnamed_file() -> int:
-    if sys.platform == "linux":
-        return os.memfd_create("mvllm-status", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile(buffering=0) as file:
-        return os.dup(file.fileno())

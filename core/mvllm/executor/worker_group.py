@@ -31,7 +31,8 @@ FailureCallback = Callable[[Exception], None]
 
 _GATHER_SECONDS = 0.1  # deaths come in company (out of memory, a lost peer): the first report waits for the others
 _LOOK_SECONDS = 0.1  # how often processes are looked at where there are no process descriptors
-_GRACE_SECONDS = 2.0  # for a worker that was told to stop
+_GRACE_SECONDS = 2.0  # for workers that were told to stop
+_BUSY_GRACE_SECONDS = 0.5  # for those that were busy with something long and may never look
 _PIPE_SECONDS = 0.3  # after its death pipe was closed
 _TERMINATE_SECONDS = 0.7  # after SIGTERM
 _KILL_SECONDS = 5.0  # after SIGKILL, which only a process stuck in the kernel outlives
@@ -143,15 +144,13 @@ class WorkerGroup:
             if stack := worker.dump_stack():
                 parts.append(f"Its stack:\n{stack.rstrip()}")
         first = late[0]
-        return WorkerStuckError(
-            "\n".join(parts), rank=first.rank, pid=first.pid, activity=str(first.activity)
-        )
+        return WorkerStuckError("\n".join(parts), rank=first.rank, pid=first.pid, activity=str(first.activity))
 
     def end(self, *, gracefully: bool = False) -> None:
         """Ends every process, each step with a deadline: death pipe, SIGTERM, SIGKILL. Idempotent; safe at exit.
 
         Args:
-            gracefully: The workers were told to stop, and get two seconds for it first.
+            gracefully: The workers were told to stop, and get a moment for it first.
         """
         if os.getpid() != self._pid:  # a fork of the engine's process: the workers are not its own
             return
@@ -162,7 +161,10 @@ class WorkerGroup:
                 return
             try:
                 if gracefully and self.failure is None:
-                    self._wait_ended(_GRACE_SECONDS)
+                    busy = any(
+                        w.activity.seconds > _BUSY_GRACE_SECONDS and not w.activity.is_idle for w in self.workers
+                    )
+                    self._wait_ended(_BUSY_GRACE_SECONDS if busy else _GRACE_SECONDS)
                 for worker in self._running():
                     worker.close_death_pipe()
                 self._wait_ended(_PIPE_SECONDS)
@@ -187,11 +189,11 @@ class WorkerGroup:
         for callback in callbacks:
             try:
                 callback(error)
-            except Exception:  # noqa: BLE001  (a listener's trouble must not keep the workers alive)
+            except Exception:
                 logger.exception("A failure callback raised")
         self.end()
 
-    # ------------------------------------------------------------------------------------------ the monitor's own thread
+    # --- the monitor's own thread
 
     def _run(self) -> None:
         try:

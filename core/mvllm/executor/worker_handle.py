@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 
@@ -144,9 +143,7 @@ class WorkerHandle:
         message = f"{self} {_describe_exit(self.exit_code)} {doing}."
         if stack := self.crash_stack():
             message += f"\nIts stack:\n{stack.rstrip()}"
-        return WorkerDiedError(
-            message, rank=self.rank, pid=self.pid, activity=str(activity), exit_code=self.exit_code
-        )
+        return WorkerDiedError(message, rank=self.rank, pid=self.pid, activity=str(activity), exit_code=self.exit_code)
 
     def close(self) -> None:
         """Gives back its descriptors, after its end. Idempotent."""
@@ -157,16 +154,8 @@ class WorkerHandle:
         self.pidfd = self._stack_fd = -1
 
 
-def make_stack_file() -> int:
-    """A descriptor of an unnamed file for a worker's stacks."""
-    if sys.platform == "linux":
-        return os.memfd_create("mvllm-stacks", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile(buffering=0) as file:
-        return os.dup(file.fileno())
-
-
 def _open_pidfd(pid: int) -> int:
-    if sys.platform == "linux":
+    if hasattr(os, "pidfd_open"):
         with contextlib.suppress(OSError):  # an old kernel or a sandbox: its status is asked for instead
             return os.pidfd_open(pid)
     return -1

@@ -31,7 +31,7 @@ from mvllm.executor.status_board import IDLE, StatusBoard
 from mvllm.logging import configure_logging, get_logger
 
 if TYPE_CHECKING:
-    from mvllm.executor.message_queue.queue import MessageReader, MessageWriter
+    from mvllm.executor.message_queue import MessageReader, MessageWriter
     from mvllm.worker.wrapper import WorkerWrapper
 
 logger = get_logger(__name__)
@@ -78,7 +78,7 @@ class WorkerProc:
     def _serve(self, request: Request) -> None:
         try:
             result = self._execute(request)
-        except Exception as e:  # noqa: BLE001  (travels to the executor)
+        except Exception as e:
             activity = str(self._board.read(self._rank))
             failure = describe_failure(e, rank=self._rank, pid=os.getpid(), name=self._name, activity=activity)
             logger.debug("%s failed", activity, exc_info=e)
@@ -116,9 +116,7 @@ def main() -> None:
         proc, worker = _build(start, board)
     except Exception as e:  # noqa: BLE001  (travels to the executor)
         activity = str(board.read(start.context.rank))
-        failure = describe_failure(
-            e, rank=start.context.rank, pid=os.getpid(), name=start.name, activity=activity
-        )
+        failure = describe_failure(e, rank=start.context.rank, pid=os.getpid(), name=start.name, activity=activity)
         send_frame(control, Handshake(failure))
         _leave(1)
     send_frame(control, Handshake())
@@ -129,7 +127,7 @@ def main() -> None:
 
 
 def _adopt(start: WorkerStart) -> None:
-    """Makes this interpreter look like its parent: module search path, logging, and stacks where they are looked for."""
+    """Makes this interpreter like its parent: module search path, logging, and stacks where they are looked for."""
     sys.path[:] = start.sys_path
     if start.python_path is None:
         os.environ.pop("PYTHONPATH", None)
@@ -137,14 +135,14 @@ def _adopt(start: WorkerStart) -> None:
         os.environ["PYTHONPATH"] = start.python_path
     dump_stacks_to(start.stack_fd)
     prefix = f"({start.name} pid={os.getpid()}) "
-    sys.stdout = PrefixedStream(sys.stdout, prefix)  # type: ignore[assignment]
-    sys.stderr = PrefixedStream(sys.stderr, prefix)  # type: ignore[assignment]
+    sys.stdout = PrefixedStream(sys.stdout, prefix)
+    sys.stderr = PrefixedStream(sys.stderr, prefix)
     configure_logging(start.log_level)
 
 
 def _build(start: WorkerStart, board: StatusBoard) -> tuple[WorkerProc, WorkerWrapper]:
     from mvllm.executor.config_codec import decode_config
-    from mvllm.executor.message_queue.queue import MessageReader, MessageWriter
+    from mvllm.executor.message_queue import MessageReader, MessageWriter
     from mvllm.platform.choose import choose_platform
 
     rank = start.context.rank

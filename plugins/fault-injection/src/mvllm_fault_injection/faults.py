@@ -46,7 +46,9 @@ class Fault:
         head, _, options = text.partition(":")
         kind, _, phase = head.partition("@")
         if kind not in _KINDS or phase not in _PHASES:
-            raise ValueError(f"{VARIABLE}: {text!r} should be <{'|'.join(_KINDS)}>@<{'|'.join(_PHASES)}>[:key=value,...]")
+            raise ValueError(
+                f"{VARIABLE}: {text!r} should be <{'|'.join(_KINDS)}>@<{'|'.join(_PHASES)}>[:key=value,...]"
+            )
         values = dict(option.split("=", 1) for option in options.split(",") if option)
         return cls(
             kind,
