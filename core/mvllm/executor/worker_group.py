@@ -121,7 +121,7 @@ class WorkerGroup:
             callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
         self.stop.set()
-        logger.error("%s", error)
+        logger.error("%s", str(error).partition("\n")[0])
         # In a thread of its own: callers may be the monitor, without which no end is noticed.
         threading.Thread(target=self._tear_down, args=(error, callbacks), name="worker-teardown", daemon=True).start()
 

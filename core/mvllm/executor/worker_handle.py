@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from mvllm.errors import WorkerDiedError
 from mvllm.executor.handshake import Handshake, WorkerStart, receive_handshake, send_frame
 from mvllm.executor.process_tools import STACK_SIGNAL
-from mvllm.executor.status_board import Activity, StatusBoard
+from mvllm.executor.status_board import STARTING, Activity, StatusBoard
 
 _MODULE = "mvllm.executor.worker_process"
 _STACK_BYTES = 64 << 10
@@ -116,7 +116,12 @@ class WorkerHandle:
             self.control.shutdown(socket.SHUT_RDWR)
 
     def dump_stack(self) -> str:
-        """The stacks of all its threads, most recent call first; what there is after half a second."""
+        """The stacks of all its threads, most recent call first; what there is after half a second.
+
+        Empty while the interpreter starts: the signal would still kill it.
+        """
+        if self.activity.text == STARTING:
+            return ""
         before = len(self.crash_stack())
         self.send_signal(STACK_SIGNAL)
         deadline = time.monotonic() + _STACK_SECONDS

@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -76,25 +76,29 @@ class WorkerProc:
                 self._serve(request)
 
     def _serve(self, request: Request) -> None:
+        reply: Reply | None
         try:
-            result = self._execute(request)
-        except Exception as e:
+            reply = self._execute(request)
+        except Exception as e:  # noqa: BLE001  (travels to the executor)
             activity = str(self._board.read(self._rank))
             failure = describe_failure(e, rank=self._rank, pid=os.getpid(), name=self._name, activity=activity)
             logger.debug("%s failed", activity, exc_info=e)
-            self._replies.enqueue(Reply(request.id, self._rank, b"", failure))
-        else:
-            if request.reply_from is None or request.reply_from == self._rank:
-                self._replies.enqueue(Reply(request.id, self._rank, msgspec.msgpack.encode(result)))
+            reply = Reply(request.id, self._rank, b"", failure)
+        if reply is not None:
+            self._replies.enqueue(reply)
         # Not in a `finally`: what ends the process itself leaves on the board what it was doing.
         self._board.write(self._rank, IDLE, request.id)
 
-    def _execute(self, request: Request) -> Any:
+    def _execute(self, request: Request) -> Reply | None:
+        """The answer, where this rank is to give one."""
         self._board.write(self._rank, request.method, request.id)
         args = codec_of(request.method).arguments.decode(request.args)
         if request.method == "execute_model":
             self._board.write(self._rank, request.method, request.id, args[0].step)
-        return self._worker.call(request.method, *args)
+        result = self._worker.call(request.method, *args)
+        if request.reply_from not in (None, self._rank):
+            return None
+        return Reply(request.id, self._rank, msgspec.msgpack.encode(result))
 
 
 def main() -> None:
