@@ -9,6 +9,8 @@
       Waiter, Peer      data, death and stop in one wait                  wait.py, peers.py
     Overflow*, Remote*  the sockets                                       overflow.py, remote.py
     plan_rings          shared memory for a whole engine                  budget.py
+
+Nothing here imports torch, pickles, or leaves anything behind when its process is killed.
 """
 
 from mvllm.executor.message_queue.budget import plan_rings, shared_memory_space

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from mvllm.executor.message_queue.errors import SharedMemoryError
 from mvllm.executor.message_queue.ring_buffer import RingShape

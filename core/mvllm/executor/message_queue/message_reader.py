@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -176,10 +177,9 @@ class MessageReader(Generic[T]):
         except BaseException:
             self._give_back(frames)
             raise
-        still_used = self._give_back(frames)
-        if still_used:
+        if self._give_back(frames):
             raise QueueError(
-                f"Queue {self.name}: {still_used} buffer(s) of message {self.source.sequence - 1} are still in use after "
+                f"Queue {self.name}: a buffer of message {self.source.sequence - 1} is still in use after the end of "
                 "acquire_read. Copy what has to outlive the block, or use dequeue."
             )
 
@@ -201,17 +201,19 @@ class MessageReader(Generic[T]):
             self._is_closed = True
             self.source.close()
 
-    def _give_back(self, frames: list[memoryview]) -> int:
-        """Ends the life of the frames; returns how many are still in use."""
-        still_used = 0
+    def _give_back(self, frames: list[memoryview]) -> bool:
+        """Ends the life of the frames; returns whether something made of them is still in use."""
+        is_used = False
         if self.source.in_place:
+            slot = frames[0].obj
             for frame in frames:
                 try:
                     frame.release()
                 except BufferError:
-                    still_used += 1
+                    is_used = True
+            is_used = is_used or sys.getrefcount(slot) > 2  # ours, and getrefcount's own
         self.source.release()
-        return still_used
+        return is_used
 
 
 class ReaderGroup(Generic[T]):

@@ -150,7 +150,7 @@ class OverflowReceiver:
         poll.register(self._fd, select.POLLIN)
         while (left := until - time.monotonic()) > 0:
             poll.poll(left * 1e3)
-            if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+            if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return True
         return False
 

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from mvllm.executor.message_queue.errors import PeerDiedError
 

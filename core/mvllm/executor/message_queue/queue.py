@@ -11,12 +11,15 @@
 The queue is also where the two ways of a message part: what fits a slot is written into it; what does not goes through
 the overflow socket and the slot announces it; remote readers get either over TCP.
 
-An end is used from one thread. A fork of a process that has attached does not share its ends.
+An end is used from one thread, of the process that attached it. To end a wait from another thread or from a signal
+handler set its StopSignal; a handler that raises is safe only while the end waits.
 """
 
 from __future__ import annotations
 
+import atexit
 import secrets
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -37,6 +40,8 @@ if TYPE_CHECKING:  # ZeroMQ is loaded by who needs it
 
 T = TypeVar("T")
 
+HAS_ABSTRACT_SOCKETS = bool(sys.platform == "linux")  # names that leave nothing behind
+
 
 class QueueSettings(msgspec.Struct, frozen=True):
     """What can be set about a queue.
@@ -44,7 +49,7 @@ class QueueSettings(msgspec.Struct, frozen=True):
     Attributes:
         num_slots: Messages that may be on their way at once.
         slot_bytes: Largest packed message that goes through shared memory.
-        spin_seconds: Longest busy look of a reader before it sleeps; 0 for never. It shrinks where looking does not pay.
+        spin_seconds: Longest busy look of a reader before it sleeps; 0 for never. Shrinks where it does not pay.
         directory: A memory file system for the ring, or None for anonymous memory (see SharedSegment.create).
     """
 
@@ -71,7 +76,6 @@ class MessageQueue:
         writer: WriterHandle,
         readers: Sequence[ReaderHandle],
         remote: RemoteSender | None,
-        folder: str | None,
     ) -> None:
         self.name = writer.queue
         self._ring = ring
@@ -79,7 +83,6 @@ class MessageQueue:
         self._writer = writer
         self._readers = readers
         self._remote = remote
-        self._folder = folder
 
     @classmethod
     def create(
@@ -117,7 +120,7 @@ class MessageQueue:
         ring = ShmRingBuffer.create(settings.shape(len(readers)), name, settings.directory)
         items = [make_notifier() for _ in readers]
         space = [make_notifier() for _ in readers]
-        folder, prefix = _socket_names()
+        prefix = _socket_prefix()
         addresses = tuple(f"{prefix}{index}" for index in range(len(readers)))
         shared: dict[str, Any] = {
             "queue": name,
@@ -133,10 +136,12 @@ class MessageQueue:
             overflow=addresses,
         )
         reader_handles = [
-            ReaderHandle(**shared, index=i, items=items[i].fds, space=space[i].fds, writer=writer, overflow=addresses[i])
+            ReaderHandle(
+                **shared, index=i, items=items[i].fds, space=space[i].fds, writer=writer, overflow=addresses[i]
+            )
             for i in range(len(readers))
         ]
-        return cls(ring, [*items, *space], writer_handle, reader_handles, remote, folder)
+        return cls(ring, [*items, *space], writer_handle, reader_handles, remote)
 
     def writer_handle(self) -> WriterHandle:
         """For the process that writes; valid until `close`. Only one process may use it.
@@ -180,9 +185,10 @@ class MessageQueue:
         self._ring.close()
 
 
-def _socket_names() -> tuple[str | None, str]:
-    """(folder to remove at the end, or None; how the addresses of the overflow sockets begin)."""
-    if sys.platform == "linux":
-        return None, f"ipc://@mvllm-{secrets.token_hex(16)}-"
+def _socket_prefix() -> str:
+    """How the addresses of the overflow sockets begin."""
+    if HAS_ABSTRACT_SOCKETS:
+        return f"ipc://@mvllm-{secrets.token_hex(16)}-"
     folder = tempfile.mkdtemp(prefix="mvllm-")  # only its owner may enter
-    return folder, f"ipc://{folder}/"
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return f"ipc://{folder}/"

@@ -12,6 +12,7 @@ that the queue's handle carries. Bytes of anyone else never reach code of ours.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import os
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 5000  # a machine that is gone sends no farewell
 _ACTIVITY_BYTES = 256
+_MAX_REPORT_BYTES = 4096  # the handshake has to fit too
 _REPORT = struct.Struct("!QQ")
 
 
@@ -75,7 +77,7 @@ class RemoteSender:
             (zmq.SNDHWM, 0),
             (zmq.RCVHWM, 0),
             (zmq.LINGER, LINGER_MS),
-            (zmq.MAXMSGSIZE, _REPORT.size + _ACTIVITY_BYTES),
+            (zmq.MAXMSGSIZE, _MAX_REPORT_BYTES),
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
             (zmq.IPV6, int(":" in host)),
@@ -276,11 +278,12 @@ class RemoteSource:
     def close(self) -> None:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
-        self._socket.close()
+        self._socket.close(linger=0 if self._failure else None)
         self._context.term()
 
     def _report(self) -> None:
-        self._socket.send(_REPORT.pack(self._released, os.getpid()) + self._activity)
+        with contextlib.suppress(zmq.Again):  # the writer is gone, which the next wait finds out and tells
+            self._socket.send(_REPORT.pack(self._released, os.getpid()) + self._activity, zmq.NOBLOCK)
 
     def _receive_any(self) -> list[memoryview] | None:
         while True:

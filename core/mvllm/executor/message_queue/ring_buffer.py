@@ -9,14 +9,14 @@ Python stores without fences are enough on weakly ordered CPUs too.
 
 The memory, in 64-byte lines so that no two processes write the same line:
 
-    byte 0         preamble   magic | num_readers | num_slots | slot_bytes                          written at creation
-         64        writer     messages published | pid                                    64 bytes, written by the writer
-         128                  activity: UTF-8 text, zero-terminated                      192 bytes
-         320       reader 0   messages released (its acknowledgement) | pid               64 bytes, written by reader 0
-         384                  activity                                                   192 bytes
+    byte 0         preamble   magic | num_readers | num_slots | slot_bytes     64 bytes, written at creation
+         64        writer     messages published | pid                         64 bytes, written by the writer
+         128                  activity: UTF-8 text, zero-terminated            192 bytes
+         320       reader 0   messages released (its acknowledgement) | pid    64 bytes, written by reader 0
+         384                  activity                                         192 bytes
          576       reader 1   ...
-         page      slot 0     sequence | length | kind                                    64 bytes, written by the writer
-           + 64               payload                                            slot_bytes bytes, written by the writer
+         page      slot 0     sequence | length | kind                         64 bytes, written by the writer
+           + 64               payload                                          slot_bytes bytes, written by the writer
                    slot 1     ...
 
 All numbers are unsigned 64-bit, in the machine's order. A slot's sequence is stored last: a reader that spins looks at
@@ -29,6 +29,7 @@ from __future__ import annotations
 import mmap
 
 import msgspec
+import numpy as np
 
 from mvllm.errors import ConfigError
 from mvllm.executor.message_queue.errors import QueueCorruptError
@@ -89,6 +90,7 @@ class ShmRingBuffer:
     def __init__(self, segment: SharedSegment) -> None:
         self.segment = segment
         self._words = segment.view.cast("Q")
+        self._bytes = np.frombuffer(segment.view, np.uint8)
         if self._words[0] != MAGIC:
             raise QueueCorruptError("The shared memory behind this handle holds no ring of this version of mvllm.")
         num_readers, num_slots, slot_bytes = self._words[1:4].tolist()
@@ -116,9 +118,13 @@ class ShmRingBuffer:
     # ------------------------------------------------------------------------------------------------------- the slots
 
     def payload(self, sequence: int, length: int) -> memoryview:
-        """The first `length` bytes of the slot of message `sequence`, in place."""
+        """The first `length` bytes of the slot of message `sequence`, in place.
+
+        Its `obj` belongs to this view alone, and whatever is made of the view refers to it: its reference count tells
+        whether anything still uses the slot.
+        """
         start = self._slot(sequence) + LINE
-        return self.segment.view[start : start + length]
+        return self._bytes[start : start + length].data
 
     def publish(self, sequence: int, length: int, kind: int) -> None:
         """Labels a filled slot. The sequence comes last: a spinning reader takes it as the hint to look for a token."""
@@ -194,6 +200,7 @@ class ShmRingBuffer:
     def close(self) -> None:
         """Idempotent."""
         self._words.release()
+        self._bytes = np.empty(0, np.uint8)
         self.segment.close()
 
 

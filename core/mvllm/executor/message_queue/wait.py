@@ -56,9 +56,9 @@ class Waiter:
         while True:
             known = self._watch_peers()
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-            blind = None if known else LOOK_SECONDS
-            slices = [seconds for seconds in (remaining, blind) if seconds is not None]
-            events = self._poll.poll(min(slices) * 1e3 if slices else None)
+            dead = [peer for peer in self._peers if peer.is_dead and not peer.is_dropped]
+            limits = [seconds for seconds in (remaining, None if known else LOOK_SECONDS) if seconds is not None]
+            events = self._poll.poll(0 if dead else min(limits) * 1e3 if limits else None)
             data, stopped = self._sort(fd for fd, _ in events)
             if data:
                 return data
@@ -67,7 +67,7 @@ class Waiter:
             for peer in self._peers:
                 if peer.is_dead and not peer.is_dropped:
                     raise peer.death(self._queue, waiting_for)
-            if remaining is not None and (not events) and (blind is None or remaining <= blind):
+            if not events and remaining is not None and remaining == min(limits):
                 return []
 
     def _sort(self, fds: Iterable[int]) -> tuple[list[int], bool]:

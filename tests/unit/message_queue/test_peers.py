@@ -1,0 +1,166 @@
+"""Peers that die, at every instruction boundary that matters: the other end notices, says who it was, and goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+import pytest
+
+from mvllm.executor.message_queue import MessageQueue, PeerDiedError, QueueSettings, ReaderGroup
+from tests.helpers import queue_processes as processes
+
+SMALL = QueueSettings(num_slots=3, slot_bytes=1024)
+SOON = 2.0  # seconds; noticing takes milliseconds, starting to run on a busy machine takes longer
+
+
+@contextlib.contextmanager
+def queue_of(*readers, settings=SMALL):
+    queue = MessageQueue.create("rpc_broadcast", readers, writer="EngineCore", settings=settings)
+    with contextlib.closing(queue):
+        yield queue
+
+
+def killed_after(process, seconds):
+    time.sleep(seconds)
+    os.kill(process.pid, signal.SIGKILL)
+    return time.monotonic()
+
+
+@pytest.mark.parametrize("point", processes.READER_DEATHS.values(), ids=processes.READER_DEATHS.keys())
+def test_a_reader_that_dies_anywhere_is_named_and_the_others_lose_nothing(point):
+    with queue_of("Worker_TP0", "Worker_TP1") as queue:
+        child = processes.start(processes.read_until_death, queue.reader_handle(1), point, 4)
+        with (
+            contextlib.closing(queue.open_writer()) as writer,
+            contextlib.closing(queue.open_reader(0, dict)) as reader,
+        ):
+            writer.watch_reader(1, pid=child.pid)
+            sent = read = 0
+            with pytest.raises(PeerDiedError, match="execute_model step 17") as caught:
+                for sent in range(50):
+                    writer.enqueue({"number": sent}, [bytes(100)], timeout=30)
+                    assert reader.dequeue(5)[0] == {"number": read}
+                    read += 1
+            assert (caught.value.name, caught.value.index, caught.value.pid) == ("Worker_TP1", 1, child.pid)
+            assert 3 <= sent <= 15, "three slots, and at the fourth call at most four times three messages were taken"
+            writer.drop_reader(1)
+            for number in range(20):
+                writer.enqueue({"number": number}, timeout=5)
+                assert reader.dequeue(5)[0] == {"number": number}
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("point", processes.WRITER_DEATHS.values(), ids=processes.WRITER_DEATHS.keys())
+def test_a_writer_that_dies_anywhere_is_named_after_everything_it_sent(point):
+    call = 2 if point[1] == "take" else 5
+    with queue_of("Worker_TP0", "Worker_TP1") as queue:
+        readers = [queue.open_reader(i, dict) for i in range(2)]
+        child = processes.start(processes.write_until_death, queue.writer_handle(), point, call)
+        read = [0, 0]
+        died = set()
+        while len(died) < 2:
+            for index, reader in enumerate(readers):
+                try:
+                    message, buffers = reader.dequeue(30)
+                except PeerDiedError as e:
+                    assert "the writer (EngineCore, pid" in str(e) and "doing: schedule" in str(e)
+                    assert e.pid == child.pid
+                    died.add(index)
+                    continue
+                assert message == {"number": read[index]}
+                assert bytes(buffers[0]) == bytes(100)
+                read[index] += 1
+        assert abs(read[0] - read[1]) <= 1, "only the last message may have reached one reader and not the other"
+
+        for reader in readers:
+            reader.close()
+
+
+def test_a_reader_that_sleeps_notices_at_once_that_its_writer_was_killed():
+    with queue_of("Worker_TP0") as queue, contextlib.closing(queue.open_reader(0, dict)) as reader:
+        ready, theirs = processes.SPAWN.Pipe()
+        child = processes.start(processes.attach_and_wait, [queue.writer_handle()], theirs)
+        reader.dequeue(30)
+        assert ready.recv() == "attached"
+        killed = killed_after(child, 0)
+        with pytest.raises(PeerDiedError):
+            reader.dequeue(30)
+        assert time.monotonic() - killed < SOON
+
+
+def test_a_writer_that_waits_for_room_notices_at_once_that_its_reader_was_killed():
+    with queue_of("Worker_TP0") as queue, contextlib.closing(queue.open_writer()) as writer:
+        ready, theirs = processes.SPAWN.Pipe()
+        child = processes.start(processes.idle_reader, queue.reader_handle(0), "warm_up", theirs)
+        assert ready.recv() == child.pid
+        for _ in range(3):
+            writer.enqueue({})
+        killed = killed_after(child, 0)
+        with pytest.raises(PeerDiedError, match=rf"reader 0 \(Worker_TP0, pid {child.pid}\).*warm_up, has ended"):
+            writer.enqueue({}, timeout=30)
+        assert time.monotonic() - killed < SOON
+
+
+def test_a_death_pipe_does_where_there_is_no_pidfd(monkeypatch):
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    read_end, write_end = os.pipe()
+    with queue_of("Worker_TP0") as queue, contextlib.closing(queue.open_reader(0, dict)) as reader:
+        reader.watch_writer(fd=read_end)
+        os.close(write_end)
+        with pytest.raises(PeerDiedError, match="EngineCore, never attached"):
+            reader.dequeue(30)
+    os.close(read_end)
+
+
+def test_looking_the_process_up_does_where_there_is_neither(monkeypatch):
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    with queue_of("Worker_TP0") as queue, contextlib.closing(queue.open_writer()) as writer:
+        ready, theirs = processes.SPAWN.Pipe()
+        child = processes.start(processes.idle_reader, queue.reader_handle(0), "idle", theirs)
+        ready.recv()
+        for _ in range(3):
+            writer.enqueue({})
+        killed = killed_after(child, 0)
+        with pytest.raises(PeerDiedError, match="Worker_TP0"):
+            writer.enqueue({}, timeout=30)
+        assert time.monotonic() - killed < SOON
+
+
+def test_a_group_notices_the_death_of_any_writer_once_it_has_read_what_is_there():
+    point = processes.WRITER_DEATHS["before it fills the slot"]
+    with queue_of("EngineCore") as alive, queue_of("EngineCore") as dying:
+        readers = [queue.open_reader(0, dict) for queue in (alive, dying)]
+        with contextlib.closing(alive.open_writer()) as writer:
+            child = processes.start(processes.write_until_death, dying.writer_handle(), point, 2)
+            group = ReaderGroup(readers)
+            assert group.wait(30) == [readers[1]]
+            child.join()
+            assert group.wait(30) == [readers[1]]
+            assert readers[1].dequeue(0)[0] == {"number": 0}
+            with pytest.raises(PeerDiedError) as caught:
+                group.wait(30)
+            assert caught.value.pid == child.pid
+            writer.enqueue({})
+            assert group.wait(30) == [readers[0]]
+        for reader in readers:
+            reader.close()
+
+
+def test_nothing_is_left_when_every_process_is_killed():
+    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    with queue_of("Worker_TP0") as queue:
+        ready, theirs = processes.SPAWN.Pipe()
+        writer = processes.start(processes.attach_and_wait, [queue.writer_handle()], theirs)
+        reader = processes.start(processes.attach_and_wait, [queue.reader_handle(0)], theirs)
+        address = queue.reader_handle(0).overflow.removeprefix("ipc://")
+        assert [ready.recv(), ready.recv()] == ["attached"] * 2
+    for child in (writer, reader):
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+    assert (set(os.listdir("/dev/shm")) if before else set()) <= before
+    with open("/proc/net/unix") as sockets:
+        assert address not in sockets.read()
