@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from mvllm.errors import CacheError
+from mvllm.errors import CacheError, ModelError
 from tests.engine.conftest import MakeLLM
 
 BYTES_PER_TOKEN = 3 * 2 * 2 * 16 * 4  # layers, key and value, heads, head size, float32
@@ -50,3 +50,16 @@ def test_too_little_memory_for_one_request_is_refused_with_the_length_that_fits(
 def test_a_block_size_that_no_backend_takes_is_refused(make_llm: MakeLLM) -> None:
     with pytest.raises(CacheError, match="block_size 7"):
         make_llm(block_size=7)
+
+
+def test_a_model_or_a_cache_that_finds_no_memory_is_an_error_in_the_users_terms(make_llm: MakeLLM) -> None:
+    with pytest.raises(ModelError, match=r"config\.json gives, cannot be allocated"):
+        make_llm(hf_overrides={"intermediate_size": 2**45}, load_format="dummy")
+    with pytest.raises(CacheError, match=r"KV cache of .* cannot be allocated"):
+        make_llm(
+            kv_cache_memory_bytes=2**60,
+            max_num_seqs=2**16,
+            max_num_batched_tokens=2**16,
+            max_model_len=2**20,
+            hf_overrides={"max_position_embeddings": 2**20},
+        )

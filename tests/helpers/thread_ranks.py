@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 from typing import TypeVar
 
 import torch
@@ -22,6 +24,7 @@ class _Meeting:
     def __init__(self, world_size: int) -> None:
         self._barrier = threading.Barrier(world_size, timeout=60)
         self._slots: list[object] = [None] * world_size
+        self.mail: defaultdict[tuple[int, int], Queue[torch.Tensor]] = defaultdict(Queue)
 
     def exchange(self, rank: int, thing: object) -> list:
         self._slots[rank] = thing
@@ -60,10 +63,12 @@ class ThreadCommunicator(Communicator):
         return [sent[self.rank] for sent in self._meeting.exchange(self.rank, list(tensors))]
 
     def send(self, tensor: torch.Tensor, destination: int) -> None:
-        raise NotImplementedError
+        self._meeting.mail[self.rank, destination].put(tensor.clone())
 
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
-        raise NotImplementedError
+        tensor = self._meeting.mail[source, self.rank].get(timeout=60)
+        assert (tuple(tensor.shape), tensor.dtype) == (tuple(shape), dtype)
+        return tensor
 
     def barrier(self) -> None:
         self._meeting.exchange(self.rank, None)
@@ -90,3 +95,11 @@ def run_ranks(world_size: int, body: Callable[[GroupCoordinator], T], name: str 
 
     with ThreadPoolExecutor(world_size) as pool:
         return [future.result() for future in [pool.submit(run, rank) for rank in range(world_size)]]
+
+
+def make_groups(name: str, world_size: int) -> list[GroupCoordinator]:
+    """All ranks of one group, to be used from one thread: they may send and receive."""
+    meeting, ranks = _Meeting(world_size), tuple(range(world_size))
+    return [
+        GroupCoordinator(GroupSpec(name, ranks, rank), ThreadCommunicator(meeting, rank, world_size)) for rank in ranks
+    ]

@@ -253,6 +253,7 @@ def test_one_can_go_on_without_the_broken_plugin(plugins):
         ({"probe_body": "raise OSError('the driver is not loaded')"}, "the driver is not loaded"),
         ({"probe_body": "return True"}, "must return a ProbeResult"),
         ({"factory_body": "raise RuntimeError('firmware too old')"}, "firmware too old"),
+        ({"factory_body": "raise SystemExit('not licensed')"}, "not licensed"),
         ({"factory_body": "return object()"}, "must return a mvllm.plugin_api.Platform"),
         ({"entry_point": "mvllm_acme.absent"}, "mvllm_acme.absent"),
         ({"entry_point": "mvllm_acme.probe"}, "mvllm_platform()"),

@@ -47,6 +47,12 @@ def test_the_page_shows_every_file_that_it_speaks_of() -> None:
     }
 
 
+def test_the_plugin_of_the_page_is_fully_typed(toy_package: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), str(toy_package / "mvllm_toy")]
+    checked = subprocess.run(command, cwd=toy_package, capture_output=True, text=True, timeout=300)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
 def test_the_plugin_of_the_page_is_listed_as_available(toy_package: Path) -> None:
     listed = run_mvllm(toy_package, "platforms")
     assert listed.returncode == 0, listed.stderr

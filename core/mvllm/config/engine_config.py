@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import types
+import typing
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -116,8 +118,9 @@ def replace_field(config: EngineConfig, field: str, value: Any) -> EngineConfig:
         value: Its new value.
 
     Raises:
-        ConfigError: There is no such field.
+        ConfigError: There is no such field, or the value is not of its type.
     """
+    field = str(field)  # a plugin may send anything
     section_name, _, name = field.partition(".")
     if not name:
         return _replace(config, field, value, field)
@@ -128,4 +131,14 @@ def replace_field(config: EngineConfig, field: str, value: Any) -> EngineConfig:
 def _replace(values: Any, name: str, value: Any, field: str) -> Any:
     if not dataclasses.is_dataclass(values) or name not in {f.name for f in dataclasses.fields(values)}:
         raise ConfigError(f"There is no setting {field!r}.")
+    permitted = typing.get_type_hints(type(values))[name]
+    if isinstance(permitted, type | types.UnionType) and not _is_a(value, permitted):
+        raise ConfigError(f"The setting {field!r} takes {permitted}, found {value!r}.")
     return dataclasses.replace(cast(Any, values), **{name: value})
+
+
+def _is_a(value: object, permitted: Any) -> bool:
+    """Whether `value` has the permitted type; an integer is a number, too, but a truth value is no integer."""
+    if isinstance(value, bool):
+        return permitted is bool
+    return isinstance(value, permitted) or (isinstance(value, int) and isinstance(0.0, permitted))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ class HFConfig:
             raise ModelError(f"{self.source}: {key!r} should be {_in_words(kind)}, found {value!r}.")
         return value
 
-    def positive_int(self, key: str, default: int | None = None) -> int:
+    def positive_int(self, key: str, default: int | None = None, *, at_most: int = _LARGEST) -> int:
         """An integer >= 1 (and below 2**63, so that nothing computed from it can overflow).
 
         Raises:
@@ -84,9 +85,20 @@ class HFConfig:
         value = self.require(key, int)
         if value < 1:
             raise ModelError(f"{self.source}: {key!r} should be at least 1, found {value}.")
-        if value > _LARGEST:
-            raise ModelError(f"{self.source}: {key!r} should be at most {_LARGEST}, found {value}.")
+        if value > at_most:
+            raise ModelError(f"{self.source}: {key!r} should be at most {at_most}, found {value}.")
         return int(value)
+
+    def positive_number(self, key: str, default: float) -> float:
+        """A finite number > 0.
+
+        Raises:
+            ModelError: It is something else.
+        """
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ModelError(f"{self.source}: {key!r} should be a number > 0, found {value!r}.")
+        return float(value)
 
     def as_dict(self) -> dict[str, Any]:
         """A copy of the JSON object."""

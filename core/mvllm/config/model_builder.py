@@ -35,6 +35,10 @@ _ARCHITECTURE_OF_TYPE = {
     "gpt2": "GPT2LMHeadModel",
 }
 
+_LARGEST_SIZE = 2**31 - 1
+_MOST_LAYERS = 10_000
+"""Far beyond any model: a damaged config should be told from a large one before anything is allocated for it."""
+
 _HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -177,9 +181,9 @@ def transformer_shape(hf_config: HFConfig) -> TransformerShape:
             f"{_key(hf_config, _NUM_KV_HEADS)!r} = {num_kv_heads}; query heads share key-value heads in equal groups."
         )
     return TransformerShape(
-        vocab_size=hf_config.positive_int("vocab_size"),
+        vocab_size=hf_config.positive_int("vocab_size", at_most=_LARGEST_SIZE),
         hidden_size=hidden_size,
-        num_layers=_size(hf_config, _NUM_LAYERS),
+        num_layers=_size(hf_config, _NUM_LAYERS, at_most=_MOST_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=_head_size(hf_config, hidden_size, num_heads),
@@ -236,8 +240,10 @@ def refuse_quantization(hf_config: HFConfig) -> None:
             )
 
 
-def _size(hf_config: HFConfig, keys: tuple[str, ...], default: int | None = None) -> int:
-    return hf_config.positive_int(_key(hf_config, keys), default)
+def _size(
+    hf_config: HFConfig, keys: tuple[str, ...], default: int | None = None, *, at_most: int = _LARGEST_SIZE
+) -> int:
+    return hf_config.positive_int(_key(hf_config, keys), default, at_most=at_most)
 
 
 def _key(hf_config: HFConfig, keys: tuple[str, ...]) -> str:
@@ -247,7 +253,7 @@ def _key(hf_config: HFConfig, keys: tuple[str, ...]) -> str:
 
 def _head_size(hf_config: HFConfig, hidden_size: int, num_heads: int) -> int:
     if "head_dim" in hf_config:
-        return hf_config.positive_int("head_dim")
+        return hf_config.positive_int("head_dim", at_most=_LARGEST_SIZE)
     absent = _ABSENT_HEAD_DIM.get(str(hf_config.get("model_type")))
     if absent is not None and "head_dim" not in hf_config.as_dict():
         return absent

@@ -6,6 +6,7 @@ Torch-free: the longest sequence and the keys of the prefix cache depend on thes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -133,14 +134,16 @@ class RopeParameters:
 
         for key in _NUMBERS:
             number = values.get(key)
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int | float) or number <= 0):
+            if number is not None and not _is_positive(number):
                 raise ModelError(
                     f"{config.source}: {key} of the RoPE settings should be a number > 0, found {number!r}."
                 )
 
         max_position = config.positive_int("max_position_embeddings", 2048)
-        original = config.get("original_max_position_embeddings") or values.get("original_max_position_embeddings")
-        partial = values.get("partial_rotary_factor") or config.get("partial_rotary_factor", 1.0)
+        original = values.get("original_max_position_embeddings")
+        if "original_max_position_embeddings" in config:
+            original = config.positive_number("original_max_position_embeddings", 0)
+        partial = values.get("partial_rotary_factor") or config.positive_number("partial_rotary_factor", 1.0)
         whole = rope_type in ("default", "proportional")
         rotary_dim = head_size if whole else int(head_size * partial)
         values["partial_rotary_factor"] = partial
@@ -151,7 +154,7 @@ class RopeParameters:
             )
         parameters = cls(
             rope_type=rope_type,
-            theta=float(values.get("rope_theta") or config.get("rope_theta", _DEFAULT_THETA)),
+            theta=float(values.get("rope_theta") or config.positive_number("rope_theta", _DEFAULT_THETA)),
             head_size=head_size,
             rotary_dim=rotary_dim,
             max_position=max_position,
@@ -165,5 +168,10 @@ class RopeParameters:
     def _check_factor_lists(self) -> None:
         if self.rope_type == "longrope":
             for key in ("short_factor", "long_factor"):
-                if not isinstance(self.values[key], list) or len(self.values[key]) != self.rotary_dim // 2:
-                    raise ModelError(f"{self.source}: {key} should be a list of {self.rotary_dim // 2} numbers.")
+                factors, length = self.values[key], self.rotary_dim // 2
+                if not isinstance(factors, list) or len(factors) != length or not all(map(_is_positive, factors)):
+                    raise ModelError(f"{self.source}: {key} should be a list of {length} numbers > 0.")
+
+
+def _is_positive(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and 0 < value < math.inf

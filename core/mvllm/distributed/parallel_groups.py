@@ -1,7 +1,7 @@
 """The groups that a rank belongs to.
 
-Ranks of one tensor-parallel group are neighbours, so that they sit on one machine where possible; a pipeline group takes
-the ranks at one place in each of them:
+Ranks of one tensor-parallel group are neighbours, so that they sit on one machine where possible; a pipeline group
+takes the ranks at one place in each of them:
 
     tensor_parallel_size = 2, pipeline_parallel_size = 3         rank  0 1   2 3   4 5
                                                                  tp    0 1 | 0 1 | 0 1
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 from mvllm.config.engine_config import ParallelConfig
 from mvllm.distributed.group import GroupCoordinator
 from mvllm.errors import ConfigError
+from mvllm.platform.ask import ask
+from mvllm.platform.communicator import Communicator
 from mvllm.platform.interface import Platform
 from mvllm.platform.topology import GroupSpec, WorkerContext
 
@@ -76,5 +78,5 @@ def join_groups(
 
 
 def _join(platform: Platform, spec: GroupSpec, ctx: WorkerContext, device: torch.device) -> GroupCoordinator:
-    communicator = platform.communicator(spec, device) if len(spec.ranks) > 1 else None
+    communicator = ask(platform, "communicator", spec, device, returns=Communicator) if len(spec.ranks) > 1 else None
     return GroupCoordinator(spec, communicator, ctx.local_rank)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 _serial = itertools.count()
 """Engines of this process so far: ranks that build the same engines in the same order find each other's keys."""
@@ -30,21 +30,23 @@ class RankExchange:
         self._rank, self._world_size = rank, world_size
         self._round = itertools.count()
         limit = timedelta(seconds=timeout)
-        shared, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=limit))
-        shared = dist.PrefixStore(f"mvllm/{next(_serial)}", shared)
+        shared, _, _ = next(rendezvous("env://", rank, world_size, timeout=limit))
+        self._shared = shared = PrefixStore(f"mvllm/{next(_serial)}", shared)
+        # What is exchanged lies in the launcher's store, which outlives every rank. The communicators meet in one of
+        # their own, as torch's keys would be those of the engine before; nobody needs it once all have met.
         if rank == 0:
             # Torch's own rendezvous opens the same port in this process once more; both share one server.
-            self._store = dist.TCPStore(
+            self._store = TCPStore(
                 host, 0, None, is_master=True, timeout=limit, wait_for_workers=False, multi_tenant=True
             )
             shared.set("port", str(self._store.port))
         else:
             port = int(shared.get("port"))
-            self._store = dist.TCPStore(host, port, None, is_master=False, timeout=limit, wait_for_workers=False)
+            self._store = TCPStore(host, port, None, is_master=False, timeout=limit, wait_for_workers=False)
         self.init_method = f"tcp://{host}:{self._store.port}"
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """What every rank passed, in rank order. All ranks call it, the same number of times."""
         prefix = f"exchange/{next(self._round)}"
-        self._store.set(f"{prefix}/{self._rank}", payload)
-        return [self._store.get(f"{prefix}/{rank}") for rank in range(self._world_size)]
+        self._shared.set(f"{prefix}/{self._rank}", payload)  # type: ignore[arg-type]  # bytes are taken, too
+        return [self._shared.get(f"{prefix}/{rank}") for rank in range(self._world_size)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from datetime import timedelta
@@ -10,11 +11,34 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from mvllm.logging import get_logger
 from mvllm.platform.communicator import Communicator
 from mvllm.platform.topology import GroupSpec
 
+logger = get_logger(__name__)
+
 _MOST_UNSETTLED = 16
 """Sends to one rank that it may not have received yet. More than any pipeline has steps under way."""
+
+_CLOSING_SECONDS = 2.0
+"""How long a rank that leaves waits for others to receive its last messages."""
+
+_groups: dict[tuple[tuple[int, ...], str], tuple[object, dist.ProcessGroup]] = {}
+"""Groups made so far, each with the world that it is a part of."""
+
+
+def _group_within_world(ranks: tuple[int, ...], backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A group of some ranks.
+
+    It lasts as long as the world, since torch cannot make the same group a second time: the second would
+    look for its members where those of the first were.
+    """
+    world, group = _groups.get((ranks, backend), (None, None))
+    if world is not dist.group.WORLD or group is None:
+        group = dist.new_group(list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup), "the caller is one of the ranks"
+        _groups[ranks, backend] = (dist.group.WORLD, group)
+    return group
 
 
 class TorchCommunicator(Communicator):
@@ -22,7 +46,7 @@ class TorchCommunicator(Communicator):
 
     The first communicator of a process joins torch's world: all ranks of the engine, or, where the spec does not say
     how many there are, the ranks of its own group. Later ones are groups within that world; only their members need to
-    make them, in the same order.
+    make them, in the same order. A world that was there before is used, and left as it is.
 
     Args:
         spec: The group, with a rendezvous address.
@@ -50,13 +74,10 @@ class TorchCommunicator(Communicator):
                 world_size=spec.world_size or self.world_size,
                 timeout=limit,
             )
-        # A world that somebody else made may have another backend, and is not ours to close.
-        is_world = self._owns_world and self.world_size == dist.get_world_size()
-        self._group = (
-            dist.group.WORLD
-            if is_world
-            else dist.new_group(list(spec.ranks), backend=backend, timeout=limit, use_local_synchronization=True)
-        )
+        if self._owns_world and self.world_size == dist.get_world_size():
+            self._group = dist.group.WORLD
+        else:
+            self._group = _group_within_world(spec.ranks, backend, limit)
         self._closed = False
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -124,11 +145,21 @@ class TorchCommunicator(Communicator):
         if self._closed or not dist.is_initialized():
             return
         self._closed = True
-        self._unsettled.clear()
+        self._settle()
         if self._owns_world:
             dist.destroy_process_group()
-        elif self._group is not dist.group.WORLD:
-            dist.destroy_process_group(self._group)
+
+    def _settle(self) -> None:
+        """Lets others receive what they were sent; whoever is gone, or does not want it any more, is not waited for."""
+        deadline = time.monotonic() + _CLOSING_SECONDS
+        for unsettled in self._unsettled.values():
+            for work, _ in unsettled:
+                try:
+                    work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                except RuntimeError as e:
+                    logger.debug("A message to another rank was not received: %s", e)
+                    break
+        self._unsettled.clear()
 
     def _global(self, rank: int) -> int:
         assert self._group is not None

@@ -53,6 +53,7 @@ class EngineCore:
         # A pipeline is full with one step per stage. More would only queue up, also with asynchronous scheduling.
         self._max_in_flight = num_stages if num_stages > 1 else 2 if config.scheduler.async_scheduling else 1
         self._position_key = prompt_cache_key(config.model)
+        self._may_share_blocks = platform.capabilities.prefix_caching
         self._executor = make_executor(config, platform)
         try:
             self._timed("load model", self._executor.start)
@@ -76,8 +77,11 @@ class EngineCore:
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queues a validated request."""
-        key = self._position_key(len(request.prompt_token_ids))
-        self.scheduler.add_request(msgspec.structs.replace(request, position_key=key) if key else request)
+        if key := self._position_key(len(request.prompt_token_ids)):
+            request = msgspec.structs.replace(request, position_key=key)
+        if request.sibling_group is not None and not self._may_share_blocks:
+            request = msgspec.structs.replace(request, sibling_group=None)
+        self.scheduler.add_request(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Drops requests in whatever state they are; unknown ids are ignored. No output follows for them."""

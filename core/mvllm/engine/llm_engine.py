@@ -192,10 +192,6 @@ class LLMEngine:
         if core_ids and self._dead is None and not self._closed:
             self._client.abort_requests(core_ids)
 
-    def abort_all_requests(self) -> None:
-        """Drops every request under way."""
-        self.abort_request(self._output_processor.request_ids)
-
     def has_unfinished_requests(self) -> bool:
         """Whether requests are under way."""
         return self._output_processor.num_requests > 0

@@ -114,11 +114,6 @@ class OutputProcessor:
         return request_id in self._requests
 
     @property
-    def request_ids(self) -> list[str]:
-        """Ids of the requests under way."""
-        return list(self._requests)
-
-    @property
     def num_requests(self) -> int:
         """Requests under way."""
         return len(self._requests)

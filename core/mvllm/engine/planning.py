@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from mvllm.config.engine_config import EngineConfig, replace_field
-from mvllm.errors import ConfigError
+from mvllm.errors import ConfigError, PlatformError
 from mvllm.logging import get_logger
+from mvllm.platform.ask import ask
+from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, enter_phase
-from mvllm.platform.spec import ConfigChange, Refusals
+from mvllm.platform.spec import ConfigChange, Plan, Refusal, Refusals
 
 logger = get_logger(__name__)
 
@@ -19,15 +21,20 @@ def settle_config(config: EngineConfig, platform: Platform) -> EngineConfig:
     """The configuration that the engine will run with, on `platform`.
 
     Raises:
-        ConfigError: The platform declines it; every reason and remedy is listed.
+        ConfigError: The platform declines it (every reason and remedy is listed), or wants an impossible change.
+        PlatformError: The platform fails, or does not answer as the contract says.
     """
     with enter_phase(Phase.FRONTEND):
-        answer = platform.plan(config)
+        answer: Plan | Refusals = ask(platform, "plan", config, returns=(Plan, Refusals))
+    _check_parts(platform, answer)
     if isinstance(answer, Refusals):
         lines = [f"  {r.field}: {r.reason} Remedy: {r.remedy}" for r in answer.reasons]
         raise ConfigError(f"The platform {platform.spec.name!r} cannot run this configuration:\n" + "\n".join(lines))
     for change in answer.changes:
-        config = replace_field(config, change.field, change.value)
+        try:
+            config = replace_field(config, change.field, change.value)
+        except ConfigError as e:
+            raise ConfigError(f"The platform {platform.spec.name!r} wants an impossible change: {e}") from e
         _log(change)
     if config.cache.memory_utilization is None:
         config = replace_field(config, "cache.memory_utilization", DEFAULT_MEMORY_UTILIZATION)
@@ -35,9 +42,19 @@ def settle_config(config: EngineConfig, platform: Platform) -> EngineConfig:
     return replace_field(config, dtype.field, dtype.value) if dtype else config
 
 
+def _check_parts(platform: Platform, answer: Plan | Refusals) -> None:
+    parts: object = answer.changes if isinstance(answer, Plan) else answer.reasons
+    kind = ConfigChange if isinstance(answer, Plan) else Refusal
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, kind) for part in parts):
+        raise PlatformError(
+            f"The platform {platform.spec.name!r} answered plan with a {type(answer).__name__} that holds something "
+            f"else than {kind.__name__}s: {parts!r}."
+        )
+
+
 def _settle_dtype(config: EngineConfig, platform: Platform) -> ConfigChange | None:
     """What `dtype=auto` becomes, or a check that an explicit dtype can be had."""
-    offered = platform.capabilities.dtypes
+    offered = ask(platform, "capabilities", returns=Capabilities).dtypes
     asked = config.model.dtype
     if asked == "auto":
         stored = config.model.checkpoint_dtype

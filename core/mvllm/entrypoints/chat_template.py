@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 from mvllm.engine.tokenizer import Tokenizer
 from mvllm.errors import RequestError
@@ -21,14 +21,8 @@ _RESERVED = (
 )
 
 
-class ChatMessage(TypedDict, total=False):
-    """One message: `role` and `content`, a text or a list of text parts; templates may know further keys."""
-
-    role: str
-    content: str | list[dict[str, Any]] | None
-
-
 Conversation = Sequence[Mapping[str, Any]]
+"""Messages of `role` and `content`, a text or a list of text parts; templates may know further keys."""
 
 
 def render_chat(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import ConfigError
 from mvllm.executor.interface import Executor
+from mvllm.platform.ask import ask
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.topology import LaunchTopology
@@ -29,7 +30,7 @@ def make_executor(config: EngineConfig, platform: Platform) -> Executor:
         ConfigError: The choice is unknown, or the platform does not allow it, or it cannot run this many workers.
     """
     with enter_phase(Phase.ENGINE):
-        topology = platform.topology(config.parallel)
+        topology: LaunchTopology = ask(platform, "topology", config.parallel, returns=LaunchTopology)
     name = config.parallel.distributed_executor_backend or _default(topology, config)
     if name in _BUILT_IN:
         if name not in topology.executors:

@@ -61,7 +61,9 @@ class LaunchedRank:
                 f"distributed_executor_backend 'external_launcher' was asked for, but {', '.join(missing)} "
                 f"{'is' if len(missing) == 1 else 'are'} not in the environment. {_HOW_TO_START}."
             )
-        rank, world_size, local_rank, _ = (_number(env, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", names[-1]))
+        rank, world_size, local_rank, _ = (
+            _number(env, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", names[-1])
+        )
         local_world_size = _number(env, "LOCAL_WORLD_SIZE") if env.get("LOCAL_WORLD_SIZE") else world_size
         if not (rank < world_size and local_rank < local_world_size <= world_size):
             raise ConfigError(

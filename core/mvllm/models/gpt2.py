@@ -106,4 +106,4 @@ class GPT2LMHeadModel(CausalLM):
 
 
 def _eps(config: ModelConfig) -> float:
-    return float(config.hf_config.get("layer_norm_epsilon", 1e-5))
+    return config.hf_config.positive_number("layer_norm_epsilon", 1e-5)

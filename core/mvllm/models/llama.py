@@ -162,4 +162,4 @@ class LlamaForCausalLM(CausalLM):
 
 
 def _rms_norm_eps(config: ModelConfig) -> float:
-    return float(config.hf_config.get("rms_norm_eps", 1e-6))
+    return config.hf_config.positive_number("rms_norm_eps", 1e-6)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
+import stat
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,6 +85,8 @@ def read_header(path: Path) -> list[TensorEntry]:
         ModelError: The file is missing, cut short, or its header is not valid; says what was expected and found.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
+            raise ModelError(f"{path} is not a file but a pipe or a device; it will not be read. {_DOWNLOAD_AGAIN}")
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(0)
@@ -207,6 +210,15 @@ class SafetensorsReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+    def read_strips(self, target: memoryview, entry: TensorEntry, offset: int, length: int, stride: int) -> None:
+        """Fills `target` with pieces of `entry` of `length` bytes, the first from `offset` on, each a `stride` on."""
+        if length == stride:
+            self.read_into(target, entry, offset)
+            return
+        for start in range(0, len(target), length):
+            self.read_into(target[start : start + length], entry, offset)
+            offset += stride
 
     def read_into(self, target: memoryview, entry: TensorEntry, offset: int) -> None:
         """Fills `target` with the bytes of `entry` from `offset` on."""

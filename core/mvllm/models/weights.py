@@ -197,21 +197,29 @@ def _copy_all(entries: Mapping[str, TensorEntry], targets: Mapping[str, list[Wei
 
 
 def _copy(reader: SafetensorsReader, entry: TensorEntry, target: WeightTarget, buffer: bytearray) -> bytearray:
-    """Streams one rectangle, a few whole rows at a time; returns the buffer, which grows if one row needs it."""
+    """Streams one rectangle, a few rows at a time; returns the buffer, which grows if one row needs it.
+
+    Of each row only the columns that the rectangle spans are read: a rank reads its share and nothing else.
+    """
     dtype = _FLOATS[entry.dtype]
     shape, source, destination = _rectangle(target)
-    row_bytes = math.prod(shape[1:]) * dtype.itemsize
     if destination.numel() == 0:
         return buffer
-    if row_bytes > len(buffer):
-        buffer = bytearray(row_bytes)
-    rows, rows_at_once = source[0], len(buffer) // row_bytes
+    if len(shape) == 1:
+        shape, source, destination = (*shape, 1), (*source, slice(0, 1)), destination.unsqueeze(1)
+    rows, columns = source[:2]
+    column_bytes = math.prod(shape[2:]) * dtype.itemsize  # what lies below the second dimension is read whole
+    row_bytes, part_bytes = shape[1] * column_bytes, (columns.stop - columns.start) * column_bytes
+    if part_bytes > len(buffer):
+        buffer = bytearray(part_bytes)
+    rows_at_once = len(buffer) // part_bytes
     for start in range(rows.start, rows.stop, rows_at_once):
         stop = min(start + rows_at_once, rows.stop)
-        view = memoryview(buffer)[: (stop - start) * row_bytes]
-        reader.read_into(view, entry, start * row_bytes)
-        chunk = torch.frombuffer(view, dtype=dtype).view(stop - start, *shape[1:])
-        destination[start - rows.start : stop - rows.start].copy_(chunk[(slice(None), *source[1:])])
+        view = memoryview(buffer)[: (stop - start) * part_bytes]
+        offset = start * row_bytes + columns.start * column_bytes
+        reader.read_strips(view, entry, offset, part_bytes, row_bytes)
+        chunk = torch.frombuffer(view, dtype=dtype).view(stop - start, columns.stop - columns.start, *shape[2:])
+        destination[start - rows.start : stop - rows.start].copy_(chunk[(slice(None), slice(None), *source[2:])])
     return buffer
 
 

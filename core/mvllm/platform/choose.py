@@ -122,7 +122,9 @@ def _build(candidate: Candidate) -> Platform:
     with enter_phase(Phase.FRONTEND):
         try:
             platform = load_attribute(candidate.spec.factory)()
-        except Exception as e:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:  # a plugin may raise anything, SystemExit included
             raise PlatformError(
                 f"The platform {candidate.name!r} ({candidate.source}) failed while it was being built: "
                 f"{type(e).__name__}: {e}"

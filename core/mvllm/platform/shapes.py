@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import pairwise
+
+from mvllm.errors import ContractError
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,18 @@ class ShapePolicy:
     tokens: tuple[int, ...] | None = None
     requests: tuple[int, ...] | None = None
     pages: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "requests", "pages"):
+            buckets: object = getattr(self, name)
+            if buckets is None:
+                continue
+            if (
+                not isinstance(buckets, tuple)
+                or not all(type(size) is int and size > 0 for size in buckets)
+                or any(a >= b for a, b in pairwise(buckets))
+            ):
+                raise ContractError(f"ShapePolicy: {name} must be None or a tuple of rising sizes, found {buckets!r}.")
 
     @staticmethod
     def pad(size: int, buckets: tuple[int, ...] | None) -> int:

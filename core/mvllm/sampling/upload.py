@@ -60,11 +60,6 @@ class Selection:
     def __len__(self) -> int:
         return len(self.indices)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether every row of the batch is chosen."""
-        return self._key is None
-
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the chosen rows of `tensor`: a copy, or `tensor` itself if that is all of them."""
         return tensor if self._key is None else tensor.index_select(0, self._upload.get_ids(self._key))

@@ -11,6 +11,8 @@ samples, and `Pipeline` tells the others.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +20,7 @@ import torch
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.distributed.group import GroupCoordinator
-from mvllm.errors import CacheError
+from mvllm.errors import CacheError, ModelError, MvllmError
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.messages.requests import PositionLogprobs
 from mvllm.messages.sampling_params import SamplingParams
@@ -27,9 +29,11 @@ from mvllm.models.registry import resolve_model_class
 from mvllm.models.weights import load_weights
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.registry import OpTable
+from mvllm.platform.ask import ask
 from mvllm.platform.attention import AttentionBackend, AttentionSpec
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
+from mvllm.platform.shapes import ShapePolicy
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.sampling.logprobs import prompt_logprobs
 from mvllm.sampling.sampler import Sampler
@@ -89,14 +93,15 @@ class ModelRunner:
         context = BuildContext(
             dtype=dtype,
             device=self._runtime.device,
-            ops=OpTable.resolve(self._platform.ops()),
+            ops=OpTable.resolve(ask(self._platform, "ops", returns=Sequence)),
             attention=self._backend_for,
             tp=self._tp,
             pp=self._pp,
             kv_dtype=kv_dtype,
         )
         model_class = resolve_model_class(config.architecture)
-        self.model = model_class(config, context)
+        with _out_of_memory_as(ModelError, f"The weights of {config.model}, whose sizes config.json gives,"):
+            self.model = model_class(config, context)
         load_weights(
             self.model,
             config.path,
@@ -133,7 +138,7 @@ class ModelRunner:
             max_tokens=scheduler.max_num_batched_tokens,
             max_rows=scheduler.max_num_seqs,
             runtime=self._runtime,
-            shapes=self._platform.shapes(),
+            shapes=ask(self._platform, "shapes", returns=ShapePolicy),
             with_prompt_lens=self.model.uses_prompt_lens,
         )
 
@@ -176,7 +181,7 @@ class ModelRunner:
             max_model_len=self._config.model.max_model_len,
             block_size=block_size,
             runtime=self._runtime,
-            shapes=self._platform.shapes(),
+            shapes=ask(self._platform, "shapes", returns=ShapePolicy),
         )
         hidden = self._forward(inputs, self._pipeline.placeholder(len(inputs.token_ids)))
         if self._pipeline.is_last:
@@ -197,12 +202,13 @@ class ModelRunner:
 
     def _backend_for(self, spec: AttentionSpec) -> AttentionBackend:
         if spec not in self._backends:
-            self._backends[spec] = self._platform.attention_backend(spec)
+            self._backends[spec] = ask(self._platform, "attention_backend", spec, returns=AttentionBackend)
         return self._backends[spec]
 
     def _allocate_layers(self, num_blocks: int, block_size: int) -> None:
-        for layer in self._layers:
-            layer.kv_cache = layer.backend.allocate(num_blocks, block_size, self._runtime.device)
+        with _out_of_memory_as(CacheError, f"The KV cache of {num_blocks} blocks of {block_size} tokens"):
+            for layer in self._layers:
+                layer.kv_cache = layer.backend.allocate(num_blocks, block_size, self._runtime.device)
 
     def _forward(self, inputs: StepInputs, intermediate: torch.Tensor | None) -> torch.Tensor:
         metadata = {spec: backend.build_metadata(inputs.layout) for spec, backend in self._backends.items()}
@@ -253,3 +259,15 @@ class ModelRunner:
                 for entry in prompt_logprobs(self.model.compute_logits(chunk), self._runtime.to_device(ids), wanted)
             ]
         return found
+
+
+@contextmanager
+def _out_of_memory_as(kind: type[MvllmError], what: str) -> Iterator[None]:
+    """Says in the user's terms that `what` found no memory: allocators raise RuntimeErrors of many wordings."""
+    try:
+        yield
+    except MvllmError:
+        raise
+    except (MemoryError, RuntimeError) as e:
+        reason = (str(e) or type(e).__name__).splitlines()[0]
+        raise kind(f"{what} cannot be allocated on the device: {reason}") from e

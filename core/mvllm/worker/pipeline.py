@@ -3,9 +3,8 @@
 No stage waits for the tokens of a step before it goes on with another; it takes them in when a plan touches a row that
 they belong to, or when it is asked for them. With as many steps under way as there are stages, all stages compute:
 
-    stage 0    forward 0  forward 1  tokens of 0, forward 2  tokens of 1, forward 3
-                        \\          \\     ^                \\     ^
-    stage 1               forward 0, sample 0    forward 1, sample 1   ...
+    stage 0    forward 0   forward 1              take in 0, forward 2   take in 1, forward 3
+    stage 1                forward 0, sample 0    forward 1, sample 1    forward 2, sample 2
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mvllm.config.engine_config import EngineConfig
 from mvllm.distributed.parallel_groups import ParallelGroups, join_groups
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.platform.ask import ask
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.topology import WorkerContext
@@ -30,7 +31,7 @@ class Worker:
         self._runner: ModelRunner | None = None
 
     def init_device(self) -> None:
-        self._runtime = self._platform.init_device(self._ctx)
+        self._runtime = ask(self._platform, "init_device", self._ctx, returns=DeviceRuntime)
         self._groups = join_groups(self._config.parallel, self._platform, self._ctx, self._runtime.device)
         self._runner = ModelRunner(
             self._config,

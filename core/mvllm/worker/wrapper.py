@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from mvllm.config.engine_config import EngineConfig
-from mvllm.errors import ConfigError, PlatformError
+from mvllm.errors import ConfigError, MvllmError, PlatformError
+from mvllm.logging import get_logger
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.platform.ask import ask
 from mvllm.platform.discovery import load_attribute
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.topology import WorkerContext
 from mvllm.platform.worker_protocol import WorkerProtocol
+
+logger = get_logger(__name__)
 
 _METHODS = frozenset(name for name in vars(WorkerProtocol) if not name.startswith("_"))
 _OPTIONAL = frozenset({"collect_output"})
@@ -28,8 +32,8 @@ class WorkerWrapper:
 
     def __init__(self, config: EngineConfig, platform: Platform, ctx: WorkerContext) -> None:
         with enter_phase(Phase.WORKER):
-            path = platform.worker_class() or "mvllm.worker.worker:Worker"
-            worker = load_attribute(path)(config, platform, ctx)
+            path = ask(platform, "worker_class", returns=(str, type(None))) or "mvllm.worker.worker:Worker"
+            worker = _build(path, platform, config, ctx)
         missing = sorted(name for name in _METHODS - _OPTIONAL if not callable(getattr(worker, name, None)))
         if missing:
             raise PlatformError(
@@ -37,6 +41,7 @@ class WorkerWrapper:
                 f"{', '.join(missing)}."
             )
         self._worker: WorkerProtocol = worker
+        self._name = f"The worker of rank {ctx.rank} on platform {platform.spec.name!r}"
         self._open = True
 
     def call(self, method: str, *args: Any) -> Any:
@@ -44,20 +49,47 @@ class WorkerWrapper:
 
         Raises:
             ConfigError: WorkerProtocol declares no such method.
+            PlatformError: The worker raised something that is not an error of the engine's own; that is its cause.
         """
         if method not in _METHODS:
             raise ConfigError(f"collective_rpc({method!r}): workers offer {', '.join(sorted(_METHODS))}.")
-        with enter_phase(Phase.WORKER):
-            return getattr(self._worker, method)(*args)
+        try:
+            with enter_phase(Phase.WORKER):
+                return getattr(self._worker, method)(*args)
+        except (MvllmError, KeyboardInterrupt):
+            raise
+        except BaseException as e:  # a plugin may raise anything, SystemExit included
+            raise PlatformError(f"{self._name} failed in {method}: {type(e).__name__}: {e}") from e
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step."""
-        with enter_phase(Phase.WORKER):
-            return self._worker.execute_model(plan)
+        try:
+            with enter_phase(Phase.WORKER):
+                return self._worker.execute_model(plan)
+        except SystemExit as e:
+            raise PlatformError(f"{self._name} tried to end the process: SystemExit: {e}") from e
 
     def shutdown(self) -> None:
-        """Releases the worker. Idempotent."""
-        if self._open:
-            self._open = False
+        """Releases the worker. Idempotent. What goes wrong then is logged: nobody could do anything about it."""
+        if not self._open:
+            return
+        self._open = False
+        try:
             with enter_phase(Phase.WORKER):
                 self._worker.shutdown()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:  # noqa: BLE001  (a plugin may raise anything, SystemExit included)
+            logger.warning("%s failed in shutdown: %s: %s", self._name, type(e).__name__, e)
+
+
+def _build(path: str, platform: Platform, config: EngineConfig, ctx: WorkerContext) -> Any:
+    try:
+        return load_attribute(path)(config, platform, ctx)
+    except (MvllmError, KeyboardInterrupt):
+        raise
+    except BaseException as e:
+        raise PlatformError(
+            f"{path}, the worker class of platform {platform.spec.name!r}, cannot be loaded and built: "
+            f"{type(e).__name__}: {e}"
+        ) from e

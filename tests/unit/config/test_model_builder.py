@@ -169,6 +169,20 @@ def test_sizes_are_positive_integers(tmp_path, key, value):
         build(tmp_path, **{key: value})
 
 
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "head_dim"])
+def test_sizes_beyond_any_model_are_refused_before_anything_is_allocated(tmp_path, key):
+    with pytest.raises(ModelError, match=f"'{key}' should be at most"):
+        build(tmp_path, **{key: 10**12})
+
+
+@pytest.mark.parametrize("value", ["x", [], -1, 0, float("nan"), float("inf"), True])
+def test_numbers_are_positive_and_finite(tmp_path, value):
+    config = build(tmp_path, rms_norm_eps=value).hf_config
+    with pytest.raises(ModelError, match="'rms_norm_eps' should be a number > 0"):
+        config.positive_number("rms_norm_eps", 1e-6)
+    assert config.positive_number("absent", 1e-6) == 1e-6
+
+
 def test_heads_must_divide_the_hidden_size_unless_their_size_is_given(tmp_path):
     with pytest.raises(ModelError, match=r"'hidden_size' is 66.*'num_attention_heads' = 4 does not divide"):
         build(tmp_path, hidden_size=66)

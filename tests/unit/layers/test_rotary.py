@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import LlamaConfig, PhiConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
 from mvllm.config.hf_config import HFConfig
-from mvllm.config.rope_parameters import RopeParameters
+from mvllm.config.rope_parameters import ROPE_TYPES, RopeParameters
 from mvllm.errors import ModelError
 from mvllm.layers.rotary import RotaryEmbedding
 from tests.helpers.paged_driver import make_context
@@ -49,6 +50,11 @@ SCALINGS = {
     },
     "proportional": {"partial_rotary_factor": 0.25},
 }
+
+
+def test_every_scaling_that_transformers_knows_is_known_and_tested() -> None:
+    assert set(ROPE_TYPES) == {"default", *ROPE_INIT_FUNCTIONS}
+    assert {name.partition("-")[0] for name in SCALINGS} == set(ROPE_TYPES)
 
 
 def make_config(name: str = "default", theta: float = 10000.0, **settings: object) -> LlamaConfig:
@@ -165,6 +171,8 @@ def test_a_scaled_partial_rotation_leaves_the_rest_of_the_head_alone() -> None:
         ({"rope_type": "llama3", "factor": 2.0}, "lacks low_freq_factor, high_freq_factor"),
         ({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 2.0}, "64 of 32 elements"),
         ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, "a list of 16 numbers"),
+        ({"rope_type": "longrope", "short_factor": ["x"] * 16, "long_factor": [1.0] * 16}, "a list of 16 numbers"),
+        ({"rope_type": "default", "rope_theta": float("nan")}, "rope_theta of the RoPE settings should be a number"),
         ({"rope_type": "linear", "factor": "two"}, "factor of the RoPE settings should be a number > 0, found 'two'"),
         ({"rope_type": "linear", "factor": 0}, "factor of the RoPE settings should be a number > 0, found 0"),
         ({"full_attention": {"rope_type": "default"}}, "one flat JSON object"),
@@ -174,6 +182,15 @@ def test_settings_that_make_no_sense_are_refused(rope: dict, words: str) -> None
     with pytest.raises(ModelError, match=words) as error:
         make_rotary({"max_position_embeddings": 128, "rope_parameters": rope})
     assert "config.json" in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "partial_rotary_factor", "original_max_position_embeddings"])
+@pytest.mark.parametrize("value", ["x", float("inf"), -1])
+def test_settings_outside_the_rope_object_are_checked_too(key: str, value: object) -> None:
+    with pytest.raises(ModelError, match=f"'{key}' should be a number > 0"):
+        make_rotary(
+            {"max_position_embeddings": 128, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, key: value}
+        )
 
 
 def test_an_odd_head_cannot_be_rotated() -> None:

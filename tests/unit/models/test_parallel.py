@@ -12,6 +12,8 @@ from mvllm.distributed.group import GroupCoordinator
 from mvllm.errors import ConfigError
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.registry import resolve_model_class
+from mvllm.models.safetensors_file import SafetensorsReader
+from mvllm.models.weights import load_weights
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.paged_driver import PagedDriver, load_model, make_context, read_config
 from tests.helpers.thread_ranks import fake_group, run_ranks
@@ -121,3 +123,28 @@ def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
     folder = make_checkpoint("gpt2", tmp_path, tokenizer=False)
     with pytest.raises(ConfigError, match="pipeline_parallel_size=4 is more than the model's 3 layers"):
         build(folder, pp=fake_group("pp", 0, 4))
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (2, 1), (4, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize("name", [*NAMES, "llama-many-files"])
+def test_no_rank_reads_more_bytes_than_its_parameters_take(
+    name: str, tp_size: int, pp_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float32 in the checkpoint and in memory, so bytes read are elements held, but for rows that only pad."""
+    num_read = 0
+    read_into = SafetensorsReader.read_into
+
+    def counted(self, target, entry, offset):
+        nonlocal num_read
+        num_read += len(target)
+        read_into(self, target, entry, offset)
+
+    monkeypatch.setattr(SafetensorsReader, "read_into", counted)
+    folder = make_checkpoint(name, tmp_path, tokenizer=False)
+    for pp_rank in range(pp_size):
+        for tp_rank in range(tp_size):
+            model = build(folder, fake_group("tp", tp_rank, tp_size), fake_group("pp", pp_rank, pp_size))
+            held = sum(parameter.nbytes for parameter in model.parameters())
+            num_read = 0
+            load_weights(model, folder, use_tqdm=False)
+            assert 0 < num_read <= held

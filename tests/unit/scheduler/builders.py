@@ -28,6 +28,7 @@ def make_scheduler(
     policy: str = "fcfs",
     hash_seed: int | None = 0,
     clock=lambda: 1.0,
+    num_stages: int = 1,
 ) -> Scheduler:
     return Scheduler(
         SchedulerConfig(
@@ -41,6 +42,7 @@ def make_scheduler(
             num_blocks=num_blocks, block_size=block_size, enable_caching=enable_caching, hash_seed=hash_seed
         ),
         clock=clock,
+        num_stages=num_stages,
     )
 
 

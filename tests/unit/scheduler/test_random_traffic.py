@@ -29,6 +29,7 @@ class Limits:
     enable_caching: bool
     policy: str
     depth: int
+    num_stages: int
 
     def make_engine(self) -> Engine:
         settings = {name: value for name, value in vars(self).items() if name != "depth"}
@@ -46,7 +47,8 @@ limits = st.builds(
     enable_chunked_prefill=st.booleans(),
     enable_caching=st.booleans(),
     policy=st.sampled_from(["fcfs", "priority"]),
-    depth=st.integers(1, 3),
+    depth=st.integers(1, 4),
+    num_stages=st.integers(1, 4),
 )
 
 requests = st.fixed_dictionaries(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 
 import pytest
@@ -189,3 +190,9 @@ def test_a_good_file_damaged_anywhere_is_read_or_refused(tmp_path_factory, posit
     path = tmp_path_factory.mktemp("fuzz") / "x.safetensors"
     path.write_bytes(content[:cut])
     outcome(path)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "x.safetensors")
+    with pytest.raises(ModelError, match="a pipe or a device"):
+        read_header(tmp_path / "x.safetensors")

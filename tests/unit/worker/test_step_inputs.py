@@ -134,7 +134,7 @@ class TestWithBuckets:
         assert len(inputs.sampling) == len(inputs.logits_at) == 0
 
     def test_limits_beyond_the_largest_bucket_are_refused_at_start(self):
-        with pytest.raises(ConfigError, match="max_num_batched_tokens is 16.*is 8"):
+        with pytest.raises(ConfigError, match=r"max_num_batched_tokens is 16.*is 8"):
             make_builder(make_rows(), ShapePolicy(tokens=(8,)))
 
 

@@ -5,71 +5,13 @@ from __future__ import annotations
 import pytest
 
 from mvllm.errors import ConfigError, PlatformError
-from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.platform.phases import Phase, current_phase
 from mvllm.platform.topology import WorkerContext
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.worker.wrapper import WorkerWrapper
 from tests.unit.engine.builders import make_config
-
-
-class RecordingWorker:
-    """WorkerProtocol without a device: notes each call with the phase it came in."""
-
-    def __init__(self, config, platform, ctx):
-        self.calls = [("__init__", current_phase())]
-        self.config, self.ctx = config, ctx
-        platform.built.append(self)
-
-    def _note(self, name):
-        self.calls.append((name, current_phase()))
-
-    def init_device(self):
-        self._note("init_device")
-
-    def load_model(self):
-        self._note("load_model")
-
-    def kv_cache_needs(self):
-        self._note("kv_cache_needs")
-        return KVCacheNeeds(8, (16,))
-
-    def available_kv_bytes(self):
-        return 1000
-
-    def allocate_kv_cache(self, num_blocks, block_size):
-        self._note(("allocate_kv_cache", num_blocks, block_size))
-
-    def warm_up(self):
-        self._note("warm_up")
-
-    def execute_model(self, plan):
-        self._note("execute_model")
-        return ModelRunnerOutput(step=plan.step)
-
-    def check_health(self):
-        raise RuntimeError("the device does not answer")
-
-    def shutdown(self):
-        self._note("shutdown")
-
-
-class HalfAWorker:
-    def __init__(self, config, platform, ctx):
-        pass
-
-    def init_device(self):
-        pass
-
-
-class FakePlatform:
-    def __init__(self, worker="RecordingWorker"):
-        self.worker = worker
-        self.built = []
-        self.spec = type("Spec", (), {"name": "acme"})
-
-    def worker_class(self):
-        return f"{__name__}:{self.worker}"
+from tests.unit.worker.fake_platform import FakePlatform
 
 
 @pytest.fixture
@@ -127,3 +69,32 @@ def test_shutdown_happens_once(wrapped):
 def test_a_class_that_lacks_methods_is_refused_by_name():
     with pytest.raises(PlatformError, match=r"HalfAWorker.*'acme'.*lacks.*(load_model|warm_up)"):
         WorkerWrapper(make_config(), FakePlatform("HalfAWorker"), WorkerContext())
+
+
+@pytest.mark.parametrize("path", ["x", "no_such_module:X", "json:nope", "os:system", "json:JSONDecoder"])
+def test_a_class_that_cannot_be_built_is_refused_by_name(path):
+    platform = FakePlatform()
+    platform.worker_class = lambda: path
+    with pytest.raises(PlatformError, match=f"{path}, the worker class of platform 'acme', cannot be loaded and built"):
+        WorkerWrapper(make_config(), platform, WorkerContext())
+
+
+def exits(*args):
+    raise SystemExit(3)
+
+
+def test_a_worker_that_ends_the_process_is_an_error_of_its_platform(wrapped):
+    wrapper, worker, _ = wrapped
+    worker.load_model = worker.execute_model = worker.shutdown = exits
+    with pytest.raises(PlatformError, match=r"rank 3 on platform 'acme' failed in load_model: SystemExit: 3"):
+        wrapper.call("load_model")
+    with pytest.raises(PlatformError, match="tried to end the process"):
+        wrapper.execute_model(SchedulerOutput(step=0))
+
+
+def test_what_goes_wrong_in_shutdown_is_logged(wrapped, caplog):
+    wrapper, worker, _ = wrapped
+    worker.shutdown = exits
+    with caplog.at_level("WARNING", logger="mvllm"):
+        wrapper.shutdown()
+    assert "failed in shutdown: SystemExit: 3" in caplog.text

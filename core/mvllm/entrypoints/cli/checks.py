@@ -284,7 +284,7 @@ def _model(model: str) -> Checks:
     from mvllm.config.vocabulary import check_tokenizer
     from mvllm.engine.tokenizer import load_tokenizer
     from mvllm.models.checkpoint import read_checkpoint
-    from mvllm.models.registry import resolve_model_class
+    from mvllm.models.support import check_architecture
 
     try:
         config = EngineArgs.from_kwargs(model=model).create_model_config()
@@ -295,7 +295,7 @@ def _model(model: str) -> Checks:
     yield Check("model.folder", CheckStatus.OK, found)
 
     def architecture() -> str:
-        resolve_model_class(config.architecture)
+        check_architecture(config)
         return config.architecture
 
     def weights() -> str:

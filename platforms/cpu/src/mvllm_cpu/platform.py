@@ -102,9 +102,9 @@ class CPUPlatform(Platform):
         return CPURuntime(ctx)
 
     def communicator(self, group: GroupSpec, device: torch.device) -> Communicator:
-        from mvllm.plugin_api import TorchCommunicator
+        from mvllm_cpu.shared_memory_communicator import SharedMemoryCommunicator
 
-        return TorchCommunicator(group, device=device, backend="gloo")
+        return SharedMemoryCommunicator(group, device)
 
     def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
         from mvllm.plugin_api import ReferenceAttention

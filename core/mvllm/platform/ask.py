@@ -1,0 +1,39 @@
+"""Asks a platform plugin for something, and holds it to what the contract says it returns.
+
+A plugin is other people's code: whatever it raises, `SystemExit` included, is reported as an error of the platform, by
+name, and an answer of the wrong kind is refused here rather than tripped over far away.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mvllm.errors import MvllmError, PlatformError
+from mvllm.platform.interface import Platform
+
+
+def ask(platform: Platform, what: str, *args: Any, returns: type | tuple[type, ...]) -> Any:
+    """`platform.what(*args)`, or `platform.what` where it is no method.
+
+    Args:
+        what: Name of a method or property of Platform.
+        returns: Permitted types of the answer.
+
+    Raises:
+        PlatformError: The platform raised something of its own, or answered something else.
+        MvllmError: What the platform itself said in the contract's terms.
+    """
+    name = f"The platform {platform.spec.name!r}"
+    try:
+        answer = getattr(platform, what)
+        if callable(answer):
+            answer = answer(*args)
+    except (MvllmError, KeyboardInterrupt):
+        raise
+    except BaseException as e:
+        raise PlatformError(f"{name} failed in {what}: {type(e).__name__}: {e}") from e
+    if not isinstance(answer, returns):
+        kinds = returns if isinstance(returns, tuple) else (returns,)
+        expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise PlatformError(f"{name} answered {what} with a {type(answer).__name__}; the contract says {expected}.")
+    return answer

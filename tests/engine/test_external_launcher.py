@@ -1,0 +1,171 @@
+"""Two and four ranks under torchrun, each a whole engine: the tokens of one process, the same on every rank.
+
+A launch takes longer than everything that is run in it, so each layout is launched once, with a checkpoint of every
+family. Each engine has a step budget that cuts prompts into chunks and a KV cache that is too small for its requests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine import launched_rank
+from tests.helpers import parity
+from tests.helpers.parity import BLOCK_SIZE, LOGPROB_TOLERANCE, MAX_LEN
+
+NAMES = (
+    "llama-gqa",
+    "llama-rope-dynamic",
+    "mistral-window",
+    "qwen2-mqa-tied",
+    "qwen3-biases-window",
+    "opt-norm-after-projected",
+    "gpt2",
+)
+WHICH = (0, 3, 5, 6, 8)
+"""Prompts of the oracle, of 1 to 48 tokens. Some share prefixes."""
+NUM_TOKENS = 28
+NUM_BLOCKS = MAX_LEN // BLOCK_SIZE
+"""Enough for one sequence of the greatest length."""
+SCRIPT = Path(launched_rank.__file__)
+
+
+def launch(world_size: int, arguments: list[str], env: dict[str, str] | None = None) -> tuple[int, str]:
+    """Exit code and text of a launch; nothing of it is left running."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    process = subprocess.Popen(
+        [*command, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        text, _ = process.communicate(timeout=240)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, text
+
+
+def job_of(name: str, **settings: Any) -> dict[str, Any]:
+    expected = parity.oracle(name)
+    defaults = {
+        "model": str(expected.folder),
+        "dtype": "float32",
+        "block_size": BLOCK_SIZE,
+        "max_model_len": MAX_LEN,
+        "max_num_seqs": 5,
+        "max_num_batched_tokens": 24,
+        "kv_cache_memory_bytes": 2**24,
+        "use_tqdm_on_load": False,
+    }
+    return {
+        "settings": defaults | settings,
+        "blocks": NUM_BLOCKS,
+        "prompts": [expected.prompts[i] for i in WHICH],
+        "num_tokens": NUM_TOKENS,
+    }
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, Any]]:
+    """What one process makes of the same jobs."""
+    return {name: launched_rank.run_engine(job_of(name)) for name in NAMES}
+
+
+def check_against_oracle(name: str, found: list[dict[str, Any]]) -> None:
+    expected = parity.oracle(name)
+    for i, output in zip(WHICH, found, strict=True):
+        assert output["tokens"] == expected.tokens[i][:NUM_TOKENS], f"{name}, prompt {i}"
+        for position, entries in enumerate(output["logprobs"]):
+            for token, logprob, _ in entries:
+                assert abs(logprob - float(expected.logprobs[i][position][token])) < LOGPROB_TOLERANCE
+
+
+def check_close(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+    """Equal tokens, log-probabilities within tolerance."""
+    for a, b in zip(one, other, strict=True):
+        assert a["tokens"] == b["tokens"] and a["finish_reason"] == b["finish_reason"]
+        for kind in ("logprobs", "prompt_logprobs"):
+            assert (a[kind] is None) == (b[kind] is None)
+            for left, right in zip(a[kind] or [], b[kind] or [], strict=True):
+                assert (left is None) == (right is None)
+                for (token, logprob, _), (other_token, other_logprob, _) in zip(left or [], right or [], strict=True):
+                    assert token == other_token and abs(logprob - other_logprob) < LOGPROB_TOLERANCE
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2), (2, 2)])
+def test_every_family_gives_the_tokens_of_one_process_on_every_rank(
+    tp_size: int, pp_size: int, alone: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    parallel = {
+        "tensor_parallel_size": tp_size,
+        "pipeline_parallel_size": pp_size,
+        "distributed_executor_backend": "external_launcher",
+    }
+    job, world_size = tmp_path / "job.json", tp_size * pp_size
+    job.write_text(json.dumps({"engines": [job_of(name, **parallel) for name in NAMES]}))
+    code, text = launch(world_size, [str(SCRIPT), str(job), str(tmp_path)])
+    assert code == 0, text
+    by_rank = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world_size)]
+    for rank, results in enumerate(by_rank):
+        assert results == by_rank[0], f"rank {rank} and rank 0 differ"
+    for name, found in zip(NAMES, by_rank[0], strict=True):
+        assert found["num_blocks"] == NUM_BLOCKS
+        assert found["num_preemptions"] > 0
+        assert any(output["num_cached_tokens"] for output in found["again"])
+        check_against_oracle(name, found["greedy"])
+        check_against_oracle(name, found["again"])
+        for kind in ("drawn", "prompts"):
+            check_close(found[kind], alone[name][kind])
+
+
+def test_ranks_that_do_not_make_up_the_sizes_are_refused(tmp_path: Path) -> None:
+    job = tmp_path / "job.json"
+    settings = {"tensor_parallel_size": 4, "distributed_executor_backend": "external_launcher"}
+    job.write_text(json.dumps({"engines": [job_of("llama-gqa", **settings)]}))
+    code, text = launch(2, [str(SCRIPT), str(job), str(tmp_path)])
+    assert code != 0
+    assert "The launcher started 2 ranks, but tensor_parallel_size 4 × pipeline_parallel_size 1 makes 4" in text
+
+
+def test_ranks_with_different_settings_are_refused(tmp_path: Path) -> None:
+    code = (
+        "import os\nfrom mvllm import LLM\n"
+        f"LLM(model={str(parity.oracle('llama-gqa').folder)!r}, tensor_parallel_size=2, use_tqdm_on_load=False,\n"
+        "    seed=int(os.environ['RANK']), distributed_executor_backend='external_launcher')\n"
+    )
+    program = tmp_path / "program.py"
+    program.write_text(code)
+    code_, text = launch(2, [str(program)])
+    assert code_ != 0
+    assert "Every rank must be started with the same settings, but seed is 0 on rank 0 and 1 on rank 1" in text
+
+
+def test_a_world_that_the_program_made_is_used_and_left_alone(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, torch.distributed as dist\nfrom mvllm import LLM, SamplingParams\n"
+        "dist.init_process_group('gloo')\n"
+        "for _ in range(2):\n"
+        f"    with LLM(model={str(parity.oracle('llama-gqa').folder)!r}, tensor_parallel_size=2, max_model_len=64,\n"
+        "             kv_cache_memory_bytes=2**20, use_tqdm_on_load=False, seed=3,\n"
+        "             distributed_executor_backend='external_launcher') as llm:\n"
+        "        params = SamplingParams(max_tokens=5, ignore_eos=True)\n"
+        "        tokens = llm.generate([5, 6, 7], params, use_tqdm=False)[0].outputs[0].token_ids\n"
+        "    total = torch.tensor(list(tokens))\n"
+        "    dist.all_reduce(total)\n"
+        "    assert total.tolist() == [2 * t for t in tokens], (total, tokens)\n"
+        "dist.destroy_process_group()\n"
+    )
+    code, text = launch(2, [str(program)])
+    assert code == 0, text

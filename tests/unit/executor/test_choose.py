@@ -1,0 +1,113 @@
+"""Which executor carries an engine: built in, from an entry point, by dotted path; and every refusal."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import replace
+
+import pytest
+
+from mvllm.config.engine_config import EngineConfig, ParallelConfig
+from mvllm.errors import ConfigError
+from mvllm.executor import choose
+from mvllm.executor.choose import make_executor
+from mvllm.executor.uniproc import UniProcExecutor
+from mvllm.platform.phases import Phase
+from tests.unit.engine.builders import make_config
+from tests.unit.worker.fake_platform import FakePlatform
+
+
+class Remote(UniProcExecutor):
+    """A stranger's executor."""
+
+
+class NotAnExecutor:
+    pass
+
+
+def config(backend: str | None = None, tp: int = 1, pp: int = 1) -> EngineConfig:
+    parallel = ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp, distributed_executor_backend=backend)
+    return replace(make_config(), parallel=parallel)
+
+
+def refusal(settings: EngineConfig, platform: FakePlatform | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make_executor(settings, platform or FakePlatform())
+    return str(caught.value)
+
+
+@pytest.fixture
+def entry_points(monkeypatch):
+    """Entry points that the test says are installed, by name."""
+
+    def install(**values):
+        group = choose.ENTRY_POINT_GROUP
+        found = {name: importlib.metadata.EntryPoint(name, value, group) for name, value in values.items()}
+
+        def search(*, group, name):
+            assert group == choose.ENTRY_POINT_GROUP
+            return [found[name]] if name in found else []
+
+        monkeypatch.setattr(importlib.metadata, "entry_points", search)
+
+    return install
+
+
+@pytest.mark.parametrize("backend", [None, "uni"])
+def test_one_worker_runs_in_this_process(backend):
+    assert type(make_executor(config(backend), FakePlatform())) is UniProcExecutor
+
+
+@pytest.mark.parametrize("path", [f"{__name__}.Remote", f"{__name__}:Remote"])
+def test_a_dotted_path_names_a_class(path):
+    assert isinstance(make_executor(config(path), FakePlatform()), Remote)
+
+
+def test_an_entry_point_names_a_class(entry_points):
+    entry_points(remote=f"{__name__}:Remote")
+    assert isinstance(make_executor(config("remote"), FakePlatform()), Remote)
+
+
+def test_a_named_executor_may_carry_several_workers(entry_points):
+    entry_points(remote=f"{__name__}:Remote")
+    assert isinstance(make_executor(config("remote", tp=2), FakePlatform()), Remote)
+
+
+def test_topology_is_asked_in_the_engines_phase():
+    platform = FakePlatform()
+    make_executor(config(), platform)
+    assert platform.phases["topology"] is Phase.ENGINE
+
+
+def test_several_workers_without_a_named_executor_are_refused_with_the_factors():
+    text = refusal(config(tp=2, pp=3))
+    for word in ("6 workers", "tensor_parallel_size 2", "pipeline_parallel_size 3", "distributed_executor_backend"):
+        assert word in text
+
+
+def test_several_workers_cannot_share_one_process():
+    assert "runs one worker; this configuration needs 2" in refusal(config("uni", tp=2))
+
+
+def test_an_executor_that_the_platform_does_not_allow():
+    text = refusal(config("uni"), FakePlatform(executors=("mp", "ray")))
+    assert "'uni'" in text and "'acme'" in text and "mp, ray" in text
+
+
+@pytest.mark.parametrize("name", ["mp", "nope", "nope.Executor", f"{__name__}.Absent", "a:b:c", ":", "."])
+def test_a_name_that_leads_nowhere_says_where_was_looked(entry_points, name):
+    entry_points()
+    text = refusal(config(name))
+    assert repr(name) in text
+    assert "built in (" in text and "uni" in text and choose.ENTRY_POINT_GROUP in text and "dotted path" in text
+
+
+@pytest.mark.parametrize("path", [f"{__name__}.NotAnExecutor", "mvllm.executor.choose.make_executor"])
+def test_what_is_no_executor_class_is_refused(path):
+    assert "not an Executor class" in refusal(config(path))
+
+
+def test_an_entry_point_that_cannot_be_loaded_is_named(entry_points):
+    entry_points(remote="there_is_no_such_module:Remote")
+    text = refusal(config("remote"))
+    assert "there_is_no_such_module:Remote" in text and "cannot be loaded" in text

@@ -1,0 +1,111 @@
+"""What the launcher's variables may say, and on what ranks must agree."""
+
+from __future__ import annotations
+
+import pytest
+
+from mvllm.config.engine_config import replace_field
+from mvllm.errors import ConfigError
+from mvllm.executor.external_launcher import LaunchedRank, _check_agreement, _OutputOfLastStage, _settings
+from mvllm.messages.scheduler_output import ModelRunnerOutput
+from tests.unit.engine.builders import make_config
+
+ENV = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_the_variables_of_torchrun_are_read() -> None:
+    assert LaunchedRank.from_environment(ENV) == LaunchedRank(5, 8, 1, 4, "node0")
+
+
+def test_without_the_number_of_local_ranks_all_are_local() -> None:
+    env = {name: value for name, value in ENV.items() if name != "LOCAL_WORLD_SIZE"}
+    assert LaunchedRank.from_environment(env).local_world_size == 8
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+@pytest.mark.parametrize("how", ["absent", "empty"])
+def test_a_missing_variable_is_named_with_the_remedy(missing: str, how: str) -> None:
+    env = dict(ENV)
+    if how == "absent":
+        del env[missing]
+    else:
+        env[missing] = ""
+    with pytest.raises(ConfigError, match=rf"{missing} is not in the environment\. .*torchrun"):
+        LaunchedRank.from_environment(env)
+
+
+def test_outside_a_launcher_all_are_named() -> None:
+    with pytest.raises(ConfigError, match="RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not"):
+        LaunchedRank.from_environment({})
+
+
+@pytest.mark.parametrize("value", ["x", "-1", "1.0", " 1", "٣"])
+def test_what_is_no_number_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"LOCAL_RANK in the environment must be a whole number"):
+        LaunchedRank.from_environment({**ENV, "LOCAL_RANK": value})
+
+
+@pytest.mark.parametrize("wrong", [{"RANK": "8"}, {"LOCAL_RANK": "4"}, {"LOCAL_WORLD_SIZE": "9"}, {"WORLD_SIZE": "0"}])
+def test_variables_that_contradict_each_other_are_refused(wrong: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="contradict each other: RANK="):
+        LaunchedRank.from_environment({**ENV, **wrong})
+
+
+class TestAgreement:
+    def test_equal_settings_agree(self) -> None:
+        _check_agreement([_settings(make_config())] * 3)
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("model.seed", 7),
+            ("model.max_model_len", 9),
+            ("scheduler.max_num_seqs", 9),
+            ("scheduler.max_num_batched_tokens", 9),
+            ("scheduler.policy", "priority"),
+            ("cache.block_size", 8),
+            ("cache.enable_prefix_caching", False),
+            ("cache.kv_cache_memory_bytes", 9),
+            ("parallel.pipeline_parallel_size", 2),
+        ],
+    )
+    def test_a_difference_is_named_with_both_values_and_the_rank(self, field: str, value: object) -> None:
+        config = make_config()
+        other = replace_field(config, field, value)
+        name = field.split(".")[1]
+        with pytest.raises(ConfigError, match=rf"{name} is .* on rank 0 and {value!r} on rank 1"):
+            _check_agreement([_settings(config), _settings(other)])
+
+    def test_roots_of_block_names_may_differ(self) -> None:
+        config = make_config()
+        _check_agreement([_settings(config), _settings(replace_field(config, "cache.prefix_caching_seed", 3))])
+
+
+class TestOutputOfLastStage:
+    def test_it_is_fetched_once_and_only_when_asked_for(self) -> None:
+        calls = []
+
+        def fetch():
+            calls.append(1)
+            return ModelRunnerOutput(step=3)
+
+        future = _OutputOfLastStage(fetch)
+        assert not calls and not future.done()
+        assert future.result().step == future.result().step == 3
+        assert len(calls) == 1
+
+    def test_an_error_is_kept(self) -> None:
+        def fetch():
+            raise OSError("gone")
+
+        future = _OutputOfLastStage(fetch)
+        for _ in range(2):
+            with pytest.raises(OSError, match="gone"):
+                future.result()

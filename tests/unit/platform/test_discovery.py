@@ -1,0 +1,202 @@
+"""Discovery: each plugin is examined alone, and whatever goes wrong is kept beside its name."""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import replace
+
+import pytest
+
+from mvllm.errors import ContractError
+from mvllm.platform import choose, discovery
+from mvllm.platform.discovery import PluginSource, check_contract, discover, load_attribute
+from mvllm.platform.hookspecs import hookimpl
+from mvllm.platform.phases import Phase, current_phase
+from mvllm.platform.spec import CONTRACT, PlatformSpec, ProbeResult
+
+MAJOR, MINOR = CONTRACT
+SPEC = PlatformSpec("acme", "Acme", CONTRACT, probe="acme_probe:probe", factory="acme_device:make")
+SOURCE = PluginSource("acme", "acme_plugin", "mvllm-acme", "1.2")
+
+
+class Installed:
+    """Plugins that exist in `sys.modules` only."""
+
+    def __init__(self, monkeypatch):
+        self._monkeypatch = monkeypatch
+        self.sources = []
+        monkeypatch.setattr(discovery, "find_sources", lambda: list(self.sources))
+        monkeypatch.setattr(choose, "find_sources", lambda: list(self.sources))
+
+    def module(self, name, **attributes):
+        module = types.ModuleType(name)
+        vars(module).update(attributes)
+        self._monkeypatch.setitem(sys.modules, name, module)
+
+    def add(self, source=SOURCE, *, hook=lambda: SPEC, probe=lambda: ProbeResult(True, "1 device")):
+        self.sources.append(source)
+
+        @hookimpl
+        def mvllm_platform():
+            return hook()
+
+        self.module(source.entry_point, mvllm_platform=mvllm_platform)
+        self.module("acme_probe", probe=probe)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    return Installed(monkeypatch)
+
+
+def failure_of(only=None):
+    [candidate] = discover(only)
+    assert candidate.failure is not None and not candidate.available
+    return candidate.failure
+
+
+def raising(error):
+    def act():
+        raise error
+
+    return act
+
+
+class TestContractVersion:
+    @pytest.mark.parametrize("contract", [CONTRACT, *([(MAJOR, MINOR - 1)] if MINOR else [])])
+    def test_the_same_major_and_a_minor_up_to_ours_are_accepted(self, contract):
+        check_contract(replace(SPEC, contract=contract), SOURCE)
+
+    def test_an_older_minor_is_accepted_by_a_newer_core(self, monkeypatch):
+        monkeypatch.setattr(discovery, "CONTRACT", (MAJOR, 3))
+        check_contract(replace(SPEC, contract=(MAJOR, 0)), SOURCE)
+        check_contract(replace(SPEC, contract=(MAJOR, 3)), SOURCE)
+        with pytest.raises(ContractError):
+            check_contract(replace(SPEC, contract=(MAJOR, 4)), SOURCE)
+
+    @pytest.mark.parametrize(
+        ("contract", "command"),
+        [
+            ((MAJOR, MINOR + 1), "pip install -U mvllm"),
+            ((MAJOR + 1, 0), "pip install -U mvllm"),
+            ((MAJOR + 1, MINOR), "pip install -U mvllm"),
+            ((MAJOR - 1, MINOR), "pip install -U mvllm-acme"),
+            ((MAJOR - 1, MINOR + 5), "pip install -U mvllm-acme"),
+        ],
+    )
+    def test_others_are_refused_with_the_command_for_the_older_side(self, contract, command):
+        with pytest.raises(ContractError) as caught:
+            check_contract(replace(SPEC, contract=contract), SOURCE)
+        text = str(caught.value)
+        assert "mvllm-acme 1.2" in text and f"{contract[0]}.{contract[1]}" in text and f"{MAJOR}.{MINOR}" in text
+        assert text.endswith(f"Run: {command}")
+
+    def test_it_comes_before_the_probe_is_imported(self, installed):
+        installed.add(hook=lambda: replace(SPEC, contract=(MAJOR + 1, 0), probe="never_imported:probe"))
+        failure = failure_of()
+        assert failure.stage == "contract"
+        assert failure.remedy == "pip install -U mvllm"
+        assert isinstance(failure.error, ContractError)
+
+
+class TestFailures:
+    def test_a_module_that_cannot_be_imported(self, installed):
+        installed.sources.append(replace(SOURCE, entry_point="there_is_no_such_module"))
+        failure = failure_of()
+        assert failure.stage == "import"
+        assert "there_is_no_such_module" in failure.message
+        assert "ModuleNotFoundError" in failure.details()
+        assert "mvllm-acme" in failure.remedy
+
+    @pytest.mark.parametrize(
+        ("hook", "words"),
+        [
+            (raising(OSError("no driver")), "no driver"),
+            (raising(SystemExit("gone")), "gone"),
+            (lambda: None, "mvllm_platform()"),
+            (lambda: "acme", "return one PlatformSpec"),
+            (lambda: replace(SPEC, name="other"), "calls itself 'other'"),
+        ],
+    )
+    def test_a_hook_that_fails_or_answers_nonsense(self, installed, hook, words):
+        installed.add(hook=hook)
+        assert words in failure_of().message
+
+    def test_a_module_without_the_hook(self, installed):
+        installed.sources.append(SOURCE)
+        installed.module("acme_plugin")
+        assert "mvllm_platform()" in failure_of().message
+
+    @pytest.mark.parametrize(
+        ("probe", "words"),
+        [
+            (raising(RuntimeError("driver too old")), "driver too old"),
+            (raising(SystemExit(3)), "SystemExit"),
+            (lambda: True, "must return a ProbeResult"),
+        ],
+    )
+    def test_a_probe_that_fails_keeps_what_was_learnt_before(self, installed, probe, words):
+        installed.add(probe=probe)
+        [candidate] = discover()
+        assert candidate.spec == SPEC
+        assert candidate.failure is not None and candidate.failure.stage == "probe"
+        assert words in candidate.failure.message
+
+    def test_ctrl_c_is_not_a_failure_of_the_plugin(self, installed):
+        installed.add(probe=raising(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            discover()
+
+    def test_one_name_of_two_distributions_is_loaded_from_neither(self, installed):
+        installed.sources += [replace(SOURCE, entry_point="never_imported"), replace(SOURCE, distribution="acme-fork")]
+        first, second = discover()
+        for candidate in (first, second):
+            assert candidate.failure is not None and candidate.failure.stage == "duplicate"
+            assert "mvllm-acme 1.2" in candidate.failure.message and "acme-fork 1.2" in candidate.failure.message
+        assert second.failure is not None and "pip uninstall acme-fork" in second.failure.remedy
+
+    def test_the_others_are_examined_all_the_same(self, installed):
+        installed.add(replace(SOURCE, name="broken", entry_point="broken_plugin"), hook=raising(OSError))
+        installed.add()
+        broken, good = discover()
+        assert broken.failure is not None
+        assert good.available and good.probe == ProbeResult(True, "1 device")
+
+
+def test_only_the_plugin_asked_for_is_imported(installed):
+    installed.sources.append(replace(SOURCE, name="other", entry_point="there_is_no_such_module"))
+    installed.add()
+    [candidate] = discover(only="acme")
+    assert candidate.available
+
+
+def test_hook_and_probe_run_in_the_probe_phase(installed):
+    phases = []
+
+    def hook():
+        phases.append(current_phase())
+        return SPEC
+
+    def probe():
+        phases.append(current_phase())
+        return ProbeResult(False, "nothing here", remedy="plug it in")
+
+    installed.add(hook=hook, probe=probe)
+    [candidate] = discover()
+    assert phases == [Phase.PROBE, Phase.PROBE]
+    assert not candidate.available and candidate.failure is None
+    assert candidate.probe_seconds >= 0
+
+
+def test_the_factory_runs_in_the_frontend_phase(installed):
+    installed.add()
+    seen = []
+    installed.module("acme_device", make=lambda: seen.append(current_phase()))
+    with pytest.raises(choose.PlatformError, match=r"must return a mvllm\.plugin_api\.Platform"):
+        choose.choose_platform("acme")
+    assert seen == [Phase.FRONTEND]
+
+
+def test_attributes_are_found_by_module_and_name():
+    assert load_attribute("mvllm.platform.spec:CONTRACT") is CONTRACT
