@@ -31,4 +31,7 @@ def configure_logging(level: str | None = None) -> None:
         root.addHandler(handler)
         root.propagate = False
     wanted = (level or os.environ.get("MVLLM_LOGGING_LEVEL") or "INFO").upper()
-    root.setLevel(wanted if wanted in logging.getLevelNamesMapping() else "INFO")
+    known = logging.getLevelNamesMapping()
+    root.setLevel(wanted if wanted in known else "INFO")
+    if wanted not in known:
+        root.warning("MVLLM_LOGGING_LEVEL is %r; it should be one of %s. Taking INFO.", wanted, ", ".join(known))

@@ -105,3 +105,32 @@ def test_a_platform_that_is_not_there_is_explained(folder: str) -> None:
     assert ran.returncode == 1
     assert "acme" in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+def shell(script: str) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    return subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {script}"], env={"PATH": path}, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "words"),
+    [
+        ("mvllm doctor --json | true", 1, ""),
+        ("mvllm platforms >/dev/full", 1, "error: The output cannot be written: No space left on device."),
+        ("mvllm platforms >&-", 0, ""),
+        ("mvllm chat --model {folder} {small} <&-", 0, ""),
+        (
+            "PYTHONUTF8=0 PYTHONIOENCODING=ascii mvllm generate --model {folder} --prompt a --max-tokens 30 {small}",
+            0,
+            "",
+        ),
+        ("printf '\\xff\\xfe\\n' | mvllm chat --model {folder} {small}", 0, "lone surrogate"),
+        ("mvllm chat --model {folder} --chat-template /bin/ls", 1, "error: The chat template '/bin/ls' cannot be read"),
+    ],
+)
+def test_streams_that_are_closed_full_or_of_another_encoding(folder: str, script: str, status: int, words: str) -> None:
+    ran = shell(script.format(folder=folder, small=" ".join(SMALL)))
+    assert (ran.returncode, "Traceback" in ran.stderr) == (status, False), ran.stderr
+    assert words in ran.stderr

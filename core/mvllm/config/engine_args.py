@@ -23,6 +23,7 @@ from mvllm.errors import ConfigError
 
 DEFAULT_NUM_BATCHED_TOKENS = 2048
 _LARGEST_SEED = 2**63 - 1
+_LARGEST_BUDGET = 2**24  # of tokens in one step: buffers are made for as many
 
 
 @dataclass
@@ -115,6 +116,7 @@ class EngineArgs:
         help=f"Token budget of one step; by default {DEFAULT_NUM_BATCHED_TOKENS}, more where other settings need it.",
         group="scheduler",
         minimum=1,
+        maximum=_LARGEST_BUDGET,
     )
     enable_chunked_prefill: bool = option(True, help="Let a prompt be computed over several steps.", group="scheduler")
     scheduling_policy: str = option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mvllm.config.engine_config import EngineConfig, replace_field
+from mvllm.engine.abilities import changes_for
 from mvllm.errors import ConfigError, PlatformError
 from mvllm.logging import get_logger
 from mvllm.platform.ask import ask
@@ -21,7 +22,8 @@ def settle_config(config: EngineConfig, platform: Platform) -> EngineConfig:
     """The configuration that the engine will run with, on `platform`.
 
     Raises:
-        ConfigError: The platform declines it (every reason and remedy is listed), or wants an impossible change.
+        ConfigError: The platform declines it (every reason and remedy is listed), does not claim what it needs, or
+            wants an impossible change.
         PlatformError: The platform fails, or does not answer as the contract says.
     """
     with enter_phase(Phase.FRONTEND):
@@ -38,8 +40,13 @@ def settle_config(config: EngineConfig, platform: Platform) -> EngineConfig:
         _log(change)
     if config.cache.memory_utilization is None:
         config = replace_field(config, "cache.memory_utilization", DEFAULT_MEMORY_UTILIZATION)
-    dtype = _settle_dtype(config, platform)
-    return replace_field(config, dtype.field, dtype.value) if dtype else config
+    capabilities: Capabilities = ask(platform, "capabilities", returns=Capabilities)
+    dtype = _settle_dtype(config, capabilities, platform.spec.name)
+    config = replace_field(config, dtype.field, dtype.value) if dtype else config
+    for change in changes_for(config, capabilities, platform.spec.name):
+        config = replace_field(config, change.field, change.value)
+        _log(change)
+    return config
 
 
 def _check_parts(platform: Platform, answer: Plan | Refusals) -> None:
@@ -52,9 +59,11 @@ def _check_parts(platform: Platform, answer: Plan | Refusals) -> None:
         )
 
 
-def _settle_dtype(config: EngineConfig, platform: Platform) -> ConfigChange | None:
+def _settle_dtype(config: EngineConfig, capabilities: Capabilities, platform: str) -> ConfigChange | None:
     """What `dtype=auto` becomes, or a check that an explicit dtype can be had."""
-    offered = ask(platform, "capabilities", returns=Capabilities).dtypes
+    offered = capabilities.dtypes
+    if not offered:
+        raise PlatformError(f"The platform {platform!r} claims no compute dtype: its Capabilities.dtypes is empty.")
     asked = config.model.dtype
     if asked == "auto":
         stored = config.model.checkpoint_dtype
@@ -65,7 +74,7 @@ def _settle_dtype(config: EngineConfig, platform: Platform) -> ConfigChange | No
         return change
     if asked not in offered:
         raise ConfigError(
-            f"dtype {asked!r} was asked for, but the platform {platform.spec.name!r} computes in {', '.join(offered)}. "
+            f"dtype {asked!r} was asked for, but the platform {platform!r} computes in {', '.join(offered)}. "
             "Pass one of these, or dtype='auto'."
         )
     return None

@@ -32,7 +32,7 @@ class WorkerWrapper:
 
     def __init__(self, config: EngineConfig, platform: Platform, ctx: WorkerContext) -> None:
         with enter_phase(Phase.WORKER):
-            path = ask(platform, "worker_class", returns=(str, type(None))) or "mvllm.worker.worker:Worker"
+            path = ask(platform, "worker_class", returns=(str, type(None))) or _class_of_core(platform)
             worker = _build(path, platform, config, ctx)
         missing = sorted(name for name in _METHODS - _OPTIONAL if not callable(getattr(worker, name, None)))
         if missing:
@@ -81,6 +81,15 @@ class WorkerWrapper:
             raise
         except BaseException as e:  # noqa: BLE001  (a plugin may raise anything, SystemExit included)
             logger.warning("%s failed in shutdown: %s: %s", self._name, type(e).__name__, e)
+
+
+def _class_of_core(platform: Platform) -> str:
+    if not platform.capabilities.torch_device:
+        raise PlatformError(
+            f"The platform {platform.spec.name!r} has no torch device, so it must bring a worker of its own, but its "
+            "worker_class() names none."
+        )
+    return "mvllm.worker.worker:Worker"
 
 
 def _build(path: str, platform: Platform, config: EngineConfig, ctx: WorkerContext) -> Any:

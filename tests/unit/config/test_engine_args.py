@@ -131,7 +131,7 @@ def test_paths_are_welcome_where_texts_are(tmp_path):
         ("block_size", [1, 16, 1024, None], [0, 1025, 16.0]),
         ("prefix_caching_seed", [0, 2**63 - 1, None], [-1, 2**63]),
         ("max_num_seqs", [1, 2048], [0, 65537, None]),
-        ("max_num_batched_tokens", [256, None], [0, -1]),
+        ("max_num_batched_tokens", [256, 2**24, None], [0, -1, 2**24 + 1]),
         ("tensor_parallel_size", [1, 1024], [0, 1025, None]),
         ("pipeline_parallel_size", [1, 1024], [0, 1025]),
         ("data_parallel_size", [1, 1024], [0, 1025]),

@@ -207,7 +207,6 @@ class TestSteps:
         assert core.reset_prefix_cache()
         assert cached("c") == 0
 
-
     @pytest.mark.parametrize(("claimed", "kept"), [(True, "group"), (False, None)])
     def test_siblings_share_blocks_only_where_attention_may_start_from_them(self, make_core, claimed, kept):
         core = make_core(prefix_caching=claimed)

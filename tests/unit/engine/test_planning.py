@@ -8,6 +8,7 @@ import pytest
 
 from mvllm.engine.planning import DEFAULT_MEMORY_UTILIZATION, settle_config
 from mvllm.errors import ConfigError, PlatformError
+from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.phases import Phase
 from mvllm.platform.spec import ConfigChange, Plan, Refusal, Refusals
 from tests.unit.engine.builders import make_config
@@ -115,3 +116,10 @@ class TestDtype:
     def test_the_plan_may_settle_it(self):
         plan = Plan((ConfigChange("model.dtype", "bfloat16", "faster"),))
         assert settle_config(config_for("auto"), FakePlatform(plan=plan)).model.dtype == "bfloat16"
+
+
+def test_a_platform_without_a_compute_dtype_is_named():
+    platform = FakePlatform()
+    platform.capabilities = Capabilities(dtypes=(), kv_dtypes=())
+    with pytest.raises(PlatformError, match="claims no compute dtype"):
+        settle_config(config_for("auto"), platform)

@@ -206,3 +206,17 @@ def test_json_objects_are_read(folder, clients):
     overrides = json.dumps({"max_position_embeddings": 128})
     assert main(["generate", "--model", folder, "--prompt", "x", "--hf-overrides", overrides]) == 0
     assert clients[0].config.model.max_model_len == 128
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["generate", "--model", "x", "--no-such", "1"], "unrecognized arguments: --no-such 1"),
+        (["generate"], "arguments are required: --model"),
+        (["fly"], "invalid choice: 'fly'"),
+    ],
+)
+def test_wrong_usage_is_said_in_two_lines(argv, words, capsys):
+    lines = usage_error(argv, capsys).strip().splitlines()
+    assert words in lines[0]
+    assert "--help" in lines[1] and len(lines) == 2

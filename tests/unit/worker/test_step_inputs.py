@@ -129,6 +129,16 @@ class TestWithBuckets:
         assert not layout.block_table[:, 5:].any(), "wider than any sequence"
         assert as_list(inputs.logits_at)[1:] == [0, 0]
 
+    def test_the_fullest_step_fits_into_the_buffer(self):
+        rows = make_rows()
+        rows.apply(make_plan({}, new_requests=[make_new(row, [row] * 4, [row]) for row in range(4)]))
+        full = ShapePolicy(tokens=(16,), requests=(4,), pages=(4,))
+        inputs = make_builder(rows, full, with_prompt_lens=True).build(make_plan(dict.fromkeys(range(4), 4)))
+        assert inputs.layout.block_table.shape == (4, 4)
+        assert as_list(inputs.logits_at) == [3, 7, 11, 15]
+        assert inputs.prompt_lens is not None
+        assert as_list(inputs.prompt_lens) == [4] * 16
+
     def test_a_step_that_samples_nothing_has_no_logits(self):
         inputs = make_builder(mixed_rows(), self.SHAPES).build(make_plan({3: 5}))
         assert len(inputs.sampling) == len(inputs.logits_at) == 0

@@ -87,6 +87,7 @@ class Conversation:
 
         messages = [*self._messages, {"role": "user", "content": text}]
         rendered = render_chat(self._engine.tokenizer, messages, chat_template=self._template)
+        self._engine.input_processor.check_text(rendered)
         ids = self._engine.tokenizer.encode(rendered, add_special_tokens=False)
         answer, error = print_stream(self._engine, {"prompt_token_ids": ids}, self._params, speed)
         self._messages = [*messages, {"role": "assistant", "content": answer}]
@@ -113,5 +114,5 @@ def _read_template(given: str | None) -> str | None:
         return given
     try:
         return Path(given).read_text(encoding="utf-8")
-    except OSError as e:
+    except (OSError, ValueError) as e:
         raise RequestError(f"The chat template {given!r} cannot be read: {e}") from e

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         params = sampling_params(args, llm.get_default_sampling_params())
         speed = Speedometer()
         failed = False
-        if len(prompts) == 1 and params.n == 1:
+        if streamed := len(prompts) == 1 and params.n == 1:
             print(prompts[0], end="", flush=True)
             _, error = print_stream(llm.llm_engine, prompts[0], params, speed)
             failed = error is not None
@@ -49,11 +49,7 @@ def run(args: argparse.Namespace) -> int:
                     speed.num_tokens += len(sequence.token_ids)
                     failed = failed or sequence.error is not None
                     print(f"{output.prompt}{sequence.text}{describe_end(sequence)}\n")
-        print(
-            f"\n{speed.summary(llm.llm_engine)}"
-            if len(prompts) == 1 and params.n == 1
-            else speed.summary(llm.llm_engine)
-        )
+        print(("\n" if streamed else "") + speed.summary(llm.llm_engine))
     return 1 if failed else 0
 
 

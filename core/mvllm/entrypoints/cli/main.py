@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import NoReturn
 
 from mvllm.config.env import describe_unknown, unknown_variables
 from mvllm.errors import MvllmError
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 after an error, which is explained on stderr; 130 after Ctrl-C. Wrong usage exits with 2.
     """
+    _ready_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     module: ModuleType | None = None
     try:
@@ -54,14 +56,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has gone (`mvllm generate ... | head`). Python would complain once more at exit.
+    except OSError as e:
+        if e.filename is not None:
+            raise  # not about a stream
+        # Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_ERROR
+        # Whoever read our output may simply have gone (`mvllm generate ... | head`).
+        return (
+            EXIT_ERROR if isinstance(e, BrokenPipeError) else _fail(f"The output cannot be written: {e.strerror or e}.")
+        )
+
+
+def _ready_streams() -> None:
+    """Makes the standard streams usable, whatever this process was started with.
+
+    One that is closed reads as empty and swallows what is written; a character that the terminal's encoding does not
+    know is shown escaped.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (for the process's life)
+        elif mode == "w" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in two lines, where argparse would list every option first."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` lists what there is.\n")
 
 
 def _make_parser(name: str | None, module: ModuleType | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="mvllm",
         description="Run large language models on the hardware for which a platform plugin is installed.",
         epilog="`mvllm COMMAND --help` explains a command, `mvllm COMMAND --help=WORD` only its options about WORD.",

@@ -1,0 +1,57 @@
+"""Holds a configuration to what a platform claims that it can do.
+
+What a platform does not claim is off. Where the engine can do without, it does, and the log says so; where the model
+needs it, the engine does not start. This comes after the platform's plan, which may have settled the same better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.errors import ConfigError
+from mvllm.platform.capabilities import Capabilities
+from mvllm.platform.spec import ConfigChange
+
+
+def changes_for(config: EngineConfig, capabilities: Capabilities, platform: str) -> Iterator[ConfigChange]:
+    """The settings that have to go another way on a platform of that name.
+
+    Raises:
+        ConfigError: The model, or a setting that was made on purpose, needs what the platform does not claim.
+    """
+    _check_model(config, capabilities, platform)
+    cache, scheduler = config.cache, config.scheduler
+    if cache.enable_prefix_caching and not capabilities.prefix_caching:
+        yield ConfigChange("cache.enable_prefix_caching", False, "the platform does not claim prefix_caching")
+    if scheduler.enable_chunked_prefill and not capabilities.chunked_prefill:
+        reason = "the platform does not claim chunked_prefill"
+        yield ConfigChange("scheduler.enable_chunked_prefill", False, reason)
+        if scheduler.max_num_batched_tokens < config.model.max_model_len:
+            reason += ", so a step must hold the longest prompt"
+            yield ConfigChange("scheduler.max_num_batched_tokens", config.model.max_model_len, reason)
+    stored = config.model.dtype if cache.dtype == "auto" else cache.dtype
+    if stored not in capabilities.kv_dtypes:
+        offered = ", ".join(capabilities.kv_dtypes) or "nothing"
+        if cache.dtype != "auto" or not capabilities.kv_dtypes:
+            raise ConfigError(
+                f"kv_cache_dtype {stored!r} was asked for, but the platform {platform!r} stores keys and values as "
+                f"{offered}. Pass one of these, or 'auto'."
+            )
+        yield ConfigChange("cache.dtype", capabilities.kv_dtypes[0], f"the platform does not store {stored}")
+
+
+def _check_model(config: EngineConfig, capabilities: Capabilities, platform: str) -> None:
+    model = config.model
+    if model.sliding_window is not None and not capabilities.sliding_window:
+        raise ConfigError(
+            f"The model attends over a sliding window of {model.sliding_window} tokens, which the platform "
+            f"{platform!r} does not claim. Choose another platform; or, where max_model_len is no longer than the "
+            "window, pass hf_overrides={'sliding_window': None}, which then gives the same results."
+        )
+    largest = capabilities.max_head_size
+    if largest is not None and model.head_size > largest:
+        raise ConfigError(
+            f"The model's attention heads have {model.head_size} elements, but the platform {platform!r} takes at most "
+            f"{largest}. Choose another platform."
+        )
