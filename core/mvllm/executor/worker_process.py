@@ -79,7 +79,7 @@ class WorkerProc:
         reply: Reply | None
         try:
             reply = self._execute(request)
-        except Exception as e:  # noqa: BLE001  (travels to the executor)
+        except Exception as e:
             activity = str(self._board.read(self._rank))
             failure = describe_failure(e, rank=self._rank, pid=os.getpid(), name=self._name, activity=activity)
             logger.debug("%s failed", activity, exc_info=e)
