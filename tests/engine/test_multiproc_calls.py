@@ -18,9 +18,10 @@ import pytest
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig, replace_field
-from mvllm.errors import ConfigError, EngineDeadError, WorkerDiedError, WorkerError, WorkerStuckError
+from mvllm.errors import ConfigError, EngineDeadError, PlatformError, WorkerDiedError, WorkerError, WorkerStuckError
 from mvllm.executor.choose import make_executor
 from mvllm.executor.multiproc import MultiprocExecutor
+from mvllm.executor.rpc import RemoteTraceback
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.platform.choose import choose_platform
 from tests.helpers.plugins import prepend, puppet_platform_path
@@ -122,7 +123,7 @@ def test_a_timeout_names_the_worker_and_its_late_reply_is_not_taken_for_a_later_
 def test_an_error_of_one_rank_is_raised_at_once_and_shifts_no_later_reply(make: MakeExecutor) -> None:
     executor = make(2)
     slow = executor.collective_rpc("allocate_kv_cache", (SLEEP_ON_RANK_0_MS, 400), non_block=True)
-    with pytest.raises(WorkerError, match="MemoryError: rank 1 is full"):
+    with pytest.raises(PlatformError, match="MemoryError: rank 1 is full"):
         executor.collective_rpc("allocate_kv_cache", (RAISE_ON_RANK, 1))
     assert [needs.bytes_per_token for needs in executor.kv_cache_needs()] == [1000, 1001]
     assert slow.result() == [None, None]
@@ -130,11 +131,13 @@ def test_an_error_of_one_rank_is_raised_at_once_and_shifts_no_later_reply(make: 
 
 def test_an_error_tells_type_message_rank_pid_method_and_traceback(make: MakeExecutor) -> None:
     executor = make()
-    with pytest.raises(WorkerError, match="KeyError: 'string 7 tore'") as caught:
+    with pytest.raises(PlatformError, match="KeyError: 'string 7 tore'") as caught:
         executor.collective_rpc("allocate_kv_cache", (RAISE, 7))
-    error = caught.value
-    assert (error.rank, error.pid, error.activity) == (0, executor.worker_pids[0], "allocate_kv_cache")
-    assert re.search(r"puppet\.py.*line \d+, in allocate_kv_cache", str(error.__cause__))
+    remote = caught.value.__cause__
+    assert isinstance(remote, RemoteTraceback)
+    failure = remote.failure
+    assert (failure.rank, failure.pid, failure.activity) == (0, executor.worker_pids[0], "allocate_kv_cache")
+    assert re.search(r"puppet\.py.*line \d+, in allocate_kv_cache", str(remote))
     assert executor.collective_rpc("check_health") == [None]
 
 
@@ -212,7 +215,7 @@ def test_a_worker_that_cannot_be_built_raises_its_own_error_and_leaves_nothing(
     make: MakeExecutor, monkeypatch: pytest.MonkeyPatch, tag: str
 ) -> None:
     monkeypatch.setenv("PUPPET", "fail-1")
-    with pytest.raises(WorkerError, match=r"Worker_TP1 \(rank 1, pid \d+\).*ValueError: no strings on rank 1"):
+    with pytest.raises(PlatformError, match=r"Worker_TP1 \(rank 1, pid \d+\).*ValueError: no strings on rank 1"):
         make(2)
     assert not tagged(tag)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mvllm import LLM, SamplingParams
-from mvllm.errors import EngineDeadError, WorkerDiedError, WorkerError, WorkerStuckError
+from mvllm.errors import EngineDeadError, PlatformError, WorkerDiedError, WorkerError, WorkerStuckError
 from tests.helpers.plugins import fault_platform_path, prepend
 from tests.helpers.processes import TAG, assert_nothing_left, new_tag, shared_memory_names
 
@@ -62,7 +62,7 @@ def test_tokens_are_those_of_one_process_and_a_fault_of_one_engine_is_not_anothe
 @pytest.mark.parametrize(("phase", "activity"), [("init_device", "init_device"), ("load", "load_model")])
 def test_a_worker_that_fails_to_start_gives_the_caller_its_own_error(make: MakeLLM, phase: str, activity: str) -> None:
     with pytest.raises(
-        WorkerError,
+        PlatformError,
         match=rf"Worker_TP1 \(rank 1, pid \d+\) failed in {activity}: .*InjectedFault: .* {phase} of rank 1",
     ) as caught:
         make(f"raise@{phase}:rank=1")

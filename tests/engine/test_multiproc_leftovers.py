@@ -25,7 +25,7 @@ ACTIVITY = {
     "start-up": "importing the worker",
     "loading": "load_model",
     "idle": "idle",
-    "mid-request": "execute_model of step",
+    "mid-request": "execute_model of step|idle",  # a busy machine may let the signal in between two steps
 }
 
 
@@ -132,7 +132,7 @@ def test_a_killed_worker_is_named_and_nothing_is_left(start: StartEngine, phase:
     told = engine.expect("failed")
     assert time.monotonic() - killed < 5
     assert re.search(rf"Worker_TP{rank} \(rank {rank}, pid {pid}\) was killed by SIGKILL.*memory", told["message"])
-    assert ACTIVITY[phase] in told["message"]
+    assert re.search(ACTIVITY[phase], told["message"])
     assert engine.process.wait(5) == 1
     engine.assert_nothing_left()
 

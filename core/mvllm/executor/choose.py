@@ -41,7 +41,7 @@ def make_executor(config: EngineConfig, platform: Platform) -> Executor:
         if name == "uni" and topology.num_workers > 1:
             raise ConfigError(
                 f"The executor 'uni' runs one worker; this configuration needs {topology.num_workers}. "
-                "Use --distributed-executor-backend mp, or set tensor_parallel_size and pipeline_parallel_size to 1."
+                "Set distributed_executor_backend to mp, or set tensor_parallel_size and pipeline_parallel_size to 1."
             )
     return _load(name)(config, platform)
 
@@ -55,8 +55,8 @@ def _default(topology: LaunchTopology, config: EngineConfig) -> str:
     raise ConfigError(
         f"{topology.num_workers} workers are needed (tensor_parallel_size {config.parallel.tensor_parallel_size} × "
         f"pipeline_parallel_size {config.parallel.pipeline_parallel_size}), for which the platform allows "
-        f"{', '.join(topology.executors)}. Name one of these with --distributed-executor-backend, or set both sizes "
-        "to 1."
+        f"{', '.join(topology.executors)}. Name an executor that can with "
+        "distributed_executor_backend, or set both sizes to 1."
     )
 
 

@@ -456,6 +456,7 @@ def _shut_down(
         return
     told = False
     if group.failure is None and group.workers and all(worker.is_ready for worker in group.workers):
+        group.expect_ends()
         with contextlib.suppress(QueueError):
             writer.enqueue(Request(STOP_ID, "", b""), timeout=0.5)
             told = True

@@ -69,7 +69,7 @@ class WorkerFailure(msgspec.Struct, frozen=True):
     def to_exception(self) -> Exception:
         """The same class where it is one of mvllm's own (the caller may tell them apart), else a WorkerError.
 
-        The worker's traceback is the cause, so that it is shown but not in the message.
+        The cause shows the worker's traceback and has this failure as its attribute.
         """
         text = f"{self.name} (rank {self.rank}, pid {self.pid}) failed in {self.activity}: "
         own = getattr(errors, self.kind.rpartition(".")[2], None) if self.kind.startswith("mvllm.") else None
@@ -83,15 +83,23 @@ class WorkerFailure(msgspec.Struct, frozen=True):
                 pid=self.pid,
                 activity=self.activity,
             )
-        error.__cause__ = RemoteTraceback(self.traceback)
+        error.__cause__ = RemoteTraceback(self)
         return error
 
 
 class RemoteTraceback(Exception):
-    """A traceback of another process, as text."""
+    """A traceback of another process, as text.
+
+    Attributes:
+        failure: All that is known.
+    """
+
+    def __init__(self, failure: WorkerFailure) -> None:
+        super().__init__(failure)
+        self.failure = failure
 
     def __str__(self) -> str:
-        return f"\n\nIn the worker:\n{self.args[0]}"
+        return f"\n\nIn the worker:\n{self.failure.traceback}"
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):

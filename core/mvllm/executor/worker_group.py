@@ -146,6 +146,10 @@ class WorkerGroup:
         first = late[0]
         return WorkerStuckError("\n".join(parts), rank=first.rank, pid=first.pid, activity=str(first.activity))
 
+    def expect_ends(self) -> None:
+        """From now on, a worker that ends is no failure. Call before telling workers to stop."""
+        self._ending = True
+
     def end(self, *, gracefully: bool = False) -> None:
         """Ends every process, each step with a deadline: death pipe, SIGTERM, SIGKILL. Idempotent; safe at exit.
 
@@ -154,7 +158,7 @@ class WorkerGroup:
         """
         if os.getpid() != self._pid:  # a fork of the engine's process: the workers are not its own
             return
-        self._ending = True
+        self.expect_ends()
         self.stop.set()
         with self._end_lock:
             if self._ended or not self._thread.ident:
@@ -180,6 +184,8 @@ class WorkerGroup:
         if os.getpid() != self._pid:
             return
         self.end()
+        if self._thread.ident:
+            self._thread.join(_PIPE_SECONDS)  # it reads what is closed next
         for worker in self.workers:
             if not worker.is_running:
                 worker.close()
@@ -246,7 +252,8 @@ class WorkerGroup:
         with self._changed:
             dead += [worker for worker in self._running() if worker.reap()]
             self._changed.notify_all()
-        self.fail(_deaths(dead))
+        if not self._ending:
+            self.fail(_deaths(dead))
 
     def _running(self) -> list[WorkerHandle]:
         return [worker for worker in self.workers if worker.is_running]

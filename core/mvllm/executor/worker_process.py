@@ -93,9 +93,12 @@ class WorkerProc:
         """The answer, where this rank is to give one."""
         self._board.write(self._rank, request.method, request.id)
         args = codec_of(request.method).arguments.decode(request.args)
+        result: object
         if request.method == "execute_model":
             self._board.write(self._rank, request.method, request.id, args[0].step)
-        result = self._worker.call(request.method, *args)
+            result = self._worker.execute_model(*args)
+        else:
+            result = self._worker.call(request.method, *args)
         if request.reply_from not in (None, self._rank):
             return None
         return Reply(request.id, self._rank, msgspec.msgpack.encode(result))
