@@ -17,12 +17,22 @@ namespace avx2 {
 #include "attention_tile.h"
 #include "kv_store.h"
 #include "elementwise.h"
+#include "linear_tile.h"
 }  // namespace avx2
 #pragma GCC pop_options
 
 const Isa isa_avx2 = {
-    "avx2",          avx2::attend,       avx2::combine, avx2::store_kv,
-    avx2::rms_norm, avx2::silu_and_mul, avx2::rotary,
+    "avx2",
+    avx2::attend,
+    avx2::combine,
+    avx2::store_kv,
+    avx2::rms_norm,
+    avx2::silu_and_mul,
+    avx2::rotary,
+    avx2::linear,
+    avx2::linear_x,
+    avx2::linear_tile,
+    avx2::bf16_dot,
 };
 }  // namespace mvllm
 #endif

@@ -17,12 +17,22 @@ namespace avx512 {
 #include "attention_tile.h"
 #include "kv_store.h"
 #include "elementwise.h"
+#include "linear_tile.h"
 }  // namespace avx512
 #pragma GCC pop_options
 
 const Isa isa_avx512 = {
-    "avx512",          avx512::attend,       avx512::combine, avx512::store_kv,
-    avx512::rms_norm, avx512::silu_and_mul, avx512::rotary,
+    "avx512",
+    avx512::attend,
+    avx512::combine,
+    avx512::store_kv,
+    avx512::rms_norm,
+    avx512::silu_and_mul,
+    avx512::rotary,
+    avx512::linear,
+    avx512::linear_x,
+    avx512::linear_tile,
+    avx512::bf16_dot,
 };
 }  // namespace mvllm
 #endif

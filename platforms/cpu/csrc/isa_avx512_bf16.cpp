@@ -17,12 +17,22 @@ namespace avx512_bf16 {
 #include "attention_tile.h"
 #include "kv_store.h"
 #include "elementwise.h"
+#include "linear_tile.h"
 }  // namespace avx512_bf16
 #pragma GCC pop_options
 
 const Isa isa_avx512_bf16 = {
-    "avx512_bf16",          avx512_bf16::attend,       avx512_bf16::combine, avx512_bf16::store_kv,
-    avx512_bf16::rms_norm, avx512_bf16::silu_and_mul, avx512_bf16::rotary,
+    "avx512_bf16",
+    avx512_bf16::attend,
+    avx512_bf16::combine,
+    avx512_bf16::store_kv,
+    avx512_bf16::rms_norm,
+    avx512_bf16::silu_and_mul,
+    avx512_bf16::rotary,
+    avx512_bf16::linear,
+    avx512_bf16::linear_x,
+    avx512_bf16::linear_tile,
+    avx512_bf16::bf16_dot,
 };
 }  // namespace mvllm
 #endif

@@ -11,9 +11,19 @@ namespace generic {
 #include "attention_tile.h"
 #include "kv_store.h"
 #include "elementwise.h"
+#include "linear_tile.h"
 }  // namespace generic
 const Isa isa_generic = {
-    "generic",          generic::attend,       generic::combine, generic::store_kv,
-    generic::rms_norm, generic::silu_and_mul, generic::rotary,
+    "generic",
+    generic::attend,
+    generic::combine,
+    generic::store_kv,
+    generic::rms_norm,
+    generic::silu_and_mul,
+    generic::rotary,
+    generic::linear,
+    generic::linear_x,
+    generic::linear_tile,
+    generic::bf16_dot,
 };
 }  // namespace mvllm

@@ -130,6 +130,21 @@ struct Rotary {
     int32_t wide_index, num_heads, num_kv_heads, rotary_dim, dtype;
 };
 
+// out = x * weight^T + bias, with `weight` packed for one instruction set: columns in tiles of `linear_tile`, a tile's last
+// ones zero where there are fewer; within a tile one row per k, or per pair of k for bfloat16, as in the cache:
+//
+//     [tiles][in_features][linear_tile]    or    [tiles][in_features / 2, rounded up][linear_tile][2]
+struct Linear {
+    const void* x;  // rows `x_stride` elements apart
+    const void* weight;
+    const void* bias;  // [out_features] or null
+    void* out;         // [rows, out_features] contiguous
+    int64_t x_stride;
+    int32_t in_features, out_features, dtype;
+};
+
+constexpr int LINEAR_ROWS = 96;  // most rows that one call of an instruction set's `linear` takes
+
 // The kernels of one instruction set.
 struct Isa {
     const char* name;
@@ -139,6 +154,12 @@ struct Isa {
     void (*rms_norm)(const RmsNorm&, int64_t row_begin, int64_t row_end);
     void (*silu_and_mul)(const SiluAndMul&, int64_t row_begin, int64_t row_end);
     void (*rotary)(const Rotary&, int64_t token_begin, int64_t token_end);
+    // Columns in strips of STRIP. `x` holds float32 rows, zero-padded like the weight, except where it is the caller's
+    // own: for float32, and for bfloat16 in pairs where `bf16_dot`. `linear_x` makes such rows.
+    void (*linear)(const Linear&, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end);
+    void (*linear_x)(const Linear&, void* out, int64_t row_stride, int64_t row_begin, int64_t row_end);
+    int32_t linear_tile;
+    bool bf16_dot;
 };
 
 extern const Isa isa_generic;

@@ -50,7 +50,7 @@ class KernelOps:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x divided by its root mean square, times weight."""
         size = x.shape[-1]
-        rows = _rows(x)
+        rows = rows_of(x)
         out = torch.empty(x.shape, dtype=x.dtype)
         self._rms_norm(
             rows.data_ptr(),
@@ -71,7 +71,7 @@ class KernelOps:
         """Adds x to the residual stream, in place, and normalises the sum."""
         if not residual.is_contiguous():
             residual = residual.contiguous()
-        x = _rows(x)
+        x = rows_of(x)
         out = torch.empty_like(residual)
         self._rms_norm(
             x.data_ptr(),
@@ -89,7 +89,7 @@ class KernelOps:
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """silu of the first half times the second half."""
         size = x.shape[-1] // 2
-        rows = _rows(x)
+        rows = rows_of(x)
         out = torch.empty((*x.shape[:-1], size), dtype=x.dtype)
         self._silu_and_mul(rows.data_ptr(), rows.stride(0), out.data_ptr(), rows.shape[0], size, DTYPE_CODES[x.dtype])
         return out
@@ -121,7 +121,7 @@ class KernelOps:
         return query, key
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def rows_of(x: torch.Tensor) -> torch.Tensor:
     """`x` as [rows, size]: strided rows stay where they are, anything else is copied."""
     if x.dim() != 2:
         x = x.reshape(-1, x.shape[-1])

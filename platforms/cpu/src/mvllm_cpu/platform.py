@@ -122,10 +122,13 @@ class CPUPlatform(Platform):
 
     def ops(self) -> Sequence[OpProvider]:
         from mvllm_cpu import kernels, packed_linear
+        from mvllm_cpu.linear import Linear
         from mvllm_cpu.ops import KernelOps
 
         loaded = kernels.load()
-        compiled = KernelOps(loaded.library).providers() if loaded.library is not None else ()
+        if loaded.library is None:
+            return packed_linear.providers()
+        compiled = (*KernelOps(loaded.library).providers(), *Linear(loaded.library, loaded.isa).providers())
         return (*compiled, *packed_linear.providers())
 
     def doctor(self) -> Sequence[Check]:

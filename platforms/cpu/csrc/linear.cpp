@@ -1,0 +1,113 @@
+// Matrix products with weights packed once: packing them, and dividing a product over the threads.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <memory>
+
+#include "kernels.h"
+
+namespace mvllm {
+namespace {
+
+constexpr int64_t SERIAL_WORK = 1 << 18;  // multiply-adds below which waking other threads costs more than it saves
+constexpr int64_t COPIED_ROWS = 512;      // rows whose x is widened at a time
+
+int64_t depth_of(int64_t in_features, int dtype) { return in_features + (dtype == BF16 ? in_features & 1 : 0); }
+
+// Whether the kernels read x as it is.
+bool takes_x(const Isa& isa, const Linear& op) {
+    return op.dtype == F32 || (op.dtype == BF16 && isa.bf16_dot && op.in_features % 2 == 0);
+}
+
+int threads_for(int64_t work) {
+    return work < SERIAL_WORK ? 1 : int(std::min<int64_t>(omp_get_max_threads(), work / (SERIAL_WORK / 2)));
+}
+
+// One thread's part. Few rows: a range of columns. Many: a range of blocks, those of the same rows in sequence, so that
+// their x stays in the second cache while the weights pass, which are prefetched.
+void compute(const Isa& isa, const Linear& op, int64_t rows, int64_t thread, int64_t threads) {
+    const int64_t strips = (op.out_features + STRIP - 1) / STRIP;
+    if (rows <= LINEAR_ROWS) return isa.linear(op, 0, rows, strips * thread / threads, strips * (thread + 1) / threads);
+    const int64_t width = isa.linear_tile / STRIP, tiles = (strips + width - 1) / width;
+    const int64_t row_blocks = (rows + LINEAR_ROWS - 1) / LINEAR_ROWS, blocks = tiles * row_blocks;
+    for (int64_t b = blocks * thread / threads; b < blocks * (thread + 1) / threads; ++b) {
+        const int64_t tile = b % tiles, i = b / tiles;
+        isa.linear(op, rows * i / row_blocks, rows * (i + 1) / row_blocks, tile * width,
+                   std::min(strips, (tile + 1) * width));
+    }
+}
+
+template <class T>
+void pack_tile(const T* weight, int64_t stride, T* packed, int64_t columns, int64_t in_features, int64_t tile, int step) {
+    for (int64_t k = 0; k < in_features; k += step) {
+        const int64_t n = std::min<int64_t>(step, in_features - k);
+        for (int64_t c = 0; c < columns; ++c)
+            for (int64_t j = 0; j < n; ++j) packed[k * tile + c * step + j] = weight[c * stride + k + j];
+    }
+}
+
+}  // namespace
+}  // namespace mvllm
+
+using namespace mvllm;
+
+extern "C" {
+
+// Elements that `mvllm_cpu_linear_pack` writes to.
+int64_t mvllm_cpu_linear_packed_size(int64_t out_features, int64_t in_features, int dtype) {
+    const int64_t tile = current_isa().linear_tile;
+    return (out_features + tile - 1) / tile * tile * depth_of(in_features, dtype);
+}
+
+// `packed` is zero before, so that the padding is.
+void mvllm_cpu_linear_pack(const void* weight, int64_t stride, void* packed, int64_t out_features, int64_t in_features,
+                           int dtype) {
+    const int64_t tile = current_isa().linear_tile, tiles = (out_features + tile - 1) / tile;
+    const int64_t size = tile * depth_of(in_features, dtype);
+#pragma omp parallel for num_threads(threads_for(out_features * in_features))
+    for (int64_t i = 0; i < tiles; ++i) {
+        const int64_t columns = std::min(tile, out_features - i * tile);
+        if (dtype == F32)
+            pack_tile(static_cast<const float*>(weight) + i * tile * stride, stride, static_cast<float*>(packed) + i * size,
+                      columns, in_features, tile, 1);
+        else
+            pack_tile(static_cast<const uint16_t*>(weight) + i * tile * stride, stride,
+                      static_cast<uint16_t*>(packed) + i * size, columns, in_features, tile, dtype == BF16 ? 2 : 1);
+    }
+}
+
+// out [rows, out_features] = x * weight^T + bias; rows of `x` lie `x_stride` elements apart.
+void mvllm_cpu_linear(const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, int64_t rows,
+                      int64_t in_features, int64_t out_features, int dtype) {
+    const Isa& isa = current_isa();
+    Linear op{x, weight, bias, out, x_stride, int32_t(in_features), int32_t(out_features), dtype};
+    const int64_t element = dtype == F32 ? 4 : 2;
+    if (takes_x(isa, op)) {
+        const int threads = threads_for(rows * in_features * out_features);
+        if (threads == 1) return compute(isa, op, rows, 0, 1);
+#pragma omp parallel num_threads(threads)
+        compute(isa, op, rows, omp_get_thread_num(), omp_get_num_threads());
+        return;
+    }
+    const int64_t depth = depth_of(in_features, dtype);
+    std::unique_ptr<float[]> copy(new float[size_t(std::min(rows, COPIED_ROWS) * depth)]);
+    for (int64_t first = 0; first < rows; first += COPIED_ROWS) {
+        const int64_t n = std::min(rows - first, COPIED_ROWS);
+        Linear part = op;
+        part.x = static_cast<const char*>(x) + first * x_stride * element;
+        part.out = static_cast<char*>(out) + first * out_features * element;
+        Linear copied = part;
+        copied.x = copy.get();
+        copied.x_stride = depth;
+#pragma omp parallel num_threads(threads_for(n * in_features * out_features))
+        {
+            const int64_t i = omp_get_thread_num(), threads = omp_get_num_threads();
+            isa.linear_x(part, copy.get(), depth, n * i / threads, n * (i + 1) / threads);
+#pragma omp barrier
+            compute(isa, copied, n, i, threads);
+        }
+    }
+}
+
+}  // extern "C"

@@ -1,0 +1,109 @@
+"""Matrix products by the compiled kernels, with weights packed once, after loading, for the instruction set that runs.
+
+One packing serves any number of rows: with few (decode) the product is bound by reading the weight, and takes it as one
+stream; with many it is bound by arithmetic. A row's result depends neither on the other rows nor on their number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mvllm.plugin_api import OpCase, OpProvider
+from mvllm_cpu.ops import PROVIDER, rows_of
+from mvllm_cpu.paged_attention import DTYPE_CODES
+
+FASTER_THAN_ONEDNN = 1
+"""Priority of the provider; the others have 0."""
+
+FASTEST_WITH = {
+    "bfloat16": ("avx512_bf16",),
+    "float16": ("avx512", "avx512_bf16"),
+    "float32": ("avx512", "avx512_bf16"),
+}
+"""Instruction sets with which the kernel is the fastest there is, at any number of rows; by dtype."""
+
+VOCABULARY_RATIO = 16
+"""A weight with so many times more outputs than inputs is taken for a language model's head."""
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight [out_features, in_features] in the kernels' layout (csrc/kernels.h); only `Linear.linear` reads it."""
+
+    data: torch.Tensor
+    out_features: int
+    in_features: int
+
+
+class Linear:
+    """The operation, bound to the opened library.
+
+    Args:
+        library: The kernels.
+        isa: Instruction set that they run with.
+    """
+
+    def __init__(self, library: ctypes.CDLL, isa: str) -> None:
+        pointer, length, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        self._isa = isa
+        self._packed_size = library.mvllm_cpu_linear_packed_size
+        self._packed_size.argtypes = (length, length, number)
+        self._packed_size.restype = length
+        self._pack = library.mvllm_cpu_linear_pack
+        self._pack.argtypes = (pointer, length, pointer, length, length, number)
+        self._pack.restype = None
+        self._linear = library.mvllm_cpu_linear
+        self._linear.argtypes = (pointer, length, pointer, pointer, pointer, length, length, length, number)
+        self._linear.restype = None
+
+    def providers(self) -> Sequence[OpProvider]:
+        """The one provider."""
+        return (OpProvider("linear", PROVIDER, self.linear, self.supports, FASTER_THAN_ONEDNN, prepare=self.pack),)
+
+    def supports(self, case: OpCase) -> list[str]:
+        """Reasons why the kernel does not take a case, or is not the fastest there."""
+        fastest_with = FASTEST_WITH.get(case.dtype)
+        if fastest_with is None:
+            return [f"dtype {case.dtype} has no kernel (there are kernels for {', '.join(FASTEST_WITH)})"]
+        if self._isa not in fastest_with:
+            return [f"for {case.dtype} the kernel is the fastest with {'/'.join(fastest_with)}, not with {self._isa}"]
+        if case.dtype == "bfloat16" and torch.cpu._is_amx_tile_supported():
+            return ["oneDNN multiplies matrices with AMX here"]
+        if case.dtype != "bfloat16" and _may_be_tied(case):
+            return ["a vocabulary's weight may be the embedding's too, and packing it would keep a second copy"]
+        return []
+
+    def pack(self, weight: torch.Tensor) -> PackedWeight:
+        """A weight [out_features, in_features] in the kernels' layout."""
+        weight = rows_of(weight.detach())
+        out_features, in_features = weight.shape
+        code = DTYPE_CODES[weight.dtype]
+        data = torch.zeros(self._packed_size(out_features, in_features, code), dtype=weight.dtype)
+        self._pack(weight.data_ptr(), weight.stride(0), data.data_ptr(), out_features, in_features, code)
+        return PackedWeight(data, out_features, in_features)
+
+    def linear(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """x · weightᵀ + bias; sums in float32, rounded once."""
+        rows = rows_of(x)
+        out = torch.empty((*x.shape[:-1], weight.out_features), dtype=x.dtype)
+        self._linear(
+            rows.data_ptr(),
+            rows.stride(0),
+            weight.data.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            rows.shape[0],
+            weight.in_features,
+            weight.out_features,
+            DTYPE_CODES[x.dtype],
+        )
+        return out
+
+
+def _may_be_tied(case: OpCase) -> bool:
+    """Whether the case looks like a head. In bfloat16 those are worth a second copy, which oneDNN would make too."""
+    return case.facts.get("out_features", 0) >= VOCABULARY_RATIO * case.facts.get("in_features", 1)
