@@ -46,3 +46,36 @@ class ContractError(PlatformError):
 
 class EngineDeadError(MvllmError, RuntimeError):
     """The engine stopped because of an earlier error, which is kept as the cause."""
+
+
+class WorkerError(MvllmError, RuntimeError):
+    """A worker process failed; its own exception, with its traceback, is the cause.
+
+    Args:
+        message: The whole story in one screen.
+        rank: The worker's rank.
+        pid: Its process id, or None if it never had one.
+        activity: What it was doing, for instance `execute_model of step 12`.
+    """
+
+    def __init__(self, message: str, *, rank: int, pid: int | None, activity: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.pid = pid
+        self.activity = activity
+
+
+class WorkerDiedError(WorkerError):
+    """A worker process ended by itself or was killed.
+
+    Args:
+        exit_code: Its exit status, or minus the number of the signal that ended it.
+    """
+
+    def __init__(self, message: str, *, rank: int, pid: int | None, activity: str, exit_code: int) -> None:
+        super().__init__(message, rank=rank, pid=pid, activity=activity)
+        self.exit_code = exit_code
+
+
+class WorkerStuckError(WorkerError, TimeoutError):
+    """A worker has not finished in time; the message holds its stack."""

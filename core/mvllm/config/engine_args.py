@@ -136,9 +136,23 @@ class EngineArgs:
     data_parallel_size: int = option(1, help="Engine replicas.", group="parallel", minimum=1, maximum=1024)
     distributed_executor_backend: str | None = option(
         None,
-        help="How workers run: 'uni' (one worker, in this process), the name of an installed executor, or a dotted "
-        "path to an executor class; by default chosen.",
+        help="How workers run: 'uni' (one worker, in this process), 'mp' (a process each), the name of an installed "
+        "executor, or a dotted path to an executor class; by default chosen.",
         group="parallel",
+    )
+    start_timeout: float = option(
+        1800.0,
+        help="Seconds that each phase of start-up (loading the weights is one) may take on a worker process.",
+        group="parallel",
+        minimum=0,
+        above=True,
+    )
+    step_timeout: float = option(
+        300.0,
+        help="Seconds after which a step of worker processes that has not ended is taken for hung.",
+        group="parallel",
+        minimum=0,
+        above=True,
     )
 
     load_format: str = option(
@@ -236,6 +250,8 @@ class EngineArgs:
                 pipeline_parallel_size=self.pipeline_parallel_size,
                 data_parallel_size=self.data_parallel_size,
                 distributed_executor_backend=self.distributed_executor_backend,
+                start_timeout=self.start_timeout,
+                step_timeout=self.step_timeout,
             ),
             load=LoadConfig(load_format=self.load_format, use_tqdm=self.use_tqdm_on_load),
             platform=self.platform,

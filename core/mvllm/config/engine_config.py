@@ -62,12 +62,16 @@ class ParallelConfig:
         pipeline_parallel_size: Groups of ranks that each hold a run of layers.
         data_parallel_size: Engine replicas.
         distributed_executor_backend: Name of a built-in or installed executor, a dotted path, or None to choose.
+        start_timeout: Seconds that each phase of start-up may take on a worker process.
+        step_timeout: Seconds after which a step that has not ended is taken for hung, and ends the engine.
     """
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     distributed_executor_backend: str | None = None
+    start_timeout: float = 1800.0
+    step_timeout: float = 300.0
 
     @property
     def world_size(self) -> int:

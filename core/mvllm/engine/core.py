@@ -107,6 +107,8 @@ class EngineCore:
             # What did not end leaves scheduler, rows and cached blocks at different points: no result of theirs could
             # be trusted. That holds for an interrupt, too.
             self._dead = self._dead or e
+            if isinstance(e, Exception):
+                self._executor.shutdown()  # nobody will use the workers again: free what they hold
             raise
 
     def reset_prefix_cache(self) -> bool:
@@ -124,7 +126,12 @@ class EngineCore:
     def _launch(self) -> None:
         """Plans a step and starts it."""
         plan = self.scheduler.schedule()
-        self._in_flight.append((plan, self._executor.execute_model(plan)))
+        try:
+            future = self._executor.execute_model(plan)
+        except Exception as e:
+            self._dead = e
+            raise EngineDeadError(f"Step {plan.step} could not start: {type(e).__name__}: {e}") from e
+        self._in_flight.append((plan, future))
 
     def _collect(self) -> EngineCoreOutputs:
         plan, future = self._in_flight.popleft()

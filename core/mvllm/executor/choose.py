@@ -18,6 +18,7 @@ ENTRY_POINT_GROUP = "mvllm.executors"
 
 _BUILT_IN = {
     "uni": "mvllm.executor.uniproc:UniProcExecutor",
+    "mp": "mvllm.executor.multiproc:MultiprocExecutor",
     "external_launcher": "mvllm.executor.external_launcher:ExecutorWithExternalLauncher",
 }
 
@@ -39,19 +40,23 @@ def make_executor(config: EngineConfig, platform: Platform) -> Executor:
             )
         if name == "uni" and topology.num_workers > 1:
             raise ConfigError(
-                f"The executor {name!r} runs one worker; this configuration needs {topology.num_workers}. "
-                "Set tensor_parallel_size and pipeline_parallel_size to 1."
+                f"The executor 'uni' runs one worker; this configuration needs {topology.num_workers}. "
+                "Set distributed_executor_backend to mp, or set tensor_parallel_size and pipeline_parallel_size to 1."
             )
     return _load(name)(config, platform)
 
 
 def _default(topology: LaunchTopology, config: EngineConfig) -> str:
-    if topology.num_workers == 1:
-        return "uni"
+    """In this process where one worker does, else in processes of this machine; where the platform allows that."""
+    fitting = ("uni", "mp") if topology.num_workers == 1 else ("mp",)
+    for name in fitting:
+        if name in topology.executors:
+            return name
     raise ConfigError(
-        f"{topology.num_workers} workers were asked for (tensor_parallel_size {config.parallel.tensor_parallel_size} × "
-        f"pipeline_parallel_size {config.parallel.pipeline_parallel_size}), but this version of mvllm runs one worker "
-        "per engine. Set both to 1, or name an installed executor with distributed_executor_backend."
+        f"{topology.num_workers} workers are needed (tensor_parallel_size {config.parallel.tensor_parallel_size} × "
+        f"pipeline_parallel_size {config.parallel.pipeline_parallel_size}), for which the platform allows "
+        f"{', '.join(topology.executors)}. Name an executor that can with "
+        "distributed_executor_backend, or set both sizes to 1."
     )
 
 

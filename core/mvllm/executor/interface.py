@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, overload
 
@@ -79,6 +79,12 @@ class Executor(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Ends all workers. Idempotent."""
+
+    def on_failure(self, callback: Callable[[Exception], None]) -> None:
+        """Has `callback` called, once and from any thread, when the workers can no longer be used.
+
+        A failure that has happened is reported at once. Workers that cannot fail by themselves never call it.
+        """
 
     def start(self) -> None:
         """Brings every worker up to a loaded model."""

@@ -94,7 +94,7 @@ def test_an_executor_that_the_platform_does_not_allow():
     assert "'uni'" in text and "'acme'" in text and "mp, ray" in text
 
 
-@pytest.mark.parametrize("name", ["mp", "nope", "nope.Executor", f"{__name__}.Absent", "a:b:c", ":", "."])
+@pytest.mark.parametrize("name", ["nope", "nope.Executor", f"{__name__}.Absent", "a:b:c", ":", "."])
 def test_a_name_that_leads_nowhere_says_where_was_looked(entry_points, name):
     entry_points()
     text = refusal(config(name))

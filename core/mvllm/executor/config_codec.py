@@ -1,0 +1,45 @@
+"""The engine's configuration as bytes, for processes that are started with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.config.hf_config import HFConfig
+
+
+def encode_config(config: EngineConfig) -> bytes:
+    """`config` as msgpack."""
+    return _encoder.encode(config)
+
+
+def decode_config(data: bytes) -> EngineConfig:
+    """What `encode_config` was given.
+
+    Raises:
+        msgspec.ValidationError: The bytes are of something else, or of another version of mvllm.
+    """
+    return _decoder.decode(data)
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, HFConfig):
+        return {"values": value.as_dict(), "source": value.source}
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"A {type(value).__name__} in the configuration cannot travel to another process.")
+
+
+def _from_plain(kind: type, value: Any) -> Any:
+    if kind is HFConfig:
+        return HFConfig(value["values"], value["source"])
+    if issubclass(kind, Path):
+        return Path(value)
+    raise NotImplementedError(f"A {kind.__name__} in the configuration cannot come from another process.")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
+_decoder = msgspec.msgpack.Decoder(EngineConfig, dec_hook=_from_plain)

@@ -1,0 +1,92 @@
+"""How a worker process is told what it is, and how it says that it is ready.
+
+One socket pair per worker carries three things: down, one WorkerStart; up, one Handshake; and, by staying open, the
+fact that the other side lives. Messages are msgpack behind a 4-byte length.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+import msgspec
+
+from mvllm.executor.message_queue.handles import ReaderHandle, WriterHandle
+from mvllm.executor.rpc import WorkerFailure
+from mvllm.platform.topology import WorkerContext
+
+_LENGTH = struct.Struct("=I")
+
+
+class WorkerStart(msgspec.Struct, frozen=True):
+    """Everything a worker process needs to know.
+
+    Attributes:
+        name: For logs, errors and the process list, for instance `Worker_TP0`.
+        context: Which worker it is.
+        platform: The platform's name; the plugin is found again by it.
+        config: The engine's configuration, see config_codec.
+        requests, replies: Its ends of rpc_broadcast_mq and worker_response_mq.
+        board_fd: The status board.
+        stack_fd: Where its stacks go when it crashes or hangs.
+        sys_path: Where the parent finds modules.
+        python_path: The parent's own PYTHONPATH, which the launch had to replace.
+        log_level: Of the `mvllm` loggers.
+    """
+
+    name: str
+    context: WorkerContext
+    platform: str
+    config: bytes
+    requests: ReaderHandle
+    replies: WriterHandle
+    board_fd: int
+    stack_fd: int
+    sys_path: list[str]
+    python_path: str | None
+    log_level: str
+
+
+class Handshake(msgspec.Struct, frozen=True):
+    """The worker waits for requests, or has failed before it could."""
+
+    failure: WorkerFailure | None = None
+
+
+def send_frame(to: socket.socket, message: msgspec.Struct) -> None:
+    """Sends one message, whole."""
+    data = msgspec.msgpack.encode(message)
+    to.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive_start(source: socket.socket) -> WorkerStart:
+    """The message that begins a worker's life.
+
+    Raises:
+        EOFError: The parent has ended or given up.
+    """
+    return msgspec.msgpack.decode(_receive(source), type=WorkerStart)
+
+
+def receive_handshake(source: socket.socket) -> Handshake | None:
+    """The worker's answer, or None when it ended without one."""
+    try:
+        return msgspec.msgpack.decode(_receive(source), type=Handshake)
+    except (EOFError, ConnectionError):
+        return None
+
+
+def _receive(source: socket.socket) -> bytes:
+    (length,) = _LENGTH.unpack(_receive_exactly(source, _LENGTH.size))
+    return _receive_exactly(source, length)
+
+
+def _receive_exactly(source: socket.socket, size: int) -> bytes:
+    parts = []
+    while size:
+        part = source.recv(min(size, 1 << 20))
+        if not part:
+            raise EOFError("the other process closed the connection")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,162 @@
+"""What the executor and its workers say to each other. Typed msgpack; nothing is pickled.
+
+    executor ── Request(id, method, args, ranks, reply_from) ──> every worker    (rpc_broadcast_mq)
+    worker   ── Reply(id, rank, result | failure) ─────────────> executor        (its worker_response_mq)
+
+A reply carries the id of the request it answers: an answer that nobody waits for any more (its call timed out, or an
+error of another rank ended it) is recognised and dropped, and can never be taken for the answer to a later call.
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from mvllm import errors
+from mvllm.errors import ConfigError, MvllmError, WorkerError
+from mvllm.platform.worker_protocol import WorkerProtocol
+
+STOP_ID = 0
+"""The id of the request that ends a worker's loop. No call has it."""
+
+
+class Request(msgspec.Struct, array_like=True, frozen=True):
+    """One call.
+
+    Attributes:
+        id: Counts from 1.
+        method: A method of WorkerProtocol.
+        args: Its arguments, as an array.
+        ranks: Who executes it, or None for all.
+        reply_from: The only rank that sends its result, or None for all that execute. Failures are always sent.
+    """
+
+    id: int
+    method: str
+    args: bytes
+    ranks: tuple[int, ...] | None = None
+    reply_from: int | None = None
+
+    def concerns(self, rank: int) -> bool:
+        return self.ranks is None or rank in self.ranks
+
+
+class WorkerFailure(msgspec.Struct, frozen=True):
+    """An exception on its way from a worker.
+
+    Attributes:
+        rank, pid: Where it was raised.
+        name: The worker's name, for instance `Worker_TP0`.
+        activity: What was being done: a phase of start-up, or a method and its step.
+        kind: The exception's class, `package.module.Class`.
+        message: Its text.
+        traceback: The whole traceback, causes included.
+    """
+
+    rank: int
+    pid: int
+    name: str
+    activity: str
+    kind: str
+    message: str
+    traceback: str
+
+    def to_exception(self) -> Exception:
+        """The same class where it is one of mvllm's own (the caller may tell them apart), else a WorkerError.
+
+        The cause shows the worker's traceback and has this failure as its attribute.
+        """
+        text = f"{self.name} (rank {self.rank}, pid {self.pid}) failed in {self.activity}: "
+        own = getattr(errors, self.kind.rpartition(".")[2], None) if self.kind.startswith("mvllm.") else None
+        error: Exception
+        if isinstance(own, type) and issubclass(own, MvllmError) and not issubclass(own, WorkerError):
+            error = own(text + self.message)
+        else:
+            error = WorkerError(
+                f"{text}{self.kind.removeprefix('builtins.')}: {self.message}",
+                rank=self.rank,
+                pid=self.pid,
+                activity=self.activity,
+            )
+        error.__cause__ = RemoteTraceback(self)
+        return error
+
+
+class RemoteTraceback(Exception):
+    """A traceback of another process, as text.
+
+    Attributes:
+        failure: All that is known.
+    """
+
+    def __init__(self, failure: WorkerFailure) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+    def __str__(self) -> str:
+        return f"\n\nIn the worker:\n{self.failure.traceback}"
+
+
+class Reply(msgspec.Struct, array_like=True, frozen=True):
+    """What became of a request on one rank. `result` is msgpack; it is empty where `failure` is set."""
+
+    id: int
+    rank: int
+    result: bytes
+    failure: WorkerFailure | None = None
+
+
+@dataclass(frozen=True)
+class MethodCodec:
+    """Arguments and result of one WorkerProtocol method, as its signature declares them."""
+
+    name: str
+    arguments: msgspec.msgpack.Decoder[Any]
+    result: msgspec.msgpack.Decoder[Any]
+
+
+@functools.cache
+def method_codecs() -> dict[str, MethodCodec]:
+    """Every method that a worker can be asked for, from WorkerProtocol's own annotations."""
+    codecs = {}
+    for name, function in vars(WorkerProtocol).items():
+        if name.startswith("_") or not callable(function):
+            continue
+        hints = typing.get_type_hints(function)
+        result = hints.pop("return", None)
+        arguments: Any = tuple.__class_getitem__(tuple(hints.values()))
+        codecs[name] = MethodCodec(name, msgspec.msgpack.Decoder(arguments), msgspec.msgpack.Decoder(result))
+    return codecs
+
+
+def codec_of(method: str) -> MethodCodec:
+    """The codec of a declared method.
+
+    Raises:
+        ConfigError: WorkerProtocol has no such method.
+    """
+    codec = method_codecs().get(method)
+    if codec is None:
+        raise ConfigError(f"collective_rpc({method!r}): workers offer {', '.join(sorted(method_codecs()))}.")
+    return codec
+
+
+def describe_failure(error: BaseException, *, rank: int, pid: int, name: str, activity: str) -> WorkerFailure:
+    """`error`, ready to travel. Never raises: an exception whose text cannot be had travels without it."""
+    kind = f"{type(error).__module__}.{type(error).__qualname__}"
+    try:
+        message = str(error)
+        trace = "".join(traceback.format_exception(error))
+    except Exception as e:  # noqa: BLE001  (an exception with a broken __str__: its class still travels)
+        message = f"(its text cannot be had: {type(e).__name__})"
+        trace = "".join(traceback.format_tb(error.__traceback__))
+    return WorkerFailure(rank, pid, name, activity, kind, _valid(message), _valid(trace))
+
+
+def _valid(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()

@@ -1,0 +1,187 @@
+"""One worker process, as its parent sees it: started, watched, asked for its stack, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from mvllm.errors import WorkerDiedError
+from mvllm.executor.handshake import Handshake, WorkerStart, receive_handshake, send_frame
+from mvllm.executor.process_tools import STACK_SIGNAL
+from mvllm.executor.status_board import STARTING, Activity, StatusBoard
+
+_MODULE = "mvllm.executor.worker_process"
+_STACK_BYTES = 64 << 10
+_STACK_SECONDS = 0.5
+
+
+class WorkerHandle:
+    """A running (or ended) worker process. Made with `launch`.
+
+    Attributes:
+        name, rank, pid: Who it is.
+        is_ready: It waits for requests.
+        exit_code: Its exit status, minus a signal's number, or None while it runs.
+    """
+
+    def __init__(
+        self, start: WorkerStart, process: subprocess.Popen[bytes], control: socket.socket, board: StatusBoard
+    ) -> None:
+        self.name = start.name
+        self.rank = start.context.rank
+        self.pid = process.pid
+        self.is_ready = False
+        self.exit_code: int | None = None
+        self.control = control
+        self._process = process
+        self._stack_fd = start.stack_fd
+        self._board = board
+        self.pidfd = _open_pidfd(process.pid)
+
+    @classmethod
+    def launch(
+        cls, start: WorkerStart, env: Mapping[str, str], pass_fds: Sequence[int], board: StatusBoard
+    ) -> WorkerHandle:
+        """Starts the process. The calling thread must live as long as the worker: the kernel ties the two together.
+
+        Args:
+            start: What the worker is told.
+            env: Variables to set before its program starts.
+            pass_fds: The descriptors that `start` speaks of.
+            board: Where it will say what it does.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-P", "-m", _MODULE, start.name, str(theirs.fileno()), str(os.getpid())]
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(start.sys_path), **env},
+                pass_fds=(theirs.fileno(), *pass_fds),
+                stdin=subprocess.DEVNULL,
+                # Ctrl-C in a terminal goes to the whole foreground group; workers hear of it from their parent. And
+                # whatever a worker starts can be ended with its group.
+                process_group=0,
+            )
+        handle = cls(start, process, ours, board)
+        with contextlib.suppress(BrokenPipeError, ConnectionError):  # its death is noticed where deaths are
+            send_frame(ours, start)
+        return handle
+
+    @property
+    def is_running(self) -> bool:
+        return self.exit_code is None
+
+    @property
+    def activity(self) -> Activity:
+        """What it said last that it is doing."""
+        return self._board.read(self.rank)
+
+    def __str__(self) -> str:
+        return f"{self.name} (rank {self.rank}, pid {self.pid})"
+
+    def receive_handshake(self) -> Handshake | None:
+        """Its answer to being started; None when it ended without one. Call when `control` is readable."""
+        return receive_handshake(self.control)
+
+    def reap(self) -> bool:
+        """Collects the exit status if the process has ended; returns whether it has.
+
+        Called by one thread only. Whatever the worker left running in its group is killed first, while its own number
+        cannot belong to anybody else yet.
+        """
+        if self.exit_code is not None:
+            return True
+        if not _has_ended(self.pid):
+            return False
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.exit_code = self._process.wait()
+        return True
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Does nothing when the process has ended."""
+        if self.exit_code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def close_death_pipe(self) -> None:
+        """Tells the worker that its parent has given it up."""
+        with contextlib.suppress(OSError):
+            self.control.shutdown(socket.SHUT_RDWR)
+
+    def dump_stack(self) -> str:
+        """The stacks of all its threads, most recent call first; what there is after half a second.
+
+        Empty while the interpreter starts: the signal would still kill it.
+        """
+        if self.activity.text == STARTING:
+            return ""
+        before = len(self.crash_stack())
+        self.send_signal(STACK_SIGNAL)
+        deadline = time.monotonic() + _STACK_SECONDS
+        size = before
+        while time.monotonic() < deadline:
+            time.sleep(0.02)
+            now = len(self.crash_stack())
+            if now == size > before:
+                break
+            size = now
+        return self.crash_stack()[before:]
+
+    def crash_stack(self) -> str:
+        """The stacks that it wrote so far."""
+        if self._stack_fd < 0:
+            return ""
+        return os.pread(self._stack_fd, _STACK_BYTES, 0).decode(errors="replace")
+
+    def death(self) -> WorkerDiedError:
+        """The error that says how it ended and what it was doing."""
+        assert self.exit_code is not None
+        activity = self.activity
+        doing = "while it was idle" if activity.is_idle else f"during {activity} ({activity.seconds:.1f} s into it)"
+        message = f"{self} {_describe_exit(self.exit_code)} {doing}."
+        if stack := self.crash_stack():
+            message += f"\nIts stack:\n{stack.rstrip()}"
+        return WorkerDiedError(message, rank=self.rank, pid=self.pid, activity=str(activity), exit_code=self.exit_code)
+
+    def close(self) -> None:
+        """Gives back its descriptors, after its end. Idempotent."""
+        self.control.close()
+        for fd in (self.pidfd, self._stack_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.pidfd = self._stack_fd = -1
+
+
+def _open_pidfd(pid: int) -> int:
+    if hasattr(os, "pidfd_open"):
+        with contextlib.suppress(OSError):  # an old kernel or a sandbox: its status is asked for instead
+            return os.pidfd_open(pid)
+    return -1
+
+
+def _has_ended(pid: int) -> bool:
+    """Without collecting the status: the process stays a zombie, and its number its own."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # somebody else has collected it
+        return True
+
+
+def _describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"exited with status {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    text = f"was killed by {name} (signal {-code})"
+    if -code == signal.SIGKILL:
+        text += ", likely because the machine was out of memory (see the kernel's log),"
+    return text

@@ -1,0 +1,1 @@
+"""A platform whose workers fail on demand."""

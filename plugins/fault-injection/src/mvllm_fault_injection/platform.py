@@ -1,0 +1,147 @@
+"""The host through plain torch, with places where it can fail."""
+
+from __future__ import annotations
+
+import resource
+
+import torch
+
+from mvllm.plugin_api import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionSpec,
+    BatchLayout,
+    Capabilities,
+    Communicator,
+    DeviceRuntime,
+    EngineConfig,
+    FinishedHostCopy,
+    GroupSpec,
+    HostCopy,
+    KVCache,
+    LaunchTopology,
+    MemoryInfo,
+    ParallelConfig,
+    Plan,
+    Platform,
+    PlatformSpec,
+    ReferenceAttention,
+    Refusals,
+    TorchCommunicator,
+    WorkerContext,
+)
+from mvllm_fault_injection.faults import FaultPlan
+from mvllm_fault_injection.plugin import SPEC
+
+MEMORY_BYTES = 4 << 30
+
+
+def make_platform() -> Platform:
+    """The factory that the plugin names."""
+    return FaultyPlatform()
+
+
+class FaultyRuntime(DeviceRuntime):
+    """Tensors of the host; work is done when a call returns."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def synchronize(self) -> None:
+        pass
+
+    def memory(self) -> MemoryInfo:
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return MemoryInfo(total=MEMORY_BYTES, free=max(0, MEMORY_BYTES - used), used_by_me=used, peak_by_me=used)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        return host
+
+    def to_host(self, tensor: torch.Tensor) -> HostCopy:
+        return FinishedHostCopy(tensor)
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+
+class FaultyAttention(ReferenceAttention):
+    """The reference, behind the faults of `execute`. A step begins where its metadata is built.
+
+    Args:
+        spec: See AttentionBackend.
+        plan: This process' faults.
+    """
+
+    def __init__(self, spec: AttentionSpec, plan: FaultPlan) -> None:
+        super().__init__(spec)
+        self._plan = plan
+
+    def build_metadata(self, batch: BatchLayout) -> AttentionMetadata:
+        self._plan.begin_step()
+        return super().build_metadata(batch)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        kv: KVCache,
+        metadata: AttentionMetadata,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        output = super().forward(query, kv, metadata, sinks)
+        return output * torch.nan if self._plan.poisoned else output
+
+
+class FaultyPlatform(Platform):
+    """See the package. One object per process, so its plan is the process' plan."""
+
+    def __init__(self) -> None:
+        self._plan = FaultPlan.from_environment()
+
+    @property
+    def spec(self) -> PlatformSpec:
+        return SPEC
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            dtypes=("float32", "bfloat16"),
+            kv_dtypes=("float32", "bfloat16"),
+            unified_memory=True,
+            collectives=frozenset({"all_reduce", "all_gather", "broadcast", "send_recv", "barrier"}),
+            prefix_caching=True,
+            chunked_prefill=True,
+            sliding_window=True,
+            soft_cap=True,
+            sinks=True,
+        )
+
+    def plan(self, config: EngineConfig) -> Plan | Refusals:
+        return Plan()
+
+    def topology(self, parallel: ParallelConfig) -> LaunchTopology:
+        return LaunchTopology(
+            num_workers=parallel.world_size,
+            devices_per_worker=1,
+            executors=("uni", "mp", "external_launcher", "ray"),
+            env_per_worker=tuple({"FAULT_INJECTION_RANK": str(rank)} for rank in range(parallel.world_size)),
+        )
+
+    def init_device(self, ctx: WorkerContext) -> DeviceRuntime:
+        self._plan.rank = ctx.rank
+        self._plan.reach("init_device")
+        runtime = FaultyRuntime()
+        runtime.seed(ctx.seed)
+        return runtime
+
+    def communicator(self, group: GroupSpec, device: torch.device) -> Communicator:
+        return TorchCommunicator(group, device=device, backend="gloo")
+
+    def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
+        self._plan.reach("load")
+        return FaultyAttention(spec, self._plan)

@@ -1,0 +1,30 @@
+"""Found by mvllm through the entry point. Available only where faults were asked for, so that it is in nobody's way."""
+
+from __future__ import annotations
+
+import os
+
+from mvllm.plugin_api import DeviceInfo, PlatformSpec, ProbeResult, hookimpl
+from mvllm_fault_injection.faults import VARIABLE
+
+SPEC = PlatformSpec(
+    name="faulty",
+    vendor="mvllm",
+    contract=(1, 0),
+    probe="mvllm_fault_injection.plugin:probe",
+    factory="mvllm_fault_injection.platform:make_platform",
+    torch_floor="2.6",
+)
+
+
+@hookimpl
+def mvllm_platform() -> PlatformSpec:
+    """The identity card."""
+    return SPEC
+
+
+def probe() -> ProbeResult:
+    """Whether this process was told of faults."""
+    if VARIABLE in os.environ:
+        return ProbeResult(True, f"{VARIABLE} is set", devices=(DeviceInfo(0, "the host"),))
+    return ProbeResult(False, f"{VARIABLE} is not set", remedy=f"set {VARIABLE}=none, or to a fault")

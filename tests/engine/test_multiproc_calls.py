@@ -1,0 +1,327 @@
+"""Calls to worker processes: who answers, in what order, how long it may take, and what an error brings along."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from mvllm.config.engine_args import EngineArgs
+from mvllm.config.engine_config import EngineConfig, replace_field
+from mvllm.errors import ConfigError, EngineDeadError, PlatformError, WorkerDiedError, WorkerError, WorkerStuckError
+from mvllm.executor.choose import make_executor
+from mvllm.executor.multiproc import MultiprocExecutor
+from mvllm.executor.rpc import RemoteTraceback
+from mvllm.messages.scheduler_output import SchedulerOutput
+from mvllm.platform.choose import choose_platform
+from tests.helpers.plugins import prepend, puppet_platform_path
+from tests.helpers.processes import TAG, new_tag, tagged, wait_until
+from tests.helpers.puppet import (
+    EXIT,
+    KILL,
+    PRINT,
+    RAISE,
+    RAISE_ON_RANK,
+    SLEEP_MS,
+    SLEEP_ON_RANK_0_MS,
+    SPAWN,
+)
+
+MakeExecutor = Callable[..., MultiprocExecutor]
+
+
+@pytest.fixture
+def tag(monkeypatch: pytest.MonkeyPatch) -> str:
+    tag = new_tag()
+    monkeypatch.setenv(TAG, tag)
+    return tag
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tag: str) -> Iterator[MakeExecutor]:
+    prepend(monkeypatch, puppet_platform_path(tmp_path / "puppet"))
+    monkeypatch.setenv("PUPPET", "yes")
+    with ExitStack() as stack:
+
+        def build(num_workers: int = 1, **fields: object) -> MultiprocExecutor:
+            executor = make_executor(_config(num_workers, **fields), choose_platform("puppet").platform)
+            assert isinstance(executor, MultiprocExecutor)
+            stack.callback(executor.shutdown)
+            return executor
+
+        yield build
+
+
+def _config(num_workers: int, **fields: object) -> EngineConfig:
+    config = EngineArgs.from_kwargs(model="demo").create_engine_config()
+    settings = {"tensor_parallel_size": num_workers, "distributed_executor_backend": "mp", **fields}
+    for name, value in settings.items():
+        config = replace_field(config, f"parallel.{name}", value)
+    return config
+
+
+def test_every_rank_answers_in_rank_order_or_only_those_asked(make: MakeExecutor) -> None:
+    executor = make(3)
+    assert [needs.bytes_per_token for needs in executor.kv_cache_needs()] == [1000, 1001, 1002]
+    assert executor.kv_cache_needs()[0].block_sizes == (16, 32)
+    pids = executor.collective_rpc("available_kv_bytes", ranks=[2, 0])
+    assert pids == [executor.worker_pids[0], executor.worker_pids[2]]
+    assert executor.collective_rpc("available_kv_bytes", ranks=[]) == []
+    assert os.getpid() not in executor.worker_pids
+
+
+def test_only_declared_methods_with_arguments_of_their_types_can_be_called(make: MakeExecutor) -> None:
+    executor = make()
+    with pytest.raises(ConfigError, match=r"workers offer.*check_health"):
+        executor.collective_rpc("__init__")
+    with pytest.raises(WorkerError, match="Expected `int`"):
+        executor.collective_rpc("allocate_kv_cache", ("rm", "-rf"))
+    assert executor.collective_rpc("check_health") == [None]
+
+
+def test_steps_may_be_under_way_together_and_are_answered_by_one_rank(make: MakeExecutor) -> None:
+    executor = make(2)
+    futures = [executor.execute_model(SchedulerOutput(step=step)) for step in range(5)]
+    outputs = [future.result() for future in reversed(futures)]
+    assert [output.step for output in outputs] == [4, 3, 2, 1, 0]
+    assert all(output.sampled_token_ids == [0] for output in outputs)
+
+
+def test_a_call_that_does_not_wait_gives_a_future(make: MakeExecutor) -> None:
+    executor = make()
+    start = time.monotonic()
+    future = executor.collective_rpc("allocate_kv_cache", (SLEEP_MS, 500), non_block=True)
+    assert time.monotonic() - start < 0.4
+    assert isinstance(future, Future) and not future.done()
+    with pytest.raises(TimeoutError):
+        future.result(0.05)
+    wait_until(future.done, 5, "the future is done without anybody waiting for its result")
+    assert future.result() == [None]
+
+
+def test_a_timeout_names_the_worker_and_its_late_reply_is_not_taken_for_a_later_one(make: MakeExecutor) -> None:
+    executor = make(2)
+    with pytest.raises(
+        TimeoutError, match=r"0\.2 s from Worker_TP0 \(rank 0, pid \d+\), which is in allocate"
+    ) as caught:
+        executor.collective_rpc("allocate_kv_cache", (SLEEP_ON_RANK_0_MS, 700), timeout=0.2)
+    assert "Worker_TP1" not in str(caught.value)
+    for _ in range(3):
+        assert [needs.bytes_per_token for needs in executor.kv_cache_needs()] == [1000, 1001]
+
+
+def test_an_error_of_one_rank_is_raised_at_once_and_shifts_no_later_reply(make: MakeExecutor) -> None:
+    executor = make(2)
+    slow = executor.collective_rpc("allocate_kv_cache", (SLEEP_ON_RANK_0_MS, 400), non_block=True)
+    with pytest.raises(PlatformError, match="MemoryError: rank 1 is full"):
+        executor.collective_rpc("allocate_kv_cache", (RAISE_ON_RANK, 1))
+    assert [needs.bytes_per_token for needs in executor.kv_cache_needs()] == [1000, 1001]
+    assert slow.result() == [None, None]
+
+
+def test_an_error_tells_type_message_rank_pid_method_and_traceback(make: MakeExecutor) -> None:
+    executor = make()
+    with pytest.raises(PlatformError, match="KeyError: 'string 7 tore'") as caught:
+        executor.collective_rpc("allocate_kv_cache", (RAISE, 7))
+    remote = caught.value.__cause__
+    assert isinstance(remote, RemoteTraceback)
+    failure = remote.failure
+    assert (failure.rank, failure.pid, failure.activity) == (0, executor.worker_pids[0], "allocate_kv_cache")
+    assert re.search(r"puppet\.py.*line \d+, in allocate_kv_cache", str(remote))
+    assert executor.collective_rpc("check_health") == [None]
+
+
+def test_a_step_that_raises_ends_the_executor(make: MakeExecutor, tag: str) -> None:
+    executor = make(2)
+    failures: list[Exception] = []
+    executor.on_failure(failures.append)
+    with pytest.raises(WorkerError, match="execute_model of step 13: RuntimeError: unlucky"):
+        executor.execute_model(SchedulerOutput(step=13)).result()
+    with pytest.raises(WorkerError, match="unlucky"):
+        executor.execute_model(SchedulerOutput(step=14))
+    wait_until(lambda: failures and not tagged(tag), 5, "the callback is called and the workers are gone")
+    assert len(failures) == 1
+    executor.on_failure(failures.append)  # late, but told
+    assert failures[0] is failures[1]
+
+
+@pytest.mark.parametrize(
+    ("code", "value", "how"),
+    [(EXIT, 5, "exited with status 5"), (KILL, signal.SIGKILL, r"SIGKILL \(signal 9\).*out of memory")],
+)
+def test_a_worker_that_ends_in_a_call_is_named_with_what_it_did(
+    make: MakeExecutor, code: int, value: int, how: str
+) -> None:
+    executor = make(2)
+    pid = executor.worker_pids[1]
+    start = time.monotonic()
+    with pytest.raises(WorkerDiedError, match=rf"Worker_TP1 \(rank 1, pid {pid}\) .*{how}.*during allocate_kv_cache"):
+        executor.collective_rpc("allocate_kv_cache", (code, int(value)), ranks=[1])
+    assert time.monotonic() - start < 1
+
+
+def test_the_stack_of_a_crash_is_in_the_error(make: MakeExecutor) -> None:
+    with pytest.raises(WorkerDiedError, match=r"SIGSEGV.*(?s:.*)in allocate_kv_cache"):
+        make().collective_rpc("allocate_kv_cache", (KILL, int(signal.SIGSEGV)))
+
+
+def test_all_workers_that_died_are_named(make: MakeExecutor) -> None:
+    with pytest.raises(WorkerDiedError) as caught:
+        make(2).collective_rpc("allocate_kv_cache", (EXIT, 5))
+    assert "rank 0" in str(caught.value) and "rank 1" in str(caught.value)
+
+
+def test_a_death_while_idle_is_noticed_without_a_call_and_ends_the_others(make: MakeExecutor, tag: str) -> None:
+    executor = make(2)
+    failures: list[Exception] = []
+    executor.on_failure(failures.append)
+    os.kill(executor.worker_pids[0], signal.SIGKILL)
+    wait_until(lambda: failures, 1, "the callback is called")
+    wait_until(lambda: not tagged(tag), 5, "the other worker is ended")
+    with pytest.raises(WorkerDiedError, match=r"Worker_TP0 .*SIGKILL.*while it was idle"):
+        executor.collective_rpc("check_health")
+
+
+def test_a_hung_step_fails_with_the_stack_of_the_rank_that_hangs(make: MakeExecutor, tag: str) -> None:
+    executor = make(2, step_timeout=1.0)
+    executor.execute_model(SchedulerOutput(step=99)).result()  # rank 0 answers, rank 1 never comes back
+    health = executor.collective_rpc("check_health", non_block=True)
+    with pytest.raises(TimeoutError, match=r"Worker_TP1.*execute_model of step 99"):
+        health.result(0.2)
+    os.kill(executor.worker_pids[0], signal.SIGSTOP)
+    with pytest.raises(WorkerStuckError, match=r"Worker_TP1 \(rank 1, pid \d+\).*step 99(?s:.*)in execute_model"):
+        executor.execute_model(SchedulerOutput(step=100)).result()
+    wait_until(lambda: not tagged(tag), 5, "even stopped workers are ended")
+
+
+def test_a_rank_that_takes_no_messages_stops_the_writer_only_so_long(make: MakeExecutor) -> None:
+    executor = make(2, step_timeout=0.5)
+    with pytest.raises(WorkerStuckError, match=r"Worker_TP1 \(rank 1.*took no request.*step 99(?s:.*)in execute_model"):
+        for step in range(99, 120):
+            executor.execute_model(SchedulerOutput(step=step)).result()
+
+
+def test_a_worker_that_cannot_be_built_raises_its_own_error_and_leaves_nothing(
+    make: MakeExecutor, monkeypatch: pytest.MonkeyPatch, tag: str
+) -> None:
+    monkeypatch.setenv("PUPPET", "fail-1")
+    with pytest.raises(PlatformError, match=r"Worker_TP1 \(rank 1, pid \d+\).*ValueError: no strings on rank 1"):
+        make(2)
+    assert not tagged(tag)
+
+
+def test_a_worker_that_does_not_start_in_time_is_named_with_its_stack(
+    make: MakeExecutor, monkeypatch: pytest.MonkeyPatch, tag: str
+) -> None:
+    monkeypatch.setenv("PUPPET", "hang-0")
+    with pytest.raises(WorkerStuckError, match=r"Worker_TP0 (?s:.*)importing the worker(?s:.*)in __init__"):
+        make(2, start_timeout=6.0)
+    assert not tagged(tag)
+
+
+def test_shutdown_may_be_repeated_and_later_calls_say_so(make: MakeExecutor, tag: str) -> None:
+    executor = make(2)
+    pending = executor.execute_model(SchedulerOutput(step=0))
+    start = time.monotonic()
+    executor.shutdown()
+    executor.shutdown()
+    assert time.monotonic() - start < 3
+    assert not tagged(tag)
+    with pytest.raises(EngineDeadError, match="shut down"):
+        pending.result()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        executor.collective_rpc("check_health")
+
+
+def test_workers_that_do_not_listen_are_ended_all_the_same(make: MakeExecutor, tag: str) -> None:
+    executor = make(2)
+    executor.collective_rpc("allocate_kv_cache", (SLEEP_MS, 60_000), non_block=True)
+    start = time.monotonic()
+    executor.shutdown()
+    assert time.monotonic() - start < 5
+    assert not tagged(tag)
+
+
+def test_an_executor_that_is_forgotten_ends_its_workers(make: MakeExecutor, tag: str) -> None:
+    executor = make_executor(_config(1), choose_platform("puppet").platform)
+    assert len(tagged(tag)) == 1
+    del executor
+    gc.collect()
+    wait_until(lambda: not tagged(tag), 5, "the worker is gone")
+
+
+def test_what_a_worker_started_ends_with_it(make: MakeExecutor, tag: str) -> None:
+    executor = make()
+    executor.collective_rpc("allocate_kv_cache", (SPAWN, 0))
+    assert len(tagged(tag)) == 2
+    executor.shutdown()
+    wait_until(lambda: not tagged(tag), 5, "the worker's child is gone")
+
+
+def test_a_fork_of_the_engines_process_does_not_end_its_workers(make: MakeExecutor) -> None:
+    executor = make()
+    child = os.fork()
+    if child == 0:
+        executor.shutdown()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert executor.collective_rpc("check_health") == [None]
+
+
+def test_descriptors_are_given_back(make: MakeExecutor) -> None:
+    make(2).shutdown()  # what is opened once per process
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        make(2).shutdown()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_workers_print_says_who_they_are_and_titles_name_them(
+    make: MakeExecutor, capfd: pytest.CaptureFixture[str]
+) -> None:
+    executor = make(2)
+    executor.collective_rpc("allocate_kv_cache", (PRINT, 0), ranks=[1])
+    pid = executor.worker_pids[1]
+    assert Path(f"/proc/{pid}/comm").read_text().strip() in ("Worker_TP1", "mvllm Worker_TP1")
+    executor.shutdown()
+    out = capfd.readouterr().out
+    assert f"(Worker_TP1 pid={pid}) puppet on device-1\n(Worker_TP1 pid={pid}) second line\n" in out
+
+
+def test_an_idle_worker_uses_no_processor(make: MakeExecutor) -> None:
+    import psutil
+
+    executor = make()
+    executor.collective_rpc("check_health")
+    worker = psutil.Process(executor.worker_pids[0])
+    before = sum(worker.cpu_times()[:2])
+    time.sleep(2)
+    assert sum(worker.cpu_times()[:2]) - before < 0.02
+
+
+def test_a_process_that_ends_without_a_word_takes_its_workers_along(make: MakeExecutor, tag: str) -> None:
+    code = """
+import sys
+from mvllm.config.engine_args import EngineArgs
+from mvllm.executor.choose import make_executor
+from mvllm.platform.choose import choose_platform
+config = EngineArgs.from_kwargs(model="demo", tensor_parallel_size=2).create_engine_config()
+executor = make_executor(config, choose_platform("puppet").platform)
+print(*executor.worker_pids)
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) == 2
+    assert not tagged(tag)

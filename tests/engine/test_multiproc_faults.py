@@ -1,0 +1,111 @@
+"""A whole engine on worker processes of a platform that fails on demand: who is told what, and who goes on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from mvllm import LLM, SamplingParams
+from mvllm.errors import EngineDeadError, PlatformError, WorkerDiedError, WorkerError, WorkerStuckError
+from tests.helpers.plugins import fault_platform_path, prepend
+from tests.helpers.processes import TAG, assert_nothing_left, new_tag, shared_memory_names
+
+PROMPTS = [{"prompt_token_ids": [5 + i, 6, 7, 8]} for i in range(4)]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+MakeLLM = Callable[..., LLM]
+
+
+@pytest.fixture
+def make(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeLLM]:
+    prepend(monkeypatch, fault_platform_path(tmp_path / "plugins"))
+    tag = new_tag()
+    monkeypatch.setenv(TAG, tag)
+    before = shared_memory_names()
+    with ExitStack() as stack:
+
+        def build(faults: str = "none", **settings: object) -> LLM:
+            monkeypatch.setenv("FAULT_INJECTION", faults)
+            given = {
+                "platform": "faulty",
+                "tensor_parallel_size": 2,
+                "kv_cache_memory_bytes": 1 << 22,
+                "dtype": "float32",
+                "skip_tokenizer_init": True,
+                "use_tqdm_on_load": False,
+                **settings,
+            }
+            return stack.enter_context(LLM(str(checkpoint), **given))
+
+        yield build
+    assert_nothing_left(tag, before)
+
+
+def run(llm: LLM) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def test_tokens_are_those_of_one_process_and_a_fault_of_one_engine_is_not_anothers(make: MakeLLM) -> None:
+    alone = make(tensor_parallel_size=1)
+    expected = run(alone)
+    assert run(make(tensor_parallel_size=1, distributed_executor_backend="mp")) == expected
+    broken = make("exit@execute:rank=1,step=2")
+    with pytest.raises(EngineDeadError):
+        run(broken)
+    assert run(alone) == expected
+
+
+@pytest.mark.parametrize(("phase", "activity"), [("init_device", "init_device"), ("load", "load_model")])
+def test_a_worker_that_fails_to_start_gives_the_caller_its_own_error(make: MakeLLM, phase: str, activity: str) -> None:
+    with pytest.raises(
+        PlatformError,
+        match=rf"Worker_TP1 \(rank 1, pid \d+\) failed in {activity}: .*InjectedFault: .* {phase} of rank 1",
+    ) as caught:
+        make(f"raise@{phase}:rank=1")
+    assert "faults.py" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_raises_in_a_step_ends_the_engine_with_its_error(make: MakeLLM, rank: int) -> None:
+    llm = make(f"raise@execute:rank={rank},step=3")
+    for _ in range(2):
+        with pytest.raises(
+            EngineDeadError, match=rf"Worker_TP{rank} .*execute_model of step 3: .*InjectedFault"
+        ) as caught:
+            run(llm)
+    assert isinstance(caught.value.__cause__, WorkerError | EngineDeadError)
+
+
+def test_a_worker_that_exits_in_a_step_is_named_though_its_peer_fails_too(make: MakeLLM) -> None:
+    llm = make("exit@execute:rank=1,step=3,status=7")
+    with pytest.raises(
+        EngineDeadError, match=r"Worker_TP1 .*exited with status 7 during execute_model of step 3"
+    ) as caught:
+        run(llm)
+    assert isinstance(caught.value.__cause__, WorkerDiedError)
+
+
+@pytest.mark.parametrize("kind", ["hang", "spin"])
+def test_a_step_that_hangs_ends_with_the_rank_and_its_stack(make: MakeLLM, kind: str) -> None:
+    llm = make(f"{kind}@execute:rank=1,step=3", step_timeout=3)
+    with pytest.raises(EngineDeadError) as caught:
+        run(llm)
+    assert isinstance(caught.value.__cause__, WorkerStuckError)
+    message = str(caught.value)
+    assert re.search(r"Worker_TP1 \(rank 1, pid \d+\) .*execute_model of step 3", message)
+    assert re.search(r"faults\.py.*in happen", message)
+
+
+def test_a_slow_rank_changes_nothing_but_the_time(make: MakeLLM) -> None:
+    llm = make("slow@execute:rank=1,step=2,seconds=0.05")
+    assert run(llm) == run(make(tensor_parallel_size=1))
+
+
+def test_a_step_of_nan_ends_its_requests_and_not_the_engine(make: MakeLLM) -> None:
+    llm = make("nan@execute:rank=-1,step=3")
+    assert {output.outputs[0].finish_reason for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)} == {"error"}
+    assert all(len(tokens) == 12 for tokens in run(llm))

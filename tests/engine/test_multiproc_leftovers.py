@@ -1,0 +1,191 @@
+"""Whatever is killed or interrupted, at whatever moment: the caller is told, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.plugins import puppet_platform_path
+from tests.helpers.processes import TAG, assert_nothing_left, named, new_tag, shared_memory_names, tagged, wait_until
+
+PROGRAM = Path(__file__).with_name("multiproc_program.py")
+PHASES = {"start-up": "hang-starting", "loading": "hang-loading", "idle": "slow", "mid-request": "slow"}
+"""Phase -> what holds the engine there."""
+ACTIVITY = {
+    "start-up": "importing the worker",
+    "loading": "load_model",
+    "idle": "idle",
+    "mid-request": "execute_model of step|idle",  # a busy machine may let the signal in between two steps
+}
+
+
+class Engine:
+    """A running multiproc_program."""
+
+    def __init__(self, plugin_path: list[str], puppet: str) -> None:
+        self.tag = new_tag()
+        self.shared_memory_before = shared_memory_names()
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([*plugin_path, *sys.path]),
+            "PUPPET": puppet,
+            TAG: self.tag,
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAM)],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def reach(self, phase: str) -> None:
+        """Returns when the engine is in the middle of `phase`."""
+        if phase in ("idle", "mid-request"):
+            self.expect("idle")
+        else:
+            wait_until(self._hangs, 30, f"workers hang in {phase}")
+        if phase == "mid-request":
+            self.go()
+            self.expect("running")
+            time.sleep(0.3)
+
+    def go(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+
+    def expect(self, phase: str) -> dict[str, str]:
+        """The next line that speaks of `phase`."""
+        assert self.process.stdout is not None and self.process.stderr is not None
+        while line := self.process.stdout.readline():
+            facts = json.loads(line)
+            if facts["phase"] == phase:
+                return facts
+        raise AssertionError(f"it never came to {phase}:\n{self.process.stderr.read()}")
+
+    def worker(self, rank: int) -> int:
+        (process,) = named(self.tag, f"Worker_TP{rank}")
+        return process.pid
+
+    def assert_nothing_left(self) -> None:
+        assert_nothing_left(self.tag, self.shared_memory_before)
+
+    def _hangs(self) -> bool:
+        """Both workers sleep, in Python's own sleep."""
+        workers = named(self.tag, "Worker_TP0") + named(self.tag, "Worker_TP1")
+        return len(workers) == 2 and all("nanosleep" in _waits_in(worker.pid) for worker in workers)
+
+
+def _waits_in(pid: int) -> str:
+    try:
+        number = Path(f"/proc/{pid}/syscall").read_text().split()[0]
+    except OSError:
+        return ""
+    return "nanosleep" if number in ("35", "230", "115", "101") else number  # on x86-64 and arm64
+
+
+StartEngine = Callable[[str], Engine]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[StartEngine]:
+    plugin_path = puppet_platform_path(tmp_path / "plugins")
+    with ExitStack() as stack:
+
+        def build(puppet: str) -> Engine:
+            engine = Engine(plugin_path, puppet)
+
+            def clean_up() -> None:
+                for process in [engine.process, *tagged(engine.tag)]:
+                    process.kill()
+                engine.process.communicate()
+
+            stack.callback(clean_up)
+            return engine
+
+        yield build
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_killed_worker_is_named_and_nothing_is_left(start: StartEngine, phase: str, rank: int) -> None:
+    engine = start(PHASES[phase])
+    engine.reach(phase)
+    pid = engine.worker(rank)
+    os.kill(pid, signal.SIGKILL)
+    if phase == "idle":
+        wait_until(lambda: len(tagged(engine.tag)) == 1, 5, "the other worker is ended, the caller is not")
+        engine.go()
+    killed = time.monotonic()
+    told = engine.expect("failed")
+    assert time.monotonic() - killed < 5
+    assert re.search(rf"Worker_TP{rank} \(rank {rank}, pid {pid}\) was killed by SIGKILL.*memory", told["message"])
+    assert re.search(ACTIVITY[phase], told["message"])
+    assert engine.process.wait(5) == 1
+    engine.assert_nothing_left()
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_killing_the_caller_leaves_nothing(start: StartEngine, phase: str) -> None:
+    engine = start(PHASES[phase])
+    engine.reach(phase)
+    assert len(tagged(engine.tag)) == 3
+    engine.process.kill()
+    engine.process.wait()
+    engine.assert_nothing_left()
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.02, 0.05, 0.1, 0.2])
+def test_killing_the_caller_while_workers_are_being_started_leaves_nothing(start: StartEngine, delay: float) -> None:
+    engine = start("slow")
+    wait_until(lambda: len(tagged(engine.tag)) > 1, 30, "a worker exists")
+    time.sleep(delay)
+    engine.process.kill()
+    engine.process.wait()
+    engine.assert_nothing_left()
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_end_everything_soon(start: StartEngine, phase: str, number: signal.Signals) -> None:
+    engine = start(PHASES[phase])
+    engine.reach(phase)
+    sent = time.monotonic()
+    engine.process.send_signal(number)
+    assert engine.process.wait(10) == -number
+    wait_until(lambda: not tagged(engine.tag), 5, "workers are gone")
+    assert time.monotonic() - sent < 5
+    engine.assert_nothing_left()
+
+
+def test_a_second_ctrl_c_while_workers_are_being_ended_leaves_nothing(start: StartEngine) -> None:
+    engine = start("hang-loading")
+    engine.reach("loading")
+    for _ in range(2):
+        engine.process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    engine.process.wait(10)
+    engine.assert_nothing_left()
+
+
+def test_ctrl_c_in_a_terminal_reaches_the_caller_only(start: StartEngine) -> None:
+    engine = start("slow")
+    engine.reach("idle")
+    groups = {os.getpgid(engine.worker(rank)) for rank in (0, 1)}
+    assert os.getpgid(engine.process.pid) not in groups
+    for rank in (0, 1):
+        os.kill(engine.worker(rank), signal.SIGINT)  # and who sends it all the same is not heard
+    time.sleep(0.3)
+    assert len(tagged(engine.tag)) == 3

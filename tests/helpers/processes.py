@@ -1,0 +1,61 @@
+"""Finds what a test's engine has left behind: processes carry a tag in their environment, which children inherit."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+TAG = "PROCESS_TAG"
+
+
+def new_tag() -> str:
+    return uuid.uuid4().hex
+
+
+def tagged(tag: str) -> list[psutil.Process]:
+    """Living processes with the tag, zombies and this process left out."""
+    found = []
+    for process in psutil.process_iter():
+        if process.pid == os.getpid():
+            continue
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(TAG) == tag:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def named(tag: str, name: str) -> list[psutil.Process]:
+    """Those whose command line says that they are the worker `name`."""
+    found = []
+    for process in tagged(tag):
+        try:
+            if name in process.cmdline():
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.05)
+
+
+def shared_memory_names() -> set[str]:
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.iterdir() if path.stat().st_uid == os.getuid()} if folder.is_dir() else set()
+
+
+def assert_nothing_left(tag: str, shared_memory_before: set[str], seconds: float = 10.0) -> None:
+    wait_until(lambda: not tagged(tag), seconds, f"processes left: {[(p.pid, p.cmdline()) for p in tagged(tag)]}")
+    left = {name for name in shared_memory_names() - shared_memory_before if "mvllm" in name}
+    assert not left, left

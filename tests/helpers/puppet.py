@@ -1,0 +1,142 @@
+"""A platform whose worker has no model and no torch: its methods do what their arguments say.
+
+`allocate_kv_cache(code, value)` is the string that the tests pull; the environment variable PUPPET says where a worker
+fails or hangs before anybody can pull: `fail-<rank>`, `hang-<rank>`, `hang-starting`, `hang-loading`, or `slow` steps.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from mvllm.plugin_api import (
+    Capabilities,
+    EngineConfig,
+    KVCacheNeeds,
+    LaunchTopology,
+    ModelRunnerOutput,
+    ParallelConfig,
+    Plan,
+    Platform,
+    PlatformSpec,
+    ProbeResult,
+    SchedulerOutput,
+    WorkerContext,
+    hookimpl,
+)
+
+SLEEP_MS, RAISE, EXIT, KILL, RAISE_ON_RANK, SLEEP_ON_RANK_0_MS, PRINT, SPAWN = range(8)
+
+SPEC = PlatformSpec(
+    name="puppet",
+    vendor="tests",
+    contract=(1, 0),
+    probe="tests.helpers.puppet:probe",
+    factory="tests.helpers.puppet:PuppetPlatform",
+)
+
+
+@hookimpl
+def mvllm_platform() -> PlatformSpec:
+    return SPEC
+
+
+def probe() -> ProbeResult:
+    return ProbeResult("PUPPET" in os.environ, "PUPPET is set or not", remedy="set PUPPET")
+
+
+class PuppetPlatform(Platform):
+    spec = SPEC
+    capabilities = Capabilities(dtypes=("float32",), kv_dtypes=("float32",))
+
+    def plan(self, config: EngineConfig) -> Plan:
+        return Plan()
+
+    def topology(self, parallel: ParallelConfig) -> LaunchTopology:
+        return LaunchTopology(
+            num_workers=parallel.world_size,
+            devices_per_worker=1,
+            executors=("mp",),
+            env_per_worker=tuple({"PUPPET_DEVICE": f"device-{rank}"} for rank in range(parallel.world_size)),
+        )
+
+    def init_device(self, ctx):
+        raise NotImplementedError
+
+    def communicator(self, group, device):
+        raise NotImplementedError
+
+    def attention_backend(self, spec):
+        raise NotImplementedError
+
+    def worker_class(self) -> str:
+        return "tests.helpers.puppet:PuppetWorker"
+
+
+class PuppetWorker:
+    def __init__(self, config: EngineConfig, platform: Platform, ctx: WorkerContext) -> None:
+        self.device = os.environ["PUPPET_DEVICE"]  # must be there before anything is imported
+        self.rank = ctx.rank
+        if os.environ["PUPPET"] == f"fail-{ctx.rank}":
+            raise ValueError(f"no strings on rank {ctx.rank}")
+        if os.environ["PUPPET"] in (f"hang-{ctx.rank}", "hang-starting"):
+            time.sleep(3600)
+
+    def init_device(self) -> None:
+        pass
+
+    def load_model(self) -> None:
+        if os.environ["PUPPET"] == "hang-loading":
+            time.sleep(3600)
+
+    def kv_cache_needs(self) -> KVCacheNeeds:
+        return KVCacheNeeds(bytes_per_token=1000 + self.rank, block_sizes=(16, 32))
+
+    def available_kv_bytes(self) -> int:
+        return os.getpid()
+
+    def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
+        code, value = num_blocks, block_size
+        if code > SPAWN:
+            return  # an engine that really wants a cache
+        if code == SLEEP_MS:
+            time.sleep(value / 1e3)
+        elif code == RAISE:
+            raise KeyError(f"string {value} tore")
+        elif code == EXIT:
+            os._exit(value)
+        elif code == KILL:
+            os.kill(os.getpid(), signal.Signals(value))
+        elif code == RAISE_ON_RANK:
+            if self.rank == value:
+                raise MemoryError(f"rank {value} is full")
+        elif code == SLEEP_ON_RANK_0_MS:
+            if self.rank == 0:
+                time.sleep(value / 1e3)
+        elif code == PRINT:
+            print(f"puppet on {self.device}\nsecond line", flush=True)
+        elif code == SPAWN:
+            if os.fork() == 0:
+                time.sleep(3600)
+
+    def warm_up(self) -> None:
+        pass
+
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        pulled = os.environ["PUPPET"] == "yes"
+        if pulled and plan.step == 13:
+            raise RuntimeError("unlucky")
+        if pulled and plan.step == 99 and self.rank == 1:
+            time.sleep(3600)
+        if os.environ["PUPPET"] == "slow":
+            time.sleep(0.1)
+        assert "torch" not in sys.modules
+        return ModelRunnerOutput(step=plan.step, sampled_token_ids=[self.rank] * max(1, len(plan.rows)))
+
+    def check_health(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
