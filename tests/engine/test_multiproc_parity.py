@@ -1,4 +1,4 @@
-"""Several worker processes give the tokens of transformers: sharded layers, stages, and both, on one model per family."""
+"""Several worker processes give the tokens of transformers: shards, stages, and both; one model per family."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers import parity
 
-# Two requests of the longest length fit: with more of them running, some are preempted.
+# A small budget cuts prompts into chunks.
 TIGHT = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
 
 
