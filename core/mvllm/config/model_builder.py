@@ -54,6 +54,8 @@ _NEVER_SLIDING = ("llama", "opt", "gpt2")
 _SLIDING_ON_REQUEST = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
 DTYPES = ("float32", "bfloat16", "float16")
+DEFAULT_MAX_LOGPROBS = 20
+
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -78,7 +80,7 @@ def build_model_config(
     max_model_len: int | None = None,
     hf_overrides: Mapping[str, Any] | None = None,
     generation_config: Path | None = None,
-    max_logprobs: int = 20,
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS,
     trust_remote_code: bool = False,
     revision: str | None = None,
     seed: int = 0,
@@ -99,7 +101,9 @@ def build_model_config(
     refuse_quantization(hf_config)
     shape = transformer_shape(hf_config)
     if max_logprobs > shape.vocab_size:
-        raise ConfigError(f"max_logprobs is {max_logprobs}, but the vocabulary has only {shape.vocab_size} tokens.")
+        if max_logprobs != DEFAULT_MAX_LOGPROBS:
+            raise ConfigError(f"max_logprobs is {max_logprobs}, but the vocabulary has only {shape.vocab_size} tokens.")
+        max_logprobs = shape.vocab_size  # nobody asked for the default: for a tiny vocabulary it permits what there is
     own_generation = load_generation_config(folder)
     return ModelConfig(
         model=model,

@@ -271,3 +271,8 @@ def test_the_default_values_of_transformers_v4_files_are_understood(tmp_path):
     assert (found.max_model_len, found.checkpoint_dtype) == (131072, "bfloat16")
     assert found.eos_token_ids == (128001, 128008, 128009)
     assert json.loads((tmp_path / "config.json").read_text())["rope_theta"] == 500000.0
+
+
+def test_the_default_logprobs_limit_fits_a_vocabulary_smaller_than_it(tmp_path):
+    folder = write_folder(tmp_path, {**LLAMA, "vocab_size": 8, "eos_token_id": 2})
+    assert build_model_config(model="m", folder=folder, tokenizer=None).max_logprobs == 8
