@@ -30,7 +30,7 @@ def _to_plain(value: Any) -> Any:
         return {"values": value.as_dict(), "source": value.source}
     if isinstance(value, Path):
         return str(value)
-    raise NotImplementedError(f"A {type(value).__name__} in the configuration cannot travel to another process.")
+    raise TypeError(f"A {type(value).__name__} in the configuration cannot travel to another process.")
 
 
 def _from_plain(kind: type, value: Any) -> Any:
@@ -38,7 +38,7 @@ def _from_plain(kind: type, value: Any) -> Any:
         return HFConfig(value["values"], value["source"])
     if issubclass(kind, Path):
         return Path(value)
-    raise NotImplementedError(f"A {kind.__name__} in the configuration cannot come from another process.")
+    raise TypeError(f"A {kind.__name__} in the configuration cannot come from another process.")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)

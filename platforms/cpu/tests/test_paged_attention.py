@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -152,11 +153,11 @@ def test_layout_states_what_allocate_takes():
 
 
 _OTHER_ISA = """
-import sys, numpy as np
+import json, sys, numpy as np
 from mvllm_cpu import kernels
 from mvllm_cpu.paged_attention import PagedAttention
 from tests.helpers.attention_cases import make_case, make_spec, run
-requests = eval(sys.argv[2])
+requests = json.loads(sys.argv[2])
 found = [run(PagedAttention(make_spec(6, 2, 72, d)), make_case(make_spec(6, 2, 72, d), requests)) for d in sys.argv[3:]]
 np.savez(sys.argv[1], *[x.double().numpy() for x in found])
 print(kernels.load().isa)
@@ -166,7 +167,7 @@ print(kernels.load().isa)
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
 def test_instruction_sets_agree(isa, tmp_path, request):
     dtypes = list(TOLERANCE)
-    command = [sys.executable, "-c", _OTHER_ISA, str(tmp_path / "found.npz"), repr(MIXED), *dtypes]
+    command = [sys.executable, "-c", _OTHER_ISA, str(tmp_path / "found.npz"), json.dumps(MIXED), *dtypes]
     environment = {**os.environ, "MVLLM_CPU_ISA": isa, "PYTHONPATH": str(request.config.rootpath)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     if done.stdout.strip() != isa:
