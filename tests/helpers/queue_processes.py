@@ -29,7 +29,7 @@ READER_DEATHS = {
     "after it told the writer": ("notifier", "notify", "after"),
 }
 WRITER_DEATHS = {
-    "before it fills the slot": (ShmRingBuffer, "payload", "before"),
+    "before it fills the slot": (ShmRingBuffer, "fill", "before"),
     "before it labels the filled slot": (ShmRingBuffer, "publish", "before"),
     "after it labelled the slot, before it tells anyone": (ShmRingBuffer, "publish", "after"),
     "after it told the first of two readers": ("notifier", "notify", "after"),

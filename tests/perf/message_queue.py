@@ -3,23 +3,29 @@
 
     python tests/perf/message_queue.py [--sizes 100 10000] [--readers 1 2 4] [--messages 2000]
 
-One process sends, paced as an engine's steps are (--interval, so that readers have gone to sleep), and 1, 2 or 4 others
-wait. Per way of sending, size and number of readers:
+One process sends and 1, 2 or 4 others wait, at two paces: each message as soon as the one before was answered, and at
+an --interval after it, so that readers have gone to sleep. Per way of sending, size and number of readers:
 
     one-way    from before the send to the moment a reader has the payload at hand, over all readers
     round      until the sender has every reader's short answer, which comes the same way
     writer     CPU time of the sender per message; readers: of each reader per message
     idle       CPU of one reader that gets nothing, as a share of one core
 
-The ways: MessageQueue (read in place), pickle through the same ring, multiprocessing.Pipe, and ZeroMQ PUB/SUB over ipc.
+The ways: MessageQueue (read in place), pickle through the same ring, multiprocessing.Pipe, ZeroMQ PUB/SUB over ipc; and
+the limit, an eventfd without any message. What a sleep costs is the machine's: on a virtual one the first instructions
+after it, on cold caches, take several times as long as the rest.
 Targets, on two idle cores: one-way p50 under 20 µs for 10 kB to one reader, idle under 1 %.
 """
 
 from __future__ import annotations
 
 import argparse
+import mmap
 import multiprocessing
+import multiprocessing.reduction
+import os
 import pickle  # noqa: TID251  (what it is compared with)
+import select
 import time
 import uuid
 
@@ -27,6 +33,7 @@ import numpy as np
 import zmq
 
 from mvllm.executor.message_queue import MessageQueue, MessageReader, MessageWriter, QueueSettings, QueueTimeoutError
+from mvllm.executor.message_queue.segment import SharedSegment
 
 SPAWN = multiprocessing.get_context("spawn")
 SETTINGS = QueueSettings()
@@ -206,7 +213,60 @@ class PubSubWay:
         self.context.term()
 
 
-WAYS = (QueueWay, PickleWay, PipeWay, PubSubWay)
+class WakeWay:
+    """The limit: one eventfd each way and a stamp in shared memory. No message, no back-pressure, no dead peers."""
+
+    title = "eventfd alone"
+
+    def __init__(self, num_readers):
+        self.num_readers = num_readers
+        self.segment = SharedSegment.create(mmap.PAGESIZE, "perf")
+        self.words = self.segment.view.cast("q")
+        self.out = [os.eventfd(0) for _ in range(num_readers)]
+        self.back = os.eventfd(0)
+
+    def for_reader(self, index):
+        return (type(self), *map(multiprocessing.reduction.DupFd, (self.segment.fd, self.out[index], self.back)))
+
+    def open_sender(self):
+        pass
+
+    def send(self, payload):
+        self.words[0] = time.perf_counter_ns()
+        for fd in self.out:
+            os.eventfd_write(fd, 1)
+
+    def receive_replies(self):
+        waiting = self.num_readers
+        while waiting:
+            waiting -= os.eventfd_read(self.back)
+
+    @classmethod
+    def open_reader(cls, *passed):
+        segment, out, back = (fd.detach() for fd in passed)
+        return SharedSegment(segment).view.cast("q"), out, back
+
+    @staticmethod
+    def receive(ends):
+        os.eventfd_read(ends[1])
+        return ends[0][0], 0, time.perf_counter_ns()
+
+    @staticmethod
+    def reply(ends):
+        os.eventfd_write(ends[2], 1)
+
+    @staticmethod
+    def idle(ends, seconds):
+        select.select([ends[1]], [], [], seconds)
+
+    def close(self):
+        self.words.release()
+        self.segment.close()
+        for fd in (*self.out, self.back):
+            os.close(fd)
+
+
+WAYS = (QueueWay, PickleWay, PipeWay, PubSubWay, WakeWay)
 
 
 def run_reader(arguments, num_messages, result):
@@ -246,7 +306,8 @@ def measure(way, size, num_readers, num_messages, interval):
     rounds = []
     busy = 0.0
     for number in range(num_messages + 1):
-        time.sleep(interval)
+        if interval:
+            time.sleep(interval)
         before, started = time.process_time(), time.perf_counter_ns()
         sender.send(payload)
         sender.receive_replies()
@@ -270,15 +331,21 @@ def main():
     parser.add_argument("--sizes", type=int, nargs="+", default=[100, 10_000, 1_000_000, 32_000_000])
     parser.add_argument("--readers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--messages", type=int, default=2000)
-    parser.add_argument("--interval", type=float, default=0.001, help="seconds between messages")
+    parser.add_argument("--interval", type=float, default=0.001, help="seconds between paced messages")
     options = parser.parse_args()
+    for interval in (0.0, options.interval):
+        print(f"{interval * 1e3:g} ms between messages" if interval else "one after the other")
+        run_all(options, interval)
+
+
+def run_all(options, interval):
     print(f"{'':18s}{'bytes':>11s} readers {'one-way p50':>12s}{'p99':>9s} {'round p50':>10s}{'p99':>9s}", end="")
     print(f" {'writer':>8s}{'reader':>9s}   idle      (µs, of CPU µs per message)")
     for size in options.sizes:
         num_messages = max(20, min(options.messages, int(2e9 / size)))
         for num_readers in options.readers:
             for way in WAYS:
-                one_way, rounds, writer, reader, idle = measure(way, size, num_readers, num_messages, options.interval)
+                one_way, rounds, writer, reader, idle = measure(way, size, num_readers, num_messages, interval)
                 p50, p99 = np.percentile(one_way, [50, 99])
                 r50, r99 = np.percentile(rounds, [50, 99])
                 print(f"{way.title:18s}{size:11,d}{num_readers:8d} {p50:12.1f}{p99:9.1f} {r50:10.1f}{r99:9.1f}", end="")

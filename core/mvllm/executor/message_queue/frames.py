@@ -7,6 +7,7 @@ Frame 0 of a message is its msgpack text; the others are the buffers that travel
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -16,7 +17,9 @@ from mvllm.executor.message_queue.errors import QueueCorruptError
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 ALIGNMENT = 64
+_PAD, _MASK = ALIGNMENT - 1, -ALIGNMENT  # x + _PAD & _MASK is x rounded up
 _MAX_FRAMES = 1 << 16
+_COUNT = struct.Struct("Q")
 
 
 def as_frame(buffer: object) -> bytes | memoryview:
@@ -37,20 +40,21 @@ def as_frame(buffer: object) -> bytes | memoryview:
 
 def packed_bytes(frames: Sequence[bytes | memoryview]) -> int:
     """Bytes that `pack` needs."""
-    total = _round_up(8 + 8 * len(frames))
+    total = _table(len(frames)).size + _PAD & _MASK
     for frame in frames:
-        total += _round_up(len(frame))
+        total += len(frame) + _PAD & _MASK
     return total
 
 
-def pack(frames: Sequence[bytes | memoryview], into: memoryview) -> None:
-    """Writes `frames` to memory of at least `packed_bytes(frames)` bytes: one copy of each."""
-    struct.pack_into(f"{1 + len(frames)}Q", into, 0, len(frames), *map(len, frames))
-    start = _round_up(8 + 8 * len(frames))
+def pack(frames: Sequence[bytes | memoryview], into: memoryview, at: int = 0) -> None:
+    """Writes `frames` to memory of at least `packed_bytes(frames)` bytes from `at` on: one copy of each."""
+    table = _table(len(frames))
+    table.pack_into(into, at, len(frames), *map(len, frames))
+    start = at + (table.size + _PAD & _MASK)
     for frame in frames:
         end = start + len(frame)
         into[start:end] = frame
-        start = _round_up(end)
+        start += len(frame) + _PAD & _MASK
 
 
 def unpack(packed: memoryview) -> list[memoryview]:
@@ -59,22 +63,26 @@ def unpack(packed: memoryview) -> list[memoryview]:
     Raises:
         QueueCorruptError: The lengths do not fit the memory.
     """
-    if len(packed) < ALIGNMENT:
-        raise QueueCorruptError(f"A packed message has {len(packed)} bytes, less than its table takes.")
-    (count,) = struct.unpack_from("Q", packed)
-    if not 1 <= count <= min(_MAX_FRAMES, len(packed) // 8 - 1):
-        raise QueueCorruptError(f"A packed message of {len(packed)} bytes claims {count} frames.")
-    lengths = struct.unpack_from(f"{count}Q", packed, 8)
-    start = _round_up(8 + 8 * count)
+    size = len(packed)
+    if size < ALIGNMENT:
+        raise QueueCorruptError(f"A packed message has {size} bytes, less than its table takes.")
+    (count,) = _COUNT.unpack_from(packed)
+    if not 1 <= count <= min(_MAX_FRAMES, size // 8 - 1):
+        raise QueueCorruptError(f"A packed message of {size} bytes claims {count} frames.")
+    table = _table(count)
+    _, *lengths = table.unpack_from(packed)
+    start = table.size + _PAD & _MASK
     views = []
     for length in lengths:
         end = start + length
-        if end > len(packed):
-            raise QueueCorruptError(f"A packed message of {len(packed)} bytes claims frames of {lengths} bytes.")
+        if end > size:
+            raise QueueCorruptError(f"A packed message of {size} bytes claims frames of {lengths} bytes.")
         views.append(packed[start:end])
-        start = _round_up(end)
+        start += length + _PAD & _MASK
     return views
 
 
-def _round_up(value: int) -> int:
-    return -(-value // ALIGNMENT) * ALIGNMENT
+@functools.cache
+def _table(count: int) -> struct.Struct:
+    """The layout of what precedes `count` frames."""
+    return struct.Struct(f"{1 + count}Q")

@@ -156,10 +156,20 @@ class MessageReader(Generic[T]):
             QueueClosedError: This end is closed.
             msgspec.ValidationError: It is not of the type that this end expects. It counts as read.
         """
-        with self.acquire_read(timeout) as (message, buffers):
-            if not self.source.in_place:
-                return message, buffers
-            return message, [memoryview(bytes(buffer)) for buffer in buffers]
+        if self._is_closed:
+            raise self._closed()
+        frames = self.source.take(deadline_after(timeout))
+        try:
+            message = self._decode(frames[0])
+            buffers = frames[1:]
+            if buffers and self.source.in_place:
+                buffers = [memoryview(bytes(buffer)) for buffer in buffers]
+        except BaseException:
+            self._give_back(frames)
+            raise
+        if self._give_back(frames):
+            raise self._still_in_use()
+        return message, buffers
 
     @contextlib.contextmanager
     def acquire_read(self, timeout: float | None = None) -> Iterator[tuple[T, list[memoryview]]]:
@@ -170,7 +180,7 @@ class MessageReader(Generic[T]):
                 given back all the same, so that thing must not be used any more.
         """
         if self._is_closed:
-            raise QueueClosedError(f"Queue {self.name}: this reader was closed; nothing can be read any more.")
+            raise self._closed()
         frames = self.source.take(deadline_after(timeout))
         try:
             yield self._decode(frames[0]), frames[1:]
@@ -178,10 +188,7 @@ class MessageReader(Generic[T]):
             self._give_back(frames)
             raise
         if self._give_back(frames):
-            raise QueueError(
-                f"Queue {self.name}: a buffer of message {self.source.sequence - 1} is still in use after the end of "
-                "acquire_read. Copy what has to outlive the block, or use dequeue."
-            )
+            raise self._still_in_use()
 
     def has_message(self) -> bool:
         """Whether `dequeue` has something to return."""
@@ -215,6 +222,15 @@ class MessageReader(Generic[T]):
         self.source.release()
         return is_used
 
+    def _closed(self) -> QueueClosedError:
+        return QueueClosedError(f"Queue {self.name}: this reader was closed; nothing can be read any more.")
+
+    def _still_in_use(self) -> QueueError:
+        return QueueError(
+            f"Queue {self.name}: a buffer of message {self.source.sequence - 1} is still in use after the end of "
+            "acquire_read. Copy what has to outlive the block, or use dequeue."
+        )
+
 
 class ReaderGroup(Generic[T]):
     """One wait for several readers, for instance the replies of all workers. Used from one thread.
@@ -226,7 +242,7 @@ class ReaderGroup(Generic[T]):
 
     def __init__(self, readers: Sequence[MessageReader[T]], stop: StopSignal | None = None) -> None:
         self._readers = list(readers)
-        self._spin = AdaptiveSpin(20e-6)
+        self._spin = AdaptiveSpin(100e-6)
         self._name = ", ".join(reader.name for reader in readers)
         self._waiter = Waiter(self._name, [peer for reader in readers for peer in reader.source.peers], stop)
         for reader in readers:

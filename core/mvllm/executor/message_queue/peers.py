@@ -34,6 +34,7 @@ class Peer:
         self._pid = 0
         self._fd = -1
         self._owns_fd = False
+        self._observers: list[Callable[[], None]] = []
         self.is_dropped = False
         self.is_dead = False
 
@@ -57,6 +58,21 @@ class Peer:
             self._fd = fd
         elif pid is not None:
             self._open_pidfd(pid)
+        self._changed()
+
+    def observe(self, changed: Callable[[], None]) -> None:
+        """Has `changed` called whenever anything about this peer has."""
+        self._observers.append(changed)
+
+    def drop(self) -> None:
+        """Nobody waits for it any more, for good."""
+        self.is_dropped = True
+        self._changed()
+
+    def mark_dead(self) -> None:
+        """Its process has ended."""
+        self.is_dead = True
+        self._changed()
 
     def look(self) -> None:
         """Finds out as much as can be known without a descriptor, and gets one where possible."""
@@ -68,6 +84,7 @@ class Peer:
         self._open_pidfd(pid)
         if self._fd < 0 and not _is_running(pid):
             self.is_dead = True
+        self._changed()
 
     def describe(self) -> str:
         """For example: reader 3 (Worker_TP3, pid 1234), which last said it was doing: load_model."""
@@ -91,6 +108,11 @@ class Peer:
             os.close(self._fd)
         self._fd = -1
         self._owns_fd = False
+        self._changed()
+
+    def _changed(self) -> None:
+        for changed in self._observers:
+            changed()
 
     def _open_pidfd(self, pid: int) -> None:
         if sys.platform != "linux" or not hasattr(os, "pidfd_open"):

@@ -55,7 +55,7 @@ class QueueSettings(msgspec.Struct, frozen=True):
 
     num_slots: int = 10
     slot_bytes: int = 1 << 20
-    spin_seconds: float = 20e-6
+    spin_seconds: float = 100e-6
     directory: str | None = None
 
     def shape(self, num_readers: int) -> RingShape:

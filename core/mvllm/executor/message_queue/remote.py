@@ -133,7 +133,7 @@ class RemoteSender:
                 self._send_to(index, parts)
 
     def drop_reader(self, index: int) -> None:
-        self.peers[index].is_dropped = True
+        self.peers[index].drop()
 
     def close(self) -> None:
         """Idempotent."""
@@ -157,7 +157,8 @@ class RemoteSender:
         except zmq.ZMQError as e:
             if e.errno != zmq.EHOSTUNREACH:
                 raise
-            self.peers[index].is_dead = self._reports[index].is_connected
+            if self._reports[index].is_connected:
+                self.peers[index].mark_dead()
 
     def _ping(self, indices: Sequence[int]) -> None:
         for index in indices:

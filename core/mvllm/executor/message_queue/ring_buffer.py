@@ -27,11 +27,14 @@ and for `check_integrity`.
 from __future__ import annotations
 
 import mmap
+import struct
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
 from mvllm.errors import ConfigError
+from mvllm.executor.message_queue import frames as framing
 from mvllm.executor.message_queue.errors import QueueCorruptError
 from mvllm.executor.message_queue.segment import SharedSegment
 
@@ -42,6 +45,8 @@ MAX_SLOTS = 2048  # tokens outstanding must fit the smallest pipe
 
 _ACTIVITY_BYTES = 192
 _PARTY_BYTES = LINE + _ACTIVITY_BYTES
+_LABEL = struct.Struct("=QQQ")  # of a slot: sequence, length, kind
+_LENGTH_AND_KIND = struct.Struct("=QQ")
 WRITER = 0  # the party of the writer; reader r is party r + 1
 
 
@@ -126,13 +131,16 @@ class ShmRingBuffer:
         start = self._slot(sequence) + LINE
         return self._bytes[start : start + length].data
 
+    def fill(self, sequence: int, frames: Sequence[bytes | memoryview]) -> None:
+        """Packs `frames`, which fit, into the slot of message `sequence`."""
+        framing.pack(frames, self.segment.view, self._slot(sequence) + LINE)
+
     def publish(self, sequence: int, length: int, kind: int) -> None:
         """Labels a filled slot. The sequence comes last: a spinning reader takes it as the hint to look for a token."""
-        word = self._slot(sequence) // WORD
+        slot = self._slot(sequence)
+        _LENGTH_AND_KIND.pack_into(self.segment.view, slot + WORD, length, kind)
         words = self._words
-        words[word + 1] = length
-        words[word + 2] = kind
-        words[word] = sequence
+        words[slot // WORD] = sequence
         words[LINE // WORD] = sequence  # the writer's count
 
     def hint(self, sequence: int) -> bool:
@@ -145,8 +153,7 @@ class ShmRingBuffer:
         Raises:
             QueueCorruptError: The slot holds something else.
         """
-        word = self._slot(sequence) // WORD
-        found, length, kind = self._words[word : word + 3].tolist()
+        found, length, kind = _LABEL.unpack_from(self.segment.view, self._slot(sequence))
         if found != sequence or length > self.slot_bytes:
             raise QueueCorruptError(
                 f"The slot of message {sequence} holds message {found} of {length} bytes (slots have "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from mvllm.executor.message_queue import frames as framing
 from mvllm.executor.message_queue.errors import QueueTimeoutError
 from mvllm.executor.message_queue.notifier import Notifier, StopSignal
 from mvllm.executor.message_queue.peers import Peer, describe_all
@@ -49,6 +48,7 @@ class RingWriter:
         self._waiter = Waiter(name, self.peers, stop)
         for notifier in space:
             self._waiter.add(notifier.read_fd)
+        self._told = list(items)  # of the readers that are not dropped
         ring.set_pid(WRITER, os.getpid())
 
     @property
@@ -82,19 +82,18 @@ class RingWriter:
         assert self._next <= self._limit
         sequence = self._next
         if frames:
-            with self._ring.payload(sequence, num_bytes) as payload:
-                framing.pack(frames, payload)
+            self._ring.fill(sequence, frames)
         self._ring.publish(sequence, num_bytes, kind)
         self._next = sequence + 1
-        for notifier, peer in zip(self._items, self.peers):
-            if not peer.is_dropped:
-                notifier.notify()
+        for notifier in self._told:
+            notifier.notify()
 
     def drop_reader(self, index: int) -> None:
         """Goes on without a reader: it gets no more messages and is not waited for. It cannot come back."""
         peer = self.peers[index]
         if not peer.is_dropped:
-            peer.is_dropped = True
+            peer.drop()
+            self._told.remove(self._items[index])
             self._waiter.remove(self._space[index].read_fd)
             self._update_limit()
 

@@ -5,6 +5,7 @@ Data goes first: what a peer sent before it died is still delivered.
 
 from __future__ import annotations
 
+import os
 import select
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -36,15 +37,21 @@ class Waiter:
         self._stop = stop
         self._poll = select.poll()
         self._watched: dict[int, Peer] = {}
+        self._data: set[int] = set()
+        self._is_settled = False  # every peer is in the poll set or needs not be, and none is dead
         if stop is not None:
             self._poll.register(stop.fd, select.POLLIN)
+        for peer in peers:
+            peer.observe(self._unsettle)
 
     def add(self, fd: int) -> None:
         """Counts `fd` among the data."""
         self._poll.register(fd, select.POLLIN)
+        self._data.add(fd)
 
     def remove(self, fd: int) -> None:
         self._poll.unregister(fd)
+        self._data.remove(fd)
 
     def wait(self, deadline: float | None, waiting_for: str) -> list[int]:
         """Blocks until a data descriptor is readable; returns those that are, or [] at the deadline.
@@ -53,10 +60,16 @@ class Waiter:
             QueueStoppedError: The stop signal is set and there is no data.
             PeerDiedError: A peer has ended and there is no data.
         """
+        if self._is_settled:  # the short way: nothing to find out about anybody
+            limit = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3
+            data = [fd for fd, _ in self._poll.poll(limit) if fd in self._data]
+            if data:
+                return data
         while True:
             known = self._watch_peers()
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
             dead = [peer for peer in self._peers if peer.is_dead and not peer.is_dropped]
+            self._is_settled = known and not dead
             limits = [seconds for seconds in (remaining, None if known else LOOK_SECONDS) if seconds is not None]
             events = self._poll.poll(0 if dead else min(limits) * 1e3 if limits else None)
             data, stopped = self._sort(fd for fd, _ in events)
@@ -70,6 +83,9 @@ class Waiter:
             if not events and remaining is not None and remaining == min(limits):
                 return []
 
+    def _unsettle(self) -> None:
+        self._is_settled = False
+
     def _sort(self, fds: Iterable[int]) -> tuple[list[int], bool]:
         data = []
         stopped = False
@@ -77,7 +93,7 @@ class Waiter:
             if self._stop is not None and fd == self._stop.fd:
                 stopped = True
             elif fd in self._watched:
-                self._watched[fd].is_dead = True
+                self._watched[fd].mark_dead()
             else:
                 data.append(fd)
         return data, stopped
@@ -123,6 +139,7 @@ class AdaptiveSpin:
         while not hint():
             if time.monotonic() >= until:
                 return False
+            os.sched_yield()  # whoever computes on this core goes first
         return True
 
     def ended(self) -> None:
