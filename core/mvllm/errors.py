@@ -69,10 +69,11 @@ class WorkerDiedError(WorkerError):
     """A worker process ended by itself or was killed.
 
     Args:
-        exit_code: Its exit status, or minus the number of the signal that ended it.
+        exit_code: Its exit status, or minus the number of the signal that ended it; None where only another machine
+            could know.
     """
 
-    def __init__(self, message: str, *, rank: int, pid: int | None, activity: str, exit_code: int) -> None:
+    def __init__(self, message: str, *, rank: int, pid: int | None, activity: str, exit_code: int | None) -> None:
         super().__init__(message, rank=rank, pid=pid, activity=activity)
         self.exit_code = exit_code
 

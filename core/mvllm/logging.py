@@ -18,6 +18,11 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
+def log_level() -> str:
+    """The level that the `mvllm` loggers have, for processes that are to have the same."""
+    return logging.getLevelName(logging.getLogger("mvllm").getEffectiveLevel())
+
+
 def configure_logging(level: str | None = None) -> None:
     """Sends the `mvllm` loggers to stderr, unless the embedding program has already given them a handler.
 

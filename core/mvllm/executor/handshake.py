@@ -53,9 +53,13 @@ class Handshake(msgspec.Struct, frozen=True):
     failure: WorkerFailure | None = None
 
 
-def send_frame(to: socket.socket, message: msgspec.Struct) -> None:
+def send_message(to: socket.socket, message: msgspec.Struct) -> None:
     """Sends one message, whole."""
-    data = msgspec.msgpack.encode(message)
+    send_frame(to, msgspec.msgpack.encode(message))
+
+
+def send_frame(to: socket.socket, data: bytes) -> None:
+    """Sends bytes behind their length."""
     to.sendall(_LENGTH.pack(len(data)) + data)
 
 
@@ -65,19 +69,30 @@ def receive_start(source: socket.socket) -> WorkerStart:
     Raises:
         EOFError: The parent has ended or given up.
     """
-    return msgspec.msgpack.decode(_receive(source), type=WorkerStart)
+    return msgspec.msgpack.decode(receive_frame(source), type=WorkerStart)
 
 
 def receive_handshake(source: socket.socket) -> Handshake | None:
     """The worker's answer, or None when it ended without one."""
     try:
-        return msgspec.msgpack.decode(_receive(source), type=Handshake)
+        return msgspec.msgpack.decode(receive_frame(source), type=Handshake)
     except (EOFError, ConnectionError):
         return None
 
 
-def _receive(source: socket.socket) -> bytes:
+def receive_frame(source: socket.socket, limit: int | None = None) -> bytes:
+    """Receives what `send_frame` sent.
+
+    Args:
+        limit: Most bytes to take from somebody who is not known yet.
+
+    Raises:
+        EOFError: The other side has closed the connection.
+        ConnectionError: It announced more than `limit`.
+    """
     (length,) = _LENGTH.unpack(_receive_exactly(source, _LENGTH.size))
+    if limit is not None and length > limit:
+        raise ConnectionError(f"the other process announced {length} bytes where at most {limit} are expected")
     return _receive_exactly(source, length)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -11,6 +12,8 @@ import socket
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Callable
 from typing import Any, TextIO
 
 STACK_SIGNAL = signal.SIGUSR1
@@ -19,6 +22,8 @@ STACK_SIGNAL = signal.SIGUSR1
 _HAS_MEMFD = hasattr(os, "memfd_create")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
+_STACK_BYTES = 64 << 10
+_STACK_SECONDS = 0.5
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -51,6 +56,49 @@ def dump_stacks_to(fd: int) -> None:
     """Writes all threads' stacks to `fd` when the process crashes or gets STACK_SIGNAL. No lock is needed for it."""
     faulthandler.enable(file=fd, all_threads=True)
     faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True, chain=False)
+
+
+class StackFile:
+    """Where a process writes its stacks, as somebody else reads it.
+
+    Args:
+        fd: What that process passed to `dump_stacks_to`; taken over.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def text(self) -> str:
+        """All stacks so far."""
+        return os.pread(self._fd, _STACK_BYTES, 0).decode(errors="replace") if self._fd >= 0 else ""
+
+    def after(self, ask: Callable[[], None]) -> str:
+        """What `ask`, which sends STACK_SIGNAL, makes the process write; what there is of it after half a second."""
+        before = len(self.text())
+        ask()
+        deadline = time.monotonic() + _STACK_SECONDS
+        size = before
+        while time.monotonic() < deadline:
+            time.sleep(0.02)
+            now = len(self.text())
+            if now == size > before:
+                break
+            size = now
+        return self.text()[before:]
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def open_pidfd(pid: int) -> int:
+    """A descriptor that becomes readable when process `pid` ends, or -1 where there is no such thing."""
+    if hasattr(os, "pidfd_open"):
+        with contextlib.suppress(OSError):  # an old kernel or a sandbox
+            return os.pidfd_open(pid)
+    return -1
 
 
 def set_process_name(name: str) -> None:

@@ -44,6 +44,10 @@ class Activity:
     def __str__(self) -> str:
         return self.text if self.step is None else f"{self.text} of step {self.step}"
 
+    def during(self) -> str:
+        """For sentences about an end: when it came."""
+        return "while it was idle" if self.is_idle else f"during {self} ({self.seconds:.1f} s into it)"
+
     @property
     def is_idle(self) -> bool:
         return self.text == IDLE

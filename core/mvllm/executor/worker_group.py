@@ -1,87 +1,89 @@
-"""The worker processes of one engine, together: started at once, watched by one thread, ended together.
+"""The workers of one engine, together, wherever they run: the first failure wins.
 
-The idea: one thread starts the processes and then does nothing but watch them (`poll` over process descriptors and
-control sockets: no CPU while nothing happens). Starting them there is no accident: the kernel kills a worker when the
-*thread* that started it ends, so that thread has to be one that lives as long as the engine, not the caller's.
-
-The first failure wins. It sets the stop signal, which ends every wait of the executor, and then ends the processes.
+It sets the stop signal, which ends every wait of the executor, tells whoever asked to be told, and ends the workers.
+How workers are started, watched and ended is for subclasses: ProcessGroup, RayWorkerGroup.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
-import signal
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from mvllm.errors import WorkerDiedError, WorkerStuckError
-from mvllm.executor.handshake import WorkerStart
 from mvllm.executor.message_queue import StopSignal
-from mvllm.executor.status_board import StatusBoard
-from mvllm.executor.worker_handle import WorkerHandle
+from mvllm.executor.status_board import Activity
 from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
 
 FailureCallback = Callable[[Exception], None]
 
-_GATHER_SECONDS = 0.1  # deaths come in company (out of memory, a lost peer): the first report waits for the others
-_LOOK_SECONDS = 0.1  # how often processes are looked at where there are no process descriptors
-_GRACE_SECONDS = 2.0  # for workers that were told to stop
-_BUSY_GRACE_SECONDS = 0.5  # for those that were busy with something long and may never look
-_PIPE_SECONDS = 0.3  # after its death pipe was closed
-_TERMINATE_SECONDS = 0.7  # after SIGTERM
-_KILL_SECONDS = 5.0  # after SIGKILL, which only a process stuck in the kernel outlives
+GATHER_SECONDS = 0.1  # deaths come in company (out of memory, a lost peer): the first report waits for the others
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One process to start: what it is told, its environment, the descriptors it inherits."""
+class WorkerView(Protocol):
+    """One worker, as the executor sees it. As text: its name, rank and process id.
 
-    start: WorkerStart
-    env: Mapping[str, str]
-    fds: Sequence[int]
+    Attributes:
+        name, rank, pid: Who it is.
+        is_ready: It waits for requests.
+        activity: What it said last that it is doing.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def is_ready(self) -> bool: ...
+    @property
+    def activity(self) -> Activity: ...
+
+    def dump_stack(self) -> str:
+        """The stacks of all its threads, most recent call first; what there is after a moment."""
+        ...
+
+    def death(self) -> WorkerDiedError:
+        """The error that says how it ended and what it was doing."""
+        ...
 
 
-class WorkerGroup:
+class WorkerGroup(ABC):
     """Used from any thread.
-
-    Args:
-        launches: One per worker, in rank order.
-        board: Where workers say what they do.
 
     Attributes:
         stop: Set by the first failure, and by `end`.
         failure: Why the group cannot go on, or None.
     """
 
-    def __init__(self, launches: Sequence[Launch], board: StatusBoard) -> None:
+    def __init__(self) -> None:
         self.stop = StopSignal()
         self.failure: Exception | None = None
-        self.workers: list[WorkerHandle] = []
-        self._launches = launches
-        self._board = board
         self._callbacks: list[FailureCallback] = []
-        self._changed = threading.Condition()  # guards failure, callbacks, and everything that _watch changes
-        self._launched = False
-        self._launch_error: BaseException | None = None
+        self._changed = threading.Condition()  # guards failure, callbacks, and everything that a monitor changes
         self._ending = False
-        self._ended = False
-        self._end_lock = threading.Lock()
-        self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="worker-monitor", daemon=True)
+        self._cause_seconds = 2 * GATHER_SECONDS  # how much later than its effects a death may come to light
 
-    def launch(self) -> None:
-        """Starts all processes; returns when they exist, not when they are ready."""
-        self._thread.start()
-        with self._changed:
-            self._changed.wait_for(lambda: self._launched)
-        if self._launch_error is not None:
-            raise self._launch_error
+    @property
+    @abstractmethod
+    def workers(self) -> Sequence[WorkerView]:
+        """In rank order; those that exist so far."""
+
+    @abstractmethod
+    def end(self, *, gracefully: bool = False) -> None:
+        """Ends every worker, within a deadline. Idempotent; safe at exit.
+
+        Args:
+            gracefully: The workers were told to stop, and get a moment for it first.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends what still runs and gives back whatever the group holds. Nobody may wait on `stop` any more."""
 
     def wait_ready(self, timeout: float) -> None:
         """Returns when every worker waits for requests.
@@ -133,10 +135,10 @@ class WorkerGroup:
     def cause_of(self, error: Exception) -> Exception:
         """The failure behind `error`, if there is one: a death comes to light a moment after what it did to others."""
         with self._changed:
-            self._changed.wait_for(lambda: self.failure, 2 * _GATHER_SECONDS)
+            self._changed.wait_for(lambda: self.failure, self._cause_seconds)
         return self.failure or error
 
-    def stuck(self, late: Sequence[WorkerHandle], seconds: float, what: str) -> WorkerStuckError:
+    def stuck(self, late: Sequence[WorkerView], seconds: float, what: str) -> WorkerStuckError:
         """The error that says what each of `late` is doing, with its stacks."""
         parts = []
         for worker in late:
@@ -150,47 +152,6 @@ class WorkerGroup:
         """From now on, a worker that ends is no failure. Call before telling workers to stop."""
         self._ending = True
 
-    def end(self, *, gracefully: bool = False) -> None:
-        """Ends every process, each step with a deadline: death pipe, SIGTERM, SIGKILL. Idempotent; safe at exit.
-
-        Args:
-            gracefully: The workers were told to stop, and get a moment for it first.
-        """
-        if os.getpid() != self._pid:  # a fork of the engine's process: the workers are not its own
-            return
-        self.expect_ends()
-        self.stop.set()
-        with self._end_lock:
-            if self._ended or not self._thread.ident:
-                return
-            try:
-                if gracefully and self.failure is None:
-                    busy = any(
-                        w.activity.seconds > _BUSY_GRACE_SECONDS and not w.activity.is_idle for w in self.workers
-                    )
-                    self._wait_ended(_BUSY_GRACE_SECONDS if busy else _GRACE_SECONDS)
-                for worker in self._running():
-                    worker.close_death_pipe()
-                self._wait_ended(_PIPE_SECONDS)
-                self._signal_all(signal.SIGTERM)
-                self._wait_ended(_TERMINATE_SECONDS)
-            finally:  # also when Ctrl-C interrupts the waits above
-                self._signal_all(signal.SIGKILL)
-                self._wait_ended(_KILL_SECONDS)
-                self._ended = True
-
-    def close(self) -> None:
-        """Ends what still runs and gives back all descriptors. Nobody may wait on `stop` any more."""
-        if os.getpid() != self._pid:
-            return
-        self.end()
-        if self._thread.ident:
-            self._thread.join(_PIPE_SECONDS)  # it reads what is closed next
-        for worker in self.workers:
-            if not worker.is_running:
-                worker.close()
-        self.stop.close()
-
     def _tear_down(self, error: Exception, callbacks: Sequence[FailureCallback]) -> None:
         for callback in callbacks:
             try:
@@ -199,77 +160,8 @@ class WorkerGroup:
                 logger.exception("A failure callback raised")
         self.end()
 
-    # --- the monitor's own thread
 
-    def _run(self) -> None:
-        try:
-            for launch in self._launches:
-                if self._ending:
-                    break
-                self.workers.append(WorkerHandle.launch(launch.start, launch.env, launch.fds, self._board))
-        except BaseException as e:  # noqa: BLE001  (raised by launch(), in the caller's thread)
-            self._launch_error = e
-        with self._changed:
-            self._launched = True
-            self._changed.notify_all()
-        self._watch()
-
-    def _watch(self) -> None:
-        """Until all have ended: handshakes as they come, deaths as they happen."""
-        waiting = {worker.control.fileno(): worker for worker in self.workers}
-        while running := self._running():
-            poll = select.poll()
-            for fd in waiting:
-                poll.register(fd, select.POLLIN)
-            for worker in running:
-                if worker.pidfd >= 0:
-                    poll.register(worker.pidfd, select.POLLIN)
-            blind = any(worker.pidfd < 0 for worker in running)
-            ready = {fd for fd, _ in poll.poll(_LOOK_SECONDS * 1e3 if blind else None)}
-            for fd in ready & waiting.keys():
-                self._take_handshake(waiting.pop(fd))
-            if blind or ready - waiting.keys():
-                self._take_deaths(running)
-
-    def _take_handshake(self, worker: WorkerHandle) -> None:
-        handshake = worker.receive_handshake()
-        if handshake is None:  # closed: its death follows
-            return
-        if handshake.failure is not None:
-            self.fail(handshake.failure.to_exception())
-            return
-        with self._changed:
-            worker.is_ready = True
-            self._changed.notify_all()
-
-    def _take_deaths(self, running: Sequence[WorkerHandle]) -> None:
-        with self._changed:
-            dead = [worker for worker in running if worker.reap()]
-            self._changed.notify_all()
-        if not dead or self._ending or self.failure is not None:
-            return
-        time.sleep(_GATHER_SECONDS)
-        with self._changed:
-            dead += [worker for worker in self._running() if worker.reap()]
-            self._changed.notify_all()
-        if not self._ending:
-            self.fail(_deaths(dead))
-
-    def _running(self) -> list[WorkerHandle]:
-        return [worker for worker in self.workers if worker.is_running]
-
-    def _wait_ended(self, timeout: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._launched and not self._running(), timeout)
-
-    def _signal_all(self, number: signal.Signals) -> None:
-        with self._changed:  # nobody reaps meanwhile, so no number can belong to somebody else
-            for worker in self._running():
-                with contextlib.suppress(PermissionError):
-                    worker.send_signal(number)
-
-
-def _deaths(dead: Sequence[WorkerHandle]) -> WorkerDiedError:
+def deaths(dead: Sequence[WorkerView]) -> WorkerDiedError:
     """One error for all that have died; the first is named in its attributes."""
     errors = [worker.death() for worker in dead]
     first = errors[0]

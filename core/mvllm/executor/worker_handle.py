@@ -8,17 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 
 from mvllm.errors import WorkerDiedError
-from mvllm.executor.handshake import Handshake, WorkerStart, receive_handshake, send_frame
-from mvllm.executor.process_tools import STACK_SIGNAL
+from mvllm.executor.handshake import Handshake, WorkerStart, receive_handshake, send_message
+from mvllm.executor.process_tools import STACK_SIGNAL, StackFile, open_pidfd
 from mvllm.executor.status_board import STARTING, Activity, StatusBoard
 
 _MODULE = "mvllm.executor.worker_process"
-_STACK_BYTES = 64 << 10
-_STACK_SECONDS = 0.5
 
 
 class WorkerHandle:
@@ -40,9 +37,9 @@ class WorkerHandle:
         self.exit_code: int | None = None
         self.control = control
         self._process = process
-        self._stack_fd = start.stack_fd
+        self._stacks = StackFile(start.stack_fd)
         self._board = board
-        self.pidfd = _open_pidfd(process.pid)
+        self.pidfd = open_pidfd(process.pid)
 
     @classmethod
     def launch(
@@ -70,7 +67,7 @@ class WorkerHandle:
             )
         handle = cls(start, process, ours, board)
         with contextlib.suppress(BrokenPipeError, ConnectionError):  # its death is noticed where deaths are
-            send_frame(ours, start)
+            send_message(ours, start)
         return handle
 
     @property
@@ -122,30 +119,17 @@ class WorkerHandle:
         """
         if self.activity.text == STARTING:
             return ""
-        before = len(self.crash_stack())
-        self.send_signal(STACK_SIGNAL)
-        deadline = time.monotonic() + _STACK_SECONDS
-        size = before
-        while time.monotonic() < deadline:
-            time.sleep(0.02)
-            now = len(self.crash_stack())
-            if now == size > before:
-                break
-            size = now
-        return self.crash_stack()[before:]
+        return self._stacks.after(lambda: self.send_signal(STACK_SIGNAL))
 
     def crash_stack(self) -> str:
         """The stacks that it wrote so far."""
-        if self._stack_fd < 0:
-            return ""
-        return os.pread(self._stack_fd, _STACK_BYTES, 0).decode(errors="replace")
+        return self._stacks.text()
 
     def death(self) -> WorkerDiedError:
         """The error that says how it ended and what it was doing."""
         assert self.exit_code is not None
         activity = self.activity
-        doing = "while it was idle" if activity.is_idle else f"during {activity} ({activity.seconds:.1f} s into it)"
-        message = f"{self} {_describe_exit(self.exit_code)} {doing}."
+        message = f"{self} {_describe_exit(self.exit_code)} {activity.during()}."
         if stack := self.crash_stack():
             message += f"\nIts stack:\n{stack.rstrip()}"
         return WorkerDiedError(message, rank=self.rank, pid=self.pid, activity=str(activity), exit_code=self.exit_code)
@@ -153,17 +137,10 @@ class WorkerHandle:
     def close(self) -> None:
         """Gives back its descriptors, after its end. Idempotent."""
         self.control.close()
-        for fd in (self.pidfd, self._stack_fd):
-            if fd >= 0:
-                os.close(fd)
-        self.pidfd = self._stack_fd = -1
-
-
-def _open_pidfd(pid: int) -> int:
-    if hasattr(os, "pidfd_open"):
-        with contextlib.suppress(OSError):  # an old kernel or a sandbox: its status is asked for instead
-            return os.pidfd_open(pid)
-    return -1
+        self._stacks.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+        self.pidfd = -1
 
 
 def _has_ended(pid: int) -> bool:

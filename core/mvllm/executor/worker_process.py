@@ -2,7 +2,7 @@
 
     start   name itself, promise to die with its parent, read WorkerStart from the control socket
     build   find the platform by name, build the worker (this is where torch is imported), say "ready"
-    loop    take a request, call the worker, answer; until told to stop
+    loop    take requests until told to stop: WorkerProc
 
 Nothing heavy is imported before WorkerStart is there, and the platform's environment variables are set before this
 program starts.
@@ -14,11 +14,9 @@ import os
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING
 
-import msgspec
-
-from mvllm.executor.handshake import Handshake, WorkerStart, receive_start, send_frame
+from mvllm.executor.handshake import Handshake, WorkerStart, receive_start, send_message
+from mvllm.executor.message_queue import MessageWriter
 from mvllm.executor.process_tools import (
     PrefixedStream,
     die_with_parent,
@@ -26,82 +24,10 @@ from mvllm.executor.process_tools import (
     set_process_name,
     watch_parent,
 )
-from mvllm.executor.rpc import STOP_ID, Reply, Request, codec_of, describe_failure
-from mvllm.executor.status_board import IDLE, StatusBoard
-from mvllm.logging import configure_logging, get_logger
-
-if TYPE_CHECKING:
-    from mvllm.executor.message_queue import MessageReader, MessageWriter
-    from mvllm.worker.wrapper import WorkerWrapper
-
-logger = get_logger(__name__)
-
-
-class WorkerProc:
-    """One rank's loop. The same in every kind of worker process.
-
-    Args:
-        name: For errors.
-        rank: This worker's rank.
-        worker: Does the work.
-        requests: This rank's end of rpc_broadcast_mq.
-        replies: Its worker_response_mq.
-        board: Where it says what it is doing.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        rank: int,
-        worker: WorkerWrapper,
-        requests: MessageReader[Request],
-        replies: MessageWriter,
-        board: StatusBoard,
-    ) -> None:
-        self._name = name
-        self._rank = rank
-        self._worker = worker
-        self._requests = requests
-        self._replies = replies
-        self._board = board
-
-    def worker_busy_loop(self) -> None:
-        """Serves requests until the one that says stop. The wait for the next one costs nothing."""
-        self._board.write(self._rank, IDLE)
-        while True:
-            request, _ = self._requests.dequeue()
-            if request.id == STOP_ID:
-                return
-            if request.concerns(self._rank):
-                self._serve(request)
-
-    def _serve(self, request: Request) -> None:
-        reply: Reply | None
-        try:
-            reply = self._execute(request)
-        except Exception as e:
-            activity = str(self._board.read(self._rank))
-            failure = describe_failure(e, rank=self._rank, pid=os.getpid(), name=self._name, activity=activity)
-            logger.debug("%s failed", activity, exc_info=e)
-            reply = Reply(request.id, self._rank, b"", failure)
-        if reply is not None:
-            self._replies.enqueue(reply)
-        # Not in a `finally`: what ends the process itself leaves on the board what it was doing.
-        self._board.write(self._rank, IDLE, request.id)
-
-    def _execute(self, request: Request) -> Reply | None:
-        """The answer, where this rank is to give one."""
-        self._board.write(self._rank, request.method, request.id)
-        args = codec_of(request.method).arguments.decode(request.args)
-        result: object
-        if request.method == "execute_model":
-            self._board.write(self._rank, request.method, request.id, args[0].step)
-            result = self._worker.execute_model(*args)
-        else:
-            result = self._worker.call(request.method, *args)
-        if request.reply_from not in (None, self._rank):
-            return None
-        return Reply(request.id, self._rank, msgspec.msgpack.encode(result))
+from mvllm.executor.rpc import describe_failure
+from mvllm.executor.status_board import StatusBoard
+from mvllm.executor.worker_proc import WorkerProc
+from mvllm.logging import configure_logging
 
 
 def main() -> None:
@@ -120,16 +46,16 @@ def main() -> None:
     _adopt(start)
     board = StatusBoard(start.board_fd)
     try:
-        proc, worker = _build(start, board)
+        replies = MessageWriter.attach(start.replies)
+        proc = WorkerProc.build(start.name, start.context, start.platform, start.config, start.requests, replies, board)
     except Exception as e:  # noqa: BLE001  (travels to the executor)
         activity = str(board.read(start.context.rank))
         failure = describe_failure(e, rank=start.context.rank, pid=os.getpid(), name=start.name, activity=activity)
-        send_frame(control, Handshake(failure))
+        send_message(control, Handshake(failure))
         _leave(1)
-    send_frame(control, Handshake())
+    send_message(control, Handshake())
     proc.worker_busy_loop()
-    board.write(start.context.rank, "shutdown")
-    worker.shutdown()
+    proc.shutdown()
     _leave(0)
 
 
@@ -145,24 +71,6 @@ def _adopt(start: WorkerStart) -> None:
     sys.stdout = PrefixedStream(sys.stdout, prefix)
     sys.stderr = PrefixedStream(sys.stderr, prefix)
     configure_logging(start.log_level)
-
-
-def _build(start: WorkerStart, board: StatusBoard) -> tuple[WorkerProc, WorkerWrapper]:
-    from mvllm.executor.config_codec import decode_config
-    from mvllm.executor.message_queue import MessageReader, MessageWriter
-    from mvllm.platform.choose import choose_platform
-
-    rank = start.context.rank
-    requests = MessageReader.attach(start.requests, Request)
-    replies = MessageWriter.attach(start.replies)
-    board.write(rank, f"loading the platform {start.platform}")
-    platform = choose_platform(start.platform).platform
-    board.write(rank, "importing the worker")
-    from mvllm.worker.wrapper import WorkerWrapper
-
-    worker = WorkerWrapper(decode_config(start.config), platform, start.context)
-    board.write(rank, IDLE)
-    return WorkerProc(start.name, rank, worker, requests, replies, board), worker
 
 
 def _leave(status: int) -> None:

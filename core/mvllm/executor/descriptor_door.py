@@ -1,0 +1,181 @@
+"""Open files for processes of this machine that are not our children: over a Unix socket, for those who know a token.
+
+    engine    door = DescriptorDoor({0: Parcel(message, fds), ...})      listens; address and token travel some other way
+    worker    message, control = collect(address, token, 0, kind)        the files are its own now
+    engine    connection = door.connection(0)                            who came; the socket stays open between the two
+
+The socket stays open on purpose: each side's death closes it, which is how the other one hears of that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from mvllm.executor.handshake import receive_frame, send_frame
+from mvllm.executor.message_queue.queue import HAS_ABSTRACT_SOCKETS
+from mvllm.logging import get_logger
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+_TOKEN_BYTES = 32
+_KEY = struct.Struct("=I")
+_CREDENTIALS = struct.Struct("=iII")  # Linux' struct ucred: pid, uid, gid
+_LOOK_SECONDS = 0.2
+_PATIENCE_SECONDS = 10.0
+_MOST_FDS = 250  # the kernel takes 253 at once
+_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+class DoorAddress(msgspec.Struct, frozen=True):
+    """Where a door is, and what opens it. A secret."""
+
+    path: str
+    token: bytes
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What one process gets: a message that names descriptors, and those descriptors."""
+
+    message: msgspec.Struct
+    fds: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A process that has got its parcel.
+
+    Attributes:
+        socket: Closed when either side has ended.
+        pid: Its process id as the kernel says, or None where the kernel does not.
+    """
+
+    socket: socket.socket
+    pid: int | None
+
+
+class DescriptorDoor:
+    """Gives each parcel out once.
+
+    Args:
+        parcels: By key. The descriptors have to stay open until `close`.
+    """
+
+    def __init__(self, parcels: Mapping[int, Parcel]) -> None:
+        self._parcels = dict(parcels)
+        self._connections: dict[int, Connection] = {}
+        self._folder: str | None = None
+        if HAS_ABSTRACT_SOCKETS:
+            path = f"@mvllm-{secrets.token_hex(16)}"
+        else:
+            self._folder = tempfile.mkdtemp(prefix="mvllm-")  # only its owner may enter
+            path = str(Path(self._folder) / "door")
+        self.address = DoorAddress(path, secrets.token_bytes(_TOKEN_BYTES))
+        self._is_closed = False
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(_kernels_name(path))
+        self._listener.listen(len(parcels) + 8)
+        self._listener.settimeout(_LOOK_SECONDS)
+        self._thread = threading.Thread(target=self._serve, name="descriptor-door", daemon=True)
+        self._thread.start()
+
+    def connection(self, key: int) -> Connection:
+        """The process that has got the parcel `key`. Ask when it has said so; its connection is the caller's."""
+        return self._connections.pop(key)
+
+    def close(self) -> None:
+        """Lets nobody in any more. Connections that were asked for live on. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._thread.join()
+        self._listener.close()
+        for connection in self._connections.values():
+            connection.socket.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _serve(self) -> None:
+        while self._parcels and not self._is_closed:
+            try:
+                peer, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            try:
+                self._hand_over(peer)
+            except (OSError, EOFError) as e:
+                logger.warning("A process came for its open files and did not get them: %s", e)
+                peer.close()
+
+    def _hand_over(self, peer: socket.socket) -> None:
+        peer.settimeout(_PATIENCE_SECONDS)
+        request = receive_frame(peer, limit=_TOKEN_BYTES + _KEY.size)
+        token, (key,) = request[:_TOKEN_BYTES], _KEY.unpack(request[_TOKEN_BYTES:].ljust(_KEY.size, b"\0"))
+        if not hmac.compare_digest(token, self.address.token) or key not in self._parcels:
+            raise ConnectionError("it did not know the token, or asked for what is not there")
+        parcel = self._parcels[key]
+        # The worker may say that it has its parcel as soon as this is sent, so the connection is noted first.
+        self._connections[key] = Connection(peer, _pid_of(peer))
+        socket.send_fds(peer, [b"\0"], list(parcel.fds))
+        send_frame(peer, msgspec.msgpack.encode([list(parcel.fds), parcel.message]))
+        peer.settimeout(None)
+        del self._parcels[key]
+
+
+def collect(address: DoorAddress, key: int, kind: type[T]) -> tuple[T, dict[int, int], socket.socket]:
+    """Fetches a parcel.
+
+    Args:
+        key: Which one.
+        kind: What its message is.
+
+    Returns:
+        The message; descriptor as the message names it to descriptor in this process; the connection.
+
+    Raises:
+        OSError: Nobody is there, or the kernel refused.
+        EOFError: The other side did not let us in.
+    """
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        door.settimeout(_PATIENCE_SECONDS)
+        door.connect(_kernels_name(address.path))
+        send_frame(door, address.token + _KEY.pack(key))
+        begin, fds, _, _ = socket.recv_fds(door, 1, _MOST_FDS, _CLOEXEC)
+        if not begin:
+            raise EOFError("the engine closed the connection")
+        named, message = msgspec.msgpack.decode(receive_frame(door), type=tuple[list[int], msgspec.Raw])
+        door.settimeout(None)
+    except BaseException:
+        door.close()
+        raise
+    return msgspec.msgpack.decode(message, type=kind), dict(zip(named, fds, strict=True)), door
+
+
+def _kernels_name(path: str) -> str:
+    return f"\0{path[1:]}" if path.startswith("@") else path
+
+
+def _pid_of(peer: socket.socket) -> int | None:
+    option: Any = getattr(socket, "SO_PEERCRED", None)
+    if option is not None:
+        with contextlib.suppress(OSError):
+            pid, _, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, option, _CREDENTIALS.size))
+            return pid or None
+    return None

@@ -1,0 +1,357 @@
+"""Calls to workers in other processes, wherever those are: what MultiprocExecutor and RayDistributedExecutor share.
+
+    engine core ── rpc_broadcast_mq ──> every worker          one message per call, written once, read by all
+                <─ worker_response_mq ─ each worker           tagged with the request's id and the rank
+
+A call is a message out and an entry in a table of calls under way. Replies find their entry by id; one that finds none
+is late and is dropped. Nothing runs in the background: whoever waits for a result reads the replies, so a step costs
+two messages and no thread switch. What does run beside is the monitor of the WorkerGroup, which watches for deaths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from mvllm.config.engine_config import EngineConfig, ParallelConfig
+from mvllm.errors import EngineDeadError
+from mvllm.executor.interface import Executor
+from mvllm.executor.message_queue import (
+    MessageReader,
+    MessageWriter,
+    PeerDiedError,
+    QueueError,
+    QueueStoppedError,
+    QueueTimeoutError,
+    ReaderGroup,
+)
+from mvllm.executor.rpc import STOP_ID, MethodCodec, Reply, Request, codec_of
+from mvllm.executor.status_board import StatusBoard
+from mvllm.executor.worker_group import FailureCallback, WorkerGroup, WorkerView
+from mvllm.logging import get_logger
+from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.platform.interface import Platform
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+_STEP = "execute_model"
+_WARN_SECONDS = 30.0
+
+
+class RpcFuture(Future[T], Generic[T]):
+    """The result of a call. Waiting for it is what reads the replies, so wait from the executor's thread.
+
+    Args:
+        executor: Whose call it is.
+        timeout: Seconds that `result` waits when it is not told otherwise. They count from the call of `result`.
+    """
+
+    def __init__(self, executor: RpcExecutor, timeout: float | None) -> None:
+        super().__init__()
+        self._executor = executor
+        self._timeout = timeout
+        self.set_running_or_notify_cancel()
+
+    def result(self, timeout: float | None = None) -> T:
+        """The result.
+
+        Raises:
+            TimeoutError: It is not there in time; the message names the workers that have not answered.
+            Exception: A worker's own, or the failure of a worker's process.
+        """
+        self._wait(timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What `result` would raise, or None."""
+        self._wait(timeout)
+        return super().exception(0)
+
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+        if not super().done():
+            self._executor.take_replies()
+        return super().done()
+
+    @property
+    def is_settled(self) -> bool:
+        """`done`, without looking for replies."""
+        return super().done()
+
+    def _wait(self, timeout: float | None) -> None:
+        if timeout is None:
+            self._executor.wait_for(self, self._timeout, give_up=True)
+        else:
+            self._executor.wait_for(self, timeout, give_up=False)
+
+
+class _Call:
+    """A call under way: who has answered, who has not."""
+
+    def __init__(self, request_id: int, codec: MethodCodec, ranks: Sequence[int], future: RpcFuture[Any]) -> None:
+        self.id = request_id
+        self.codec = codec
+        self.missing = set(ranks)
+        self.results: dict[int, Any] = {}
+        self.future = future
+        self.label = codec.name
+
+    def take(self, reply: Reply) -> bool:
+        """Keeps one rank's result; returns whether it was the last."""
+        self.missing.discard(reply.rank)
+        self.results[reply.rank] = self.codec.result.decode(reply.result)
+        return not self.missing
+
+
+class RpcExecutor(Executor):
+    """An executor whose workers are reached through message queues.
+
+    A subclass starts the workers; it calls `_use` as soon as there is something that has to be ended.
+
+    Args:
+        config, platform: As Executor.
+        num_workers: How many there will be.
+    """
+
+    def __init__(self, config: EngineConfig, platform: Platform, num_workers: int) -> None:
+        super().__init__(config, platform)
+        self._ranks = tuple(range(num_workers))
+        self._reply_rank = _reply_rank(config.parallel, num_workers)
+        self._next_id = STOP_ID + 1
+        self._calls: dict[int, _Call] = {}
+
+    def _use(
+        self, group: WorkerGroup, writer: MessageWriter, readers: Sequence[MessageReader[Reply]], board: StatusBoard
+    ) -> None:
+        """Takes over the workers and the executor's ends of the queues; from now on `shutdown` ends them.
+
+        Also when the executor is dropped without a word, and when the interpreter ends.
+        """
+        self._group = group
+        self._writer = writer
+        self._replies = ReaderGroup(readers, group.stop)
+        self._finalizer = weakref.finalize(self, _shut_down, group, writer, readers, board, os.getpid())
+
+    # --- calls
+
+    def collective_rpc(  # type: ignore[override]
+        self,
+        method: str,
+        args: tuple[Any, ...] = (),
+        *,
+        timeout: float | None = None,
+        ranks: Sequence[int] | None = None,
+        non_block: bool = False,
+    ) -> list[Any] | Future[list[Any]]:
+        limit = self._config.parallel.start_timeout if timeout is None else timeout
+        future: RpcFuture[list[Any]] = RpcFuture(self, limit)
+        called = self._ranks if ranks is None else tuple(sorted({rank for rank in ranks if rank in self._ranks}))
+        if not called:
+            future.set_result([])
+        else:
+            self._send(method, args, ranks=None if ranks is None else called, expect=called, future=future)
+        return future if non_block else future.result()
+
+    def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        future: RpcFuture[ModelRunnerOutput] = RpcFuture(self, None)
+        call = self._send(_STEP, (plan,), ranks=None, expect=(self._reply_rank,), future=future)
+        call.label = f"{_STEP} of step {plan.step}"
+        return future
+
+    def on_failure(self, callback: FailureCallback) -> None:
+        """Has `callback` called, once, from another thread, when the workers can no longer be used."""
+        self._group.on_failure(callback)
+
+    @property
+    def workers(self) -> Sequence[WorkerView]:
+        """In rank order."""
+        return self._group.workers
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids in rank order."""
+        return [worker.pid for worker in self._group.workers]
+
+    def shutdown(self) -> None:
+        if self._finalizer.alive:
+            error = self._group.failure or EngineDeadError("The workers have been shut down.")
+            self._finalizer()
+            self._fail_calls(error)
+
+    # --- waiting, for RpcFuture
+
+    def wait_for(self, future: RpcFuture[Any], timeout: float | None, *, give_up: bool) -> None:
+        """Reads replies until `future` is settled.
+
+        Args:
+            timeout: Seconds; None is for a step, which gets `step_timeout` and fails the executor when it is late.
+            give_up: At the timeout, end the call: replies that come later are dropped. Else it can be waited for again.
+
+        Raises:
+            TimeoutError: It is not in time.
+        """
+        start = time.monotonic()
+        warn_at = start + _WARN_SECONDS
+        limit = self._config.parallel.step_timeout if timeout is None else timeout
+        while not future.is_settled:
+            if not self._finalizer.alive:
+                self._fail_calls(EngineDeadError("The workers have been shut down."))
+                return
+            now = time.monotonic()
+            try:
+                ready = self._replies.wait(max(0.0, min(start + limit, warn_at) - now))
+            except QueueTimeoutError:
+                if time.monotonic() < start + limit:
+                    self._warn(future, time.monotonic() - start)
+                    warn_at += _WARN_SECONDS
+                elif timeout is None:
+                    self._fail_stuck()
+                else:
+                    raise self._timeout(future, limit, give_up) from None
+            except (PeerDiedError, QueueStoppedError) as e:
+                self._fail_calls(self._group.settle(e))
+            else:
+                self._dispatch(ready)
+
+    def take_replies(self) -> None:
+        """Settles whatever can be settled without waiting."""
+        if not self._finalizer.alive:
+            return
+        with contextlib.suppress(QueueTimeoutError):
+            try:
+                self._dispatch(self._replies.wait(0.0))
+            except (PeerDiedError, QueueStoppedError) as e:
+                self._fail_calls(self._group.settle(e))
+
+    # --- inside
+
+    def _send(
+        self, method: str, args: tuple[Any, ...], *, ranks: tuple[int, ...] | None, expect: Sequence[int], future: Any
+    ) -> _Call:
+        codec = codec_of(method)
+        self._group.check()
+        if not self._finalizer.alive:
+            raise EngineDeadError(f"{method} was called after the workers had been shut down.")
+        parallel = self._config.parallel
+        reply_from, limit = (
+            (self._reply_rank, parallel.step_timeout) if method == _STEP else (None, parallel.start_timeout)
+        )
+        request = Request(self._next_id, method, msgspec.msgpack.encode(args), ranks, reply_from)
+        self._next_id += 1
+        try:
+            self._writer.enqueue(request, timeout=limit)
+        except (PeerDiedError, QueueStoppedError) as e:
+            raise self._group.settle(e) from None
+        except QueueTimeoutError as e:
+            late = self._busy() or self._group.workers
+            raise self._group.settle(self._group.stuck(late, limit, "took no request")) from e
+        call = self._calls[request.id] = _Call(request.id, codec, expect, future)
+        self._sent(request)
+        return call
+
+    def _sent(self, request: Request) -> None:
+        """A request is on its way; for subclasses that keep account of workers which cannot write on the board."""
+
+    def _answered(self, reply: Reply) -> None:
+        """A reply has come; likewise."""
+
+    def _dispatch(self, readers: Sequence[MessageReader[Reply]]) -> None:
+        for reader in readers:
+            reply, _ = reader.dequeue()
+            self._answered(reply)
+            call = self._calls.get(reply.id)
+            if reply.failure is not None:
+                self._take_failure(reply.failure.to_exception(), call, is_step=reply.failure.activity.startswith(_STEP))
+            elif call is None:
+                logger.debug("Dropped a late reply of rank %d to request %d", reply.rank, reply.id)
+            elif call.take(reply):
+                del self._calls[call.id]
+                results = [call.results[rank] for rank in sorted(call.results)]
+                call.future.set_result(results[0] if call.codec.name == _STEP else results)
+
+    def _take_failure(self, error: Exception, call: _Call | None, *, is_step: bool) -> None:
+        if is_step:
+            # The rows of this rank are not what the others think any more; nothing after this could be right. If
+            # another rank's death is behind it, that is the better story.
+            self._fail_calls(self._group.settle(error))
+        elif call is not None:
+            del self._calls[call.id]
+            call.future.set_exception(self._group.cause_of(error))
+
+    def _fail_calls(self, error: Exception) -> None:
+        calls, self._calls = list(self._calls.values()), {}
+        for call in calls:
+            call.future.set_exception(error)
+
+    def _fail_stuck(self) -> None:
+        late = self._busy() or [self._group.workers[self._reply_rank]]
+        # Those that wait for a stuck rank are as late as it is; the one that came to this step last is named first.
+        late.sort(key=lambda worker: (-(worker.activity.step or 0), worker.activity.seconds))
+        seconds = self._config.parallel.step_timeout
+        self._fail_calls(self._group.settle(self._group.stuck(late, seconds, "has not finished its step")))
+
+    def _busy(self) -> list[WorkerView]:
+        return [worker for worker in self._group.workers if not worker.activity.is_idle]
+
+    def _timeout(self, future: RpcFuture[Any], seconds: float, give_up: bool) -> TimeoutError:
+        call = next(call for call in self._calls.values() if call.future is future)
+        if give_up:
+            del self._calls[call.id]
+        waiting = [self._group.workers[rank] for rank in sorted(call.missing)]
+        states = "; ".join(f"{worker}, which is in {worker.activity}" for worker in waiting)
+        return TimeoutError(f"{call.label}: no answer within {seconds:g} s from {states}.")
+
+    def _warn(self, future: RpcFuture[Any], seconds: float) -> None:
+        label = next((call.label for call in self._calls.values() if call.future is future), "a call")
+        states = ", ".join(f"{worker} in {worker.activity}" for worker in self._busy())
+        logger.warning("%s has not ended after %.0f s: %s", label, seconds, states or "all workers are idle")
+
+
+def worker_names(parallel: ParallelConfig, num_workers: int) -> list[str]:
+    """What workers are called, in rank order: `Worker_TP0`, `Worker_PP1_TP0`, or just `Worker` where there is one."""
+    tp = parallel.tensor_parallel_size
+    if num_workers != parallel.world_size:  # some drive several devices: ranks are not workers
+        return [f"Worker_{rank}" for rank in range(num_workers)]
+    if num_workers == 1:
+        return ["Worker"]
+    stage = ["" if parallel.pipeline_parallel_size == 1 else f"_PP{rank // tp}" for rank in range(num_workers)]
+    part = ["" if tp == 1 else f"_TP{rank % tp}" for rank in range(num_workers)]
+    return [f"Worker{a}{b}" for a, b in zip(stage, part)]
+
+
+def _reply_rank(parallel: ParallelConfig, num_workers: int) -> int:
+    """Who answers a step: the first rank of the last pipeline stage."""
+    return num_workers - parallel.tensor_parallel_size if num_workers == parallel.world_size else 0
+
+
+def _shut_down(
+    group: WorkerGroup,
+    writer: MessageWriter,
+    readers: Sequence[MessageReader[Reply]],
+    board: StatusBoard,
+    pid: int,
+) -> None:
+    """The ladder: a message, then whatever WorkerGroup.end does, then the queues."""
+    if os.getpid() != pid:  # a fork of the engine's process: nothing of this is its own
+        return
+    told = False
+    if group.failure is None and group.workers and all(worker.is_ready for worker in group.workers):
+        group.expect_ends()
+        with contextlib.suppress(QueueError):
+            writer.enqueue(Request(STOP_ID, "", b""), timeout=0.5)
+            told = True
+    group.end(gracefully=told)
+    writer.close()
+    for reader in readers:
+        reader.close()
+    group.close()
+    board.close()

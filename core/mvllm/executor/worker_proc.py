@@ -1,0 +1,129 @@
+"""A worker's loop: take a request, call the worker, answer; until told to stop.
+
+The same in every kind of process that an executor runs workers in. Nothing heavy is imported before `build`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from mvllm.executor.rpc import STOP_ID, Reply, Request, codec_of, describe_failure
+from mvllm.executor.status_board import IDLE, StatusBoard
+from mvllm.logging import get_logger
+from mvllm.platform.topology import WorkerContext
+
+if TYPE_CHECKING:
+    from mvllm.executor.message_queue import MessageReader, MessageWriter, ReaderHandle, RemoteReaderHandle
+    from mvllm.worker.wrapper import WorkerWrapper
+
+logger = get_logger(__name__)
+
+
+class WorkerProc:
+    """One rank's loop. The same in every kind of worker process.
+
+    Args:
+        name: For errors.
+        rank: This worker's rank.
+        worker: Does the work.
+        requests: This rank's end of rpc_broadcast_mq.
+        replies: Its worker_response_mq.
+        board: Where it says what it is doing.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        worker: WorkerWrapper,
+        requests: MessageReader[Request],
+        replies: MessageWriter,
+        board: StatusBoard,
+    ) -> None:
+        self._name = name
+        self._rank = rank
+        self._worker = worker
+        self._requests = requests
+        self._replies = replies
+        self._board = board
+
+    @classmethod
+    def build(
+        cls,
+        name: str,
+        context: WorkerContext,
+        platform: str,
+        config: bytes,
+        requests: ReaderHandle | RemoteReaderHandle,
+        replies: MessageWriter,
+        board: StatusBoard,
+    ) -> WorkerProc:
+        """Finds the platform by its name and builds the worker; this is where torch is imported.
+
+        Args:
+            name, replies, board: As above.
+            context: Which worker it is.
+            platform: The platform's name; the plugin is found again by it.
+            config: The engine's configuration, see config_codec.
+            requests: Its end of rpc_broadcast_mq, which is attached here.
+        """
+        from mvllm.executor.config_codec import decode_config
+        from mvllm.executor.message_queue import MessageReader
+        from mvllm.platform.choose import choose_platform
+
+        rank = context.rank
+        reader = MessageReader.attach(requests, Request)
+        board.write(rank, f"loading the platform {platform}")
+        chosen = choose_platform(platform).platform
+        board.write(rank, "importing the worker")
+        from mvllm.worker.wrapper import WorkerWrapper
+
+        worker = WorkerWrapper(decode_config(config), chosen, context)
+        board.write(rank, IDLE)
+        return cls(name, rank, worker, reader, replies, board)
+
+    def worker_busy_loop(self) -> None:
+        """Serves requests until the one that says stop. The wait for the next one costs nothing."""
+        self._board.write(self._rank, IDLE)
+        while True:
+            request, _ = self._requests.dequeue()
+            if request.id == STOP_ID:
+                return
+            if request.concerns(self._rank):
+                self._serve(request)
+
+    def _serve(self, request: Request) -> None:
+        reply: Reply | None
+        try:
+            reply = self._execute(request)
+        except Exception as e:
+            activity = str(self._board.read(self._rank))
+            failure = describe_failure(e, rank=self._rank, pid=os.getpid(), name=self._name, activity=activity)
+            logger.debug("%s failed", activity, exc_info=e)
+            reply = Reply(request.id, self._rank, b"", failure)
+        if reply is not None:
+            self._replies.enqueue(reply)
+        # Not in a `finally`: what ends the process itself leaves on the board what it was doing.
+        self._board.write(self._rank, IDLE, request.id)
+
+    def _execute(self, request: Request) -> Reply | None:
+        """The answer, where this rank is to give one."""
+        self._board.write(self._rank, request.method, request.id)
+        args = codec_of(request.method).arguments.decode(request.args)
+        result: object
+        if request.method == "execute_model":
+            self._board.write(self._rank, request.method, request.id, args[0].step)
+            result = self._worker.execute_model(*args)
+        else:
+            result = self._worker.call(request.method, *args)
+        if request.reply_from not in (None, self._rank):
+            return None
+        return Reply(request.id, self._rank, msgspec.msgpack.encode(result))
+
+    def shutdown(self) -> None:
+        """Releases the worker."""
+        self._board.write(self._rank, "shutdown")
+        self._worker.shutdown()
