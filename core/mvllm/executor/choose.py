@@ -19,6 +19,7 @@ ENTRY_POINT_GROUP = "mvllm.executors"
 _BUILT_IN = {
     "uni": "mvllm.executor.uniproc:UniProcExecutor",
     "mp": "mvllm.executor.multiproc:MultiprocExecutor",
+    "ray": "mvllm.executor.ray_executor:RayDistributedExecutor",
     "external_launcher": "mvllm.executor.external_launcher:ExecutorWithExternalLauncher",
 }
 

@@ -1,8 +1,8 @@
-"""Open files for processes of this machine that are not our children: over a Unix socket, for those who know a token.
+"""Open files for processes of this machine that are not our children, for those who know a token.
 
-    engine    door = DescriptorDoor({0: Parcel(message, fds), ...})      listens; address and token travel some other way
-    worker    message, control = collect(address, token, 0, kind)        the files are its own now
-    engine    connection = door.connection(0)                            who came; the socket stays open between the two
+    engine    door = DescriptorDoor({0: Parcel(message, fds), ...})   listens; door.address travels some other way
+    worker    message, fds, control = collect(address, 0, kind)       the files are its own now
+    engine    connection = door.connection(0)                         who came; the socket stays open between the two
 
 The socket stays open on purpose: each side's death closes it, which is how the other one hears of that.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import os
 import secrets
 import shutil
 import socket
@@ -132,8 +131,12 @@ class DescriptorDoor:
         parcel = self._parcels[key]
         # The worker may say that it has its parcel as soon as this is sent, so the connection is noted first.
         self._connections[key] = Connection(peer, _pid_of(peer))
-        socket.send_fds(peer, [b"\0"], list(parcel.fds))
-        send_frame(peer, msgspec.msgpack.encode([list(parcel.fds), parcel.message]))
+        try:
+            socket.send_fds(peer, [b"\0"], list(parcel.fds))
+            send_frame(peer, msgspec.msgpack.encode([list(parcel.fds), parcel.message]))
+        except OSError:
+            del self._connections[key]
+            raise
         peer.settimeout(None)
         del self._parcels[key]
 

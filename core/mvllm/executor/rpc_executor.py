@@ -43,7 +43,7 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 
-_STEP = "execute_model"
+STEP_METHOD = "execute_model"
 _WARN_SECONDS = 30.0
 
 
@@ -163,8 +163,8 @@ class RpcExecutor(Executor):
 
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
         future: RpcFuture[ModelRunnerOutput] = RpcFuture(self, None)
-        call = self._send(_STEP, (plan,), ranks=None, expect=(self._reply_rank,), future=future)
-        call.label = f"{_STEP} of step {plan.step}"
+        call = self._send(STEP_METHOD, (plan,), ranks=None, expect=(self._reply_rank,), future=future)
+        call.label = f"{STEP_METHOD} of step {plan.step}"
         return future
 
     def on_failure(self, callback: FailureCallback) -> None:
@@ -243,7 +243,7 @@ class RpcExecutor(Executor):
             raise EngineDeadError(f"{method} was called after the workers had been shut down.")
         parallel = self._config.parallel
         reply_from, limit = (
-            (self._reply_rank, parallel.step_timeout) if method == _STEP else (None, parallel.start_timeout)
+            (self._reply_rank, parallel.step_timeout) if method == STEP_METHOD else (None, parallel.start_timeout)
         )
         request = Request(self._next_id, method, msgspec.msgpack.encode(args), ranks, reply_from)
         self._next_id += 1
@@ -255,28 +255,30 @@ class RpcExecutor(Executor):
             late = self._busy() or self._group.workers
             raise self._group.settle(self._group.stuck(late, limit, "took no request")) from e
         call = self._calls[request.id] = _Call(request.id, codec, expect, future)
-        self._sent(request)
+        self._sent(request, args)
         return call
 
-    def _sent(self, request: Request) -> None:
+    def _sent(self, request: Request, args: tuple[Any, ...]) -> None:
         """A request is on its way; for subclasses that keep account of workers which cannot write on the board."""
 
-    def _answered(self, reply: Reply) -> None:
+    def _answered(self, reply: Reply, method: str | None) -> None:
         """A reply has come; likewise."""
 
     def _dispatch(self, readers: Sequence[MessageReader[Reply]]) -> None:
         for reader in readers:
             reply, _ = reader.dequeue()
-            self._answered(reply)
             call = self._calls.get(reply.id)
+            self._answered(reply, call.codec.name if call is not None else None)
             if reply.failure is not None:
-                self._take_failure(reply.failure.to_exception(), call, is_step=reply.failure.activity.startswith(_STEP))
+                self._take_failure(
+                    reply.failure.to_exception(), call, is_step=reply.failure.activity.startswith(STEP_METHOD)
+                )
             elif call is None:
                 logger.debug("Dropped a late reply of rank %d to request %d", reply.rank, reply.id)
             elif call.take(reply):
                 del self._calls[call.id]
                 results = [call.results[rank] for rank in sorted(call.results)]
-                call.future.set_result(results[0] if call.codec.name == _STEP else results)
+                call.future.set_result(results[0] if call.codec.name == STEP_METHOD else results)
 
     def _take_failure(self, error: Exception, call: _Call | None, *, is_step: bool) -> None:
         if is_step:

@@ -19,6 +19,11 @@ class LaunchTopology:
         start_method: `spawn` or `fork`.
         env_per_worker: Variables to set for each worker before it imports anything, one mapping per worker.
         daemon: Whether workers may be daemons (a daemon cannot have children).
+        ray_resource: Ray's name of the resource that one device is, which the executor `ray` claims for each worker;
+            None where the platform cannot be used with it.
+        device_variable: The variable that limits a process to some devices. Ray gives devices out by id: on its workers
+            this one lists those of the engine's workers on the same machine, in order of local rank, whatever
+            `env_per_worker` says.
     """
 
     num_workers: int
@@ -27,6 +32,8 @@ class LaunchTopology:
     start_method: str = "spawn"
     env_per_worker: tuple[Mapping[str, str], ...] = ()
     daemon: bool = True
+    ray_resource: str | None = None
+    device_variable: str | None = None
 
 
 @dataclass(frozen=True)

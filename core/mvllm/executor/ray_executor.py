@@ -1,0 +1,251 @@
+"""Workers in Ray actors, on the nodes of a Ray cluster. Calls are RpcExecutor's; this places and starts the actors.
+
+1. claim     a bundle for each worker, in the placement group that we are in or in one of our own
+2. identify  each actor says where it is and which devices Ray gave it
+3. order     our own node first, then node by node: neighbours in rank are neighbours in the cluster
+4. initialize  name, rank, environment; queue ends by shared memory on our node, by TCP on others
+5. build, run  as in any worker process
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from mvllm.config.engine_config import EngineConfig, replace_field
+from mvllm.errors import ConfigError, PlatformError
+from mvllm.executor.config_codec import encode_config
+from mvllm.executor.descriptor_door import DescriptorDoor, Parcel
+from mvllm.executor.engine_queues import EngineQueues
+from mvllm.executor.message_queue import MessageReader, MessageWriter
+from mvllm.executor.process_tools import unnamed_file
+from mvllm.executor.ray_cluster import RayJob
+from mvllm.executor.ray_group import RayWorkerGroup, RayWorkerHandle
+from mvllm.executor.ray_worker import NearEnds, RayWorkerAnswer, RayWorkerIdentity, RayWorkerStart
+from mvllm.executor.rpc import Reply, Request
+from mvllm.executor.rpc_executor import STEP_METHOD, RpcExecutor, worker_names
+from mvllm.executor.status_board import IDLE, StatusBoard
+from mvllm.logging import log_level
+from mvllm.platform.interface import Platform
+from mvllm.platform.phases import Phase, enter_phase
+from mvllm.platform.topology import LaunchTopology, WorkerContext
+from mvllm.version import __version__
+
+COPIED_PREFIXES = ("MVLLM_", "HF_", "OMP_")
+"""How variables begin that workers get from the engine's process, where they have none of their own."""
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """An actor and its identity, once it has a rank (its place in a list of these)."""
+
+    actor: Any
+    identity: RayWorkerIdentity
+    local_rank: int
+    local_world_size: int
+
+
+class RayDistributedExecutor(RpcExecutor):
+    """One Ray actor per worker.
+
+    Raises:
+        ConfigError: On construction: the platform or the cluster does not allow it.
+        Exception: A worker's own exception, if one cannot be built. Nothing stays behind.
+    """
+
+    def __init__(self, config: EngineConfig, platform: Platform) -> None:
+        with enter_phase(Phase.ENGINE):
+            topology = platform.topology(config.parallel)
+        resource = _resource_of(platform, topology)
+        super().__init__(config, platform, topology.num_workers)
+        limit = config.parallel.start_timeout
+        with contextlib.ExitStack() as stack:
+            job = RayJob.start(resource, topology, limit)
+            stack.callback(job.close)
+            placed = _in_order(job, resource, limit)
+            names = worker_names(config.parallel, len(placed))
+            self._far = tuple(r for r, worker in enumerate(placed) if worker.identity.node_id != job.node_id)
+            self._board = board = StatusBoard.create(len(placed))
+            stack.callback(board.close)
+            workers = []
+            for rank, (name, at) in enumerate(zip(names, placed)):
+                stack_fd = -1 if rank in self._far else unnamed_file("stacks")
+                workers.append(RayWorkerHandle(name, rank, at.identity, at.actor, stack_fd, board))
+            group = RayWorkerGroup(job, workers, board)
+            stack.callback(group.close)
+            writer, readers = _connect(config, platform, topology, placed, job, group, board)
+            stack.pop_all()
+        self._use(group, writer, readers, board)
+        atexit.register(self._finalizer)  # before Ray's own end: whoever registers last is called first
+        try:
+            group.launch()
+            group.wait_ready(limit)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        atexit.unregister(self._finalizer)
+
+    # Workers on other nodes cannot write on the board: there it says what they were asked for and have not answered.
+
+    def _sent(self, request: Request, args: tuple[Any, ...]) -> None:
+        for rank in self._far:
+            if request.concerns(rank):
+                step = args[0].step if request.method == STEP_METHOD else -1
+                self._board.write(rank, request.method, request.id, step)
+
+    def _answered(self, reply: Reply, method: str | None) -> None:
+        for rank in self._far:
+            # Who answers a step stands for all: it needed the others to get there.
+            is_through = reply.rank == rank or method == STEP_METHOD
+            if is_through and self._board.read(rank).request_id <= reply.id:
+                self._board.write(rank, IDLE, reply.id)
+
+
+def _resource_of(platform: Platform, topology: LaunchTopology) -> str:
+    if not topology.ray_resource:
+        raise ConfigError(
+            f"distributed_executor_backend 'ray' was asked for, but the platform {platform.spec.name!r} does not say "
+            "which of Ray's resources one of its devices is: its LaunchTopology leaves the field ray_resource unset. "
+            "Set it in the platform's topology(), or set distributed_executor_backend to mp."
+        )
+    return topology.ray_resource
+
+
+def _in_order(job: RayJob, resource: str, limit: float) -> list[_Placed]:
+    """The actors in rank order."""
+    answers = job.ask([actor.identify.remote(resource) for actor in job.actors], limit, "starting them on their nodes")
+    identities = [msgspec.msgpack.decode(answer, type=RayWorkerIdentity) for answer in answers]
+    for identity in identities:
+        if identity.version != __version__:
+            raise ConfigError(
+                f"Node {identity.node_ip} of the Ray cluster has mvllm {identity.version}, this one has {__version__}. "
+                "Install the same version on every node."
+            )
+    first_of: dict[str, int] = {}  # node -> its first actor, which is the order of Ray's bundles
+    for index, identity in enumerate(identities):
+        first_of.setdefault(identity.node_id, index)
+    order = sorted(
+        range(len(identities)),
+        key=lambda i: (
+            identities[i].node_id != job.node_id,
+            first_of[identities[i].node_id],
+            _device_key(identities[i]),
+        ),
+    )
+    sizes = Counter(identity.node_id for identity in identities)
+    seen: Counter[str] = Counter()
+    placed = []
+    for index in order:
+        identity = identities[index]
+        placed.append(_Placed(job.actors[index], identity, seen[identity.node_id], sizes[identity.node_id]))
+        seen[identity.node_id] += 1
+    return placed
+
+
+def _device_key(identity: RayWorkerIdentity) -> tuple[tuple[int, str], ...]:
+    return tuple((int(device), "") if device.isdigit() else (1 << 31, device) for device in identity.device_ids)
+
+
+def _connect(
+    config: EngineConfig,
+    platform: Platform,
+    topology: LaunchTopology,
+    placed: Sequence[_Placed],
+    job: RayJob,
+    group: RayWorkerGroup,
+    board: StatusBoard,
+) -> tuple[MessageWriter, list[MessageReader[Reply]]]:
+    """Tells every actor who it is, and gives it its ends of the queues; returns the executor's."""
+    workers = group.workers
+    far = [worker.rank for worker in workers if not worker.is_near]
+    with contextlib.ExitStack() as stack:
+        queues = EngineQueues([worker.name for worker in workers], far, job.node_ip)
+        stack.callback(queues.close)  # the workers have what is theirs
+        parcels = {worker.rank: _parcel(worker, queues, board) for worker in workers if worker.is_near}
+        door = DescriptorDoor(parcels)
+        stack.callback(door.close)
+        starts = _starts(config, platform, topology, workers, placed, queues, door)
+        refs = [w.actor.initialize.remote(msgspec.msgpack.encode(start)) for w, start in zip(workers, starts)]
+        near = dict(zip(parcels, queues.open_readers(group.stop)))
+        readers = []
+        for worker, answer in zip(workers, job.ask(refs, config.parallel.start_timeout, "telling them their ranks")):
+            told = msgspec.msgpack.decode(answer, type=RayWorkerAnswer)
+            if told.failure:
+                raise PlatformError(f"{worker} could not be started: {told.failure}.")
+            if worker.is_near:
+                worker.connected(door.connection(worker.rank))
+            readers.append(
+                near[worker.rank] if told.replies is None else MessageReader.attach(told.replies, Reply, group.stop)
+            )
+        return queues.open_writer(group.stop), readers
+
+
+def _parcel(worker: RayWorkerHandle, queues: EngineQueues, board: StatusBoard) -> Parcel:
+    requests, replies = queues.ends(worker.rank)
+    ends = NearEnds(requests, replies, board.fd, worker.stack_fd)
+    return Parcel(ends, (*requests.fds, *replies.fds, board.fd, worker.stack_fd))
+
+
+def _starts(
+    config: EngineConfig,
+    platform: Platform,
+    topology: LaunchTopology,
+    workers: Sequence[RayWorkerHandle],
+    placed: Sequence[_Placed],
+    queues: EngineQueues,
+    door: DescriptorDoor,
+) -> list[RayWorkerStart]:
+    encoded = encode_config(config)
+    quiet = encode_config(replace_field(config, "load.use_tqdm", False))
+    host, port = placed[0].identity.node_ip, placed[0].identity.port
+    meeting = f"tcp://{f'[{host}]' if ':' in host else host}:{port}" if len(placed) > 1 else None
+    defaults = {name: value for name, value in os.environ.items() if name.startswith(COPIED_PREFIXES)}
+    starts = []
+    is_spread = len({at.identity.node_id for at in placed}) > 1
+    for worker, at in zip(workers, placed):
+        context = WorkerContext(
+            rank=worker.rank,
+            local_rank=at.local_rank,
+            world_size=len(placed),
+            local_world_size=at.local_world_size,
+            seed=config.model.seed,
+            in_engine_process=False,
+            init_method=meeting,
+        )
+        starts.append(
+            RayWorkerStart(
+                name=worker.name,
+                context=context,
+                platform=platform.spec.name,
+                config=quiet if worker.rank else encoded,  # one progress bar
+                environment=_environment(topology, worker.rank, at, placed),
+                defaults=defaults,
+                sys_path=[path or os.getcwd() for path in sys.path],
+                directory=os.getcwd(),
+                log_level=log_level(),
+                door=door.address if worker.is_near else None,
+                requests=None if worker.is_near else queues.far_end(worker.rank),
+                is_spread=is_spread,
+            )
+        )
+    return starts
+
+
+def _environment(topology: LaunchTopology, rank: int, own: _Placed, placed: Sequence[_Placed]) -> dict[str, str]:
+    """The platform's variables; which devices they name is Ray's to say, where Ray numbers them."""
+    environment = dict(topology.env_per_worker[rank]) if topology.env_per_worker else {}
+    if topology.device_variable and own.identity.device_ids:
+        here = [at.identity for at in placed if at.identity.node_id == own.identity.node_id]
+        environment[topology.device_variable] = ",".join(device for at in here for device in at.device_ids)
+    return environment
