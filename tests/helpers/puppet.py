@@ -27,7 +27,7 @@ from mvllm.plugin_api import (
     hookimpl,
 )
 
-SLEEP_MS, RAISE, EXIT, KILL, RAISE_ON_RANK, SLEEP_ON_RANK_0_MS, PRINT, SPAWN = range(8)
+SLEEP_MS, RAISE, EXIT, KILL, RAISE_ON_RANK, SLEEP_ON_RANK_0_MS, PRINT, SPAWN, TELL = range(9)
 
 SPEC = PlatformSpec(
     name="puppet",
@@ -58,8 +58,13 @@ class PuppetPlatform(Platform):
         return LaunchTopology(
             num_workers=parallel.world_size,
             devices_per_worker=1,
-            executors=("mp",),
-            env_per_worker=tuple({"PUPPET_DEVICE": f"device-{rank}"} for rank in range(parallel.world_size)),
+            executors=("mp", "ray"),
+            env_per_worker=tuple(
+                {"PUPPET_DEVICE": f"device-{rank}", "PUPPET": os.environ["PUPPET"]}
+                for rank in range(parallel.world_size)
+            ),
+            ray_resource=os.environ.get("PUPPET_RESOURCE", "CPU") or None,
+            device_variable="PUPPET_DEVICE",
         )
 
     def init_device(self, ctx):
@@ -99,7 +104,7 @@ class PuppetWorker:
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
         code, value = num_blocks, block_size
-        if code > SPAWN:
+        if code > TELL:
             return  # an engine that really wants a cache
         if code == SLEEP_MS:
             time.sleep(value / 1e3)
@@ -120,6 +125,8 @@ class PuppetWorker:
         elif code == SPAWN:
             if os.fork() == 0:
                 time.sleep(3600)
+        elif code == TELL:
+            raise RuntimeError(f"{self.device} {os.environ.get('HF_PUPPET_MARK')}")
 
     def warm_up(self) -> None:
         pass

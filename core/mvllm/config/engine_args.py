@@ -136,7 +136,8 @@ class EngineArgs:
     data_parallel_size: int = option(1, help="Engine replicas.", group="parallel", minimum=1, maximum=1024)
     distributed_executor_backend: str | None = option(
         None,
-        help="How workers run: 'uni' (one worker, in this process), 'mp' (a process each), the name of an installed "
+        help="How workers run: 'uni' (one worker, in this process), 'mp' (a process each), 'ray' (an actor each, on "
+        "the nodes of a Ray cluster), 'external_launcher' (torchrun starts every rank), the name of an installed "
         "executor, or a dotted path to an executor class; by default chosen.",
         group="parallel",
     )

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
+import os
+import sys
 from collections.abc import Callable
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import ConfigError
 from mvllm.executor.interface import Executor
 from mvllm.platform.ask import ask
+from mvllm.platform.discovery import load_attribute
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.topology import LaunchTopology
@@ -32,23 +36,30 @@ def make_executor(config: EngineConfig, platform: Platform) -> Executor:
     """
     with enter_phase(Phase.ENGINE):
         topology: LaunchTopology = ask(platform, "topology", config.parallel, returns=LaunchTopology)
-    name = config.parallel.distributed_executor_backend or _default(topology, config)
+    name = config.parallel.distributed_executor_backend or _default(topology, config, platform)
     if name in _BUILT_IN:
         if name not in topology.executors:
             raise ConfigError(
                 f"distributed_executor_backend {name!r} was asked for, but the platform {platform.spec.name!r} "
-                f"allows only {', '.join(topology.executors)} for this configuration."
+                f"allows only {', '.join(topology.executors)} for this configuration. Set "
+                "--distributed-executor-backend to one of them, or leave it out."
             )
         if name == "uni" and topology.num_workers > 1:
             raise ConfigError(
                 f"The executor 'uni' runs one worker; this configuration needs {topology.num_workers}. "
                 "Set distributed_executor_backend to mp, or set tensor_parallel_size and pipeline_parallel_size to 1."
             )
+        if name == "ray":
+            _require_ray()
     return _load(name)(config, platform)
 
 
-def _default(topology: LaunchTopology, config: EngineConfig) -> str:
-    """In this process where one worker does, else in processes of this machine; where the platform allows that."""
+def _default(topology: LaunchTopology, config: EngineConfig, platform: Platform) -> str:
+    """In this process where one worker does; several on this machine, or over Ray's where that is what we are in."""
+    if topology.num_workers > 1 and "ray" in topology.executors and topology.ray_resource:
+        needed = topology.num_workers * topology.devices_per_worker
+        if _in_placement_group() or (_is_ray_there() and needed > _num_devices(platform, needed)):
+            return "ray"
     fitting = ("uni", "mp") if topology.num_workers == 1 else ("mp",)
     for name in fitting:
         if name in topology.executors:
@@ -59,6 +70,41 @@ def _default(topology: LaunchTopology, config: EngineConfig) -> str:
         f"{', '.join(topology.executors)}. Name an executor that can with "
         "distributed_executor_backend, or set both sizes to 1."
     )
+
+
+def _in_placement_group() -> bool:
+    """Whether somebody has set aside a part of a Ray cluster for this process. Never imports Ray."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return False
+    from ray.util import get_current_placement_group
+
+    return get_current_placement_group() is not None
+
+
+def _is_ray_there() -> bool:
+    """Whether this process belongs to a Ray cluster, or has been told of one."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        return True
+    return bool(os.environ.get("RAY_ADDRESS")) and importlib.util.find_spec("ray") is not None
+
+
+def _num_devices(platform: Platform, unknown: int) -> int:
+    """Devices that the platform finds on this machine; `unknown` where it does not list them."""
+    with enter_phase(Phase.PROBE):
+        found = load_attribute(platform.spec.probe)()
+    return len(found.devices) or unknown
+
+
+def _require_ray() -> None:
+    try:
+        importlib.import_module("ray")
+    except ImportError as e:
+        raise ConfigError(
+            f"distributed_executor_backend 'ray' was asked for, but Ray cannot be imported ({e}). Run: pip install "
+            '"mvllm[ray]", on every node; or set distributed_executor_backend to mp to stay on this machine.'
+        ) from e
 
 
 def _load(name: str) -> Callable[[EngineConfig, Platform], Executor]:

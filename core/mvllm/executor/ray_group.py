@@ -27,7 +27,7 @@ from mvllm.executor.handshake import Handshake
 from mvllm.executor.message_queue import PeerDiedError, StopSignal
 from mvllm.executor.process_tools import STACK_SIGNAL, StackFile, open_pidfd
 from mvllm.executor.ray_cluster import RayJob, ready, summary_of
-from mvllm.executor.ray_worker import RayWorkerIdentity
+from mvllm.executor.ray_worker import RayWorkerIdentity, RayWorkerReport
 from mvllm.executor.status_board import IDLE, Activity, StatusBoard
 from mvllm.executor.worker_group import GATHER_SECONDS, WorkerGroup, deaths
 
@@ -35,8 +35,8 @@ _LOOK_SECONDS = 0.25  # how often Ray is asked
 _ACCOUNT_SECONDS = 2.0  # how much later than a closed connection Ray may say what happened
 _GRACE_SECONDS = 2.0  # for workers that were told to stop
 _BUSY_GRACE_SECONDS = 0.5  # for those that were busy with something long and may never look
-_KILL_SECONDS = 5.0  # after ray.kill
-_STACK_SECONDS = 2.0  # for an actor on another node to send its stacks
+_KILL_SECONDS = 1.5  # after ray.kill, and after SIGKILL
+_REPORT_SECONDS = 2.0  # for an actor on another node to say what it is doing
 
 
 class RayWorkerHandle:
@@ -90,12 +90,16 @@ class RayWorkerHandle:
     def dump_stack(self) -> str:
         """A near worker's stacks come by signal, even from inside native code; a far one has to be able to answer."""
         if self._pidfd >= 0:
-            return self._stacks.after(self._signal)
-        ref = self.actor.stacks.remote()
+            return self._stacks.after(lambda: self.send_signal(STACK_SIGNAL))
+        ref = self.actor.report.remote()
         try:
-            return ray.get(ref).decode(errors="replace") if ready([ref], _STACK_SECONDS) else ""
+            if not ready([ref], _REPORT_SECONDS):
+                return ""
+            report = msgspec.msgpack.decode(ray.get(ref), type=RayWorkerReport)
         except RayError:
             return ""
+        self._board.write(self.rank, report.text, step=-1 if report.step is None else report.step)
+        return report.stacks
 
     def death(self) -> WorkerDiedError:
         activity = self.activity
@@ -113,9 +117,11 @@ class RayWorkerHandle:
             os.close(self._pidfd)
             self._pidfd = -1
 
-    def _signal(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            signal.pidfd_send_signal(self._pidfd, STACK_SIGNAL)
+    def send_signal(self, number: signal.Signals) -> None:
+        """Does nothing when the process has ended, or is on another node."""
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(self._pidfd, number)
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -187,7 +193,10 @@ class RayWorkerGroup(WorkerGroup):
                     self._monitor.join()
             finally:  # also when Ctrl-C interrupts the waits above
                 self._job.kill()
-                self._wait_gone()
+                self._wait_gone(_KILL_SECONDS)
+                for worker in self._workers:  # a stopped process does not hear of Ray's wish
+                    worker.send_signal(signal.SIGKILL)
+                self._wait_gone(_KILL_SECONDS)
                 self._ended = True
 
     def close(self) -> None:
@@ -200,9 +209,9 @@ class RayWorkerGroup(WorkerGroup):
         self._wake.close()
         self.stop.close()
 
-    def _wait_gone(self) -> None:
+    def _wait_gone(self, timeout: float) -> None:
         """Until the processes of near workers have ended; Ray answers for the others."""
-        deadline = time.monotonic() + _KILL_SECONDS
+        deadline = time.monotonic() + timeout
         open_sockets = {worker.control.fileno() for worker in self._workers if worker.control is not None}
         poll = select.poll()
         for fd in open_sockets:

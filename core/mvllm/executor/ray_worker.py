@@ -4,7 +4,7 @@
     initialize   who am I: name, rank, environment, queue ends
     build        find the platform, build the worker                this is where torch is imported
     run          take requests until told to stop
-    stacks       what is every thread doing; beside all of these
+    report       what are you doing, every thread; beside all of these
 
 Ray pickles arguments and results by itself, so only bytes go through it: msgpack of the structs below.
 """
@@ -109,6 +109,19 @@ class RayWorkerAnswer(msgspec.Struct, frozen=True):
     replies: RemoteReaderHandle | None = None
 
 
+class RayWorkerReport(msgspec.Struct, frozen=True):
+    """What a worker is doing.
+
+    Attributes:
+        text, step: As in Activity.
+        stacks: Of all threads, most recent call first.
+    """
+
+    text: str
+    step: int | None
+    stacks: str
+
+
 class RayWorker:
     """The actor. Made by Ray, one per rank."""
 
@@ -176,14 +189,16 @@ class RayWorker:
         return msgspec.msgpack.encode(Handshake())
 
     @ray.method(concurrency_group="control")
-    def stacks(self) -> bytes:
-        """Returns: the stacks of all threads, as text."""
+    def report(self) -> bytes:
+        """Returns: RayWorkerReport."""
+        activity = self._board.read(self._start.context.rank)
         fd = unnamed_file("stacks")
         try:
             faulthandler.dump_traceback(fd, all_threads=True)
-            return os.pread(fd, 64 << 10, 0)
+            stacks = os.pread(fd, 64 << 10, 0).decode(errors="replace")
         finally:
             os.close(fd)
+        return msgspec.msgpack.encode(RayWorkerReport(activity.text, activity.step, stacks))
 
     def _adopt(self, start: RayWorkerStart) -> None:
         """Makes this interpreter like the engine's, before anything of the platform is imported."""

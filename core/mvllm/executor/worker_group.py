@@ -142,8 +142,9 @@ class WorkerGroup(ABC):
         """The error that says what each of `late` is doing, with its stacks."""
         parts = []
         for worker in late:
+            stack = worker.dump_stack()  # first: it may bring news of what the worker does
             parts.append(f"{worker} {what} within {seconds:g} s; it is in {worker.activity}")
-            if stack := worker.dump_stack():
+            if stack:
                 parts.append(f"Its stack:\n{stack.rstrip()}")
         first = late[0]
         return WorkerStuckError("\n".join(parts), rank=first.rank, pid=first.pid, activity=str(first.activity))

@@ -1,0 +1,395 @@
+"""Workers in Ray actors on a cluster of two nodes, both on this machine: tokens, queues, deaths, choice, refusals.
+
+The first node, which the tests are on, has one core and two made-up devices that Ray numbers; the second has one core.
+So two workers that each want a core are on different nodes, whoever places them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from mvllm import LLM, SamplingParams
+from mvllm.config.engine_args import EngineArgs
+from mvllm.config.engine_config import EngineConfig, replace_field
+from mvllm.errors import ConfigError, EngineDeadError, PlatformError, WorkerDiedError, WorkerError, WorkerStuckError
+from mvllm.executor.choose import make_executor
+from mvllm.executor.message_queue.message_reader import LocalSource
+from mvllm.executor.message_queue.remote import RemoteSource
+from mvllm.executor.multiproc import MultiprocExecutor
+from mvllm.executor.ray_executor import RayDistributedExecutor
+from mvllm.messages.scheduler_output import SchedulerOutput
+from mvllm.platform.choose import choose_platform
+from tests.helpers import parity
+from tests.helpers.plugins import prepend, puppet_platform_path
+from tests.helpers.processes import shared_memory_names, wait_until
+from tests.helpers.puppet import RAISE, SLEEP_MS, TELL
+
+pytestmark = pytest.mark.serial
+
+TIGHT = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
+"""A small budget cuts prompts into chunks."""
+NUM_BLOCKS = 24
+"""Room for two sequences of the greatest length: eight cannot stay."""
+DEVICE = "GPU"
+"""A resource that Ray numbers, and believes in without looking."""
+
+
+@dataclass
+class TwoNodes:
+    """The cluster. The second node may be lost, and comes back."""
+
+    cluster: Any
+    second: Any
+
+    def restore(self) -> None:
+        self.second = self.cluster.add_node(num_cpus=1)
+        wait_until(lambda: ray.cluster_resources().get("CPU") == 2, 30, "the second node is back")
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[TwoNodes]:
+    variables = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # of every process that Ray starts
+    }
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        cluster = _started()
+        try:
+            nodes = TwoNodes(cluster, cluster.add_node(num_cpus=1))
+            ray.init(address=cluster.address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+            yield nodes
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _started() -> Cluster:
+    for _ in range(3):  # Ray gives its own processes a fixed time to start, which a busy machine may not keep
+        cluster = Cluster(shutdown_at_exit=True)
+        try:
+            cluster.add_node(num_cpus=1, num_gpus=2, include_dashboard=False)
+        except Exception as e:
+            failure = e
+            cluster.shutdown()
+        else:
+            return cluster
+    raise failure
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(nodes: TwoNodes) -> Iterator[None]:
+    """No actor, no claim on the cluster, no shared memory."""
+    before = shared_memory_names()
+    yield
+    wait_until(lambda: not _workers_alive(), 10, "no actor is left")
+    wait_until(lambda: ray.available_resources().get("CPU") == 2, 20, "nothing of the cluster is claimed")
+    assert not {name for name in shared_memory_names() - before if "mvllm" in name}
+
+
+def _workers_alive() -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and "ray::mvllm" in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def executor_of(llm: LLM) -> Any:
+    return llm.llm_engine._client._core._executor  # type: ignore[attr-defined]
+
+
+# --- a whole engine
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "qwen2", "qwen3", "opt", "gpt2"])
+def test_ranks_on_two_nodes_give_the_tokens_of_transformers(name: str) -> None:
+    expected = parity.oracle(name)
+    settings = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray", **TIGHT}
+    with parity.engine(expected.folder, kv_cache_memory_bytes=_bytes_of_blocks(expected.folder), **settings) as llm:
+        executor = executor_of(llm)
+        assert isinstance(executor, RayDistributedExecutor)
+        assert len({worker.node_id for worker in executor.workers}) == 2
+        parity.check(expected, parity.generate(llm, expected.prompts))
+        longest = max(range(len(expected.prompts)), key=lambda i: len(expected.prompts[i]))
+        for _ in range(2):
+            (output,) = parity.generate(llm, [expected.prompts[longest]])
+            parity.check(expected, [output], [longest])
+        assert output.num_cached_tokens is not None and output.num_cached_tokens > 0
+        stats = llm.llm_engine.stats
+        assert stats is not None and stats.num_preemptions > 0
+
+
+def _bytes_of_blocks(folder: Path) -> int:
+    """What NUM_BLOCKS blocks take on one of two ranks, in float32."""
+    config = json.loads((folder / "config.json").read_text())
+    heads = config.get("num_attention_heads") or config["n_head"]
+    hidden = config.get("hidden_size") or config["n_embd"]
+    layers = config.get("num_hidden_layers") or config["n_layer"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_size = config.get("head_dim") or hidden // heads
+    return NUM_BLOCKS * parity.BLOCK_SIZE * 2 * layers * -(-kv_heads // 2) * head_size * 4
+
+
+def test_inside_a_placement_group_ray_is_chosen_and_each_rank_goes_to_a_bundle() -> None:
+    expected = parity.oracle("llama-gqa")
+    group = ray.util.placement_group([{"CPU": 1}, {"CPU": 1}], "STRICT_SPREAD")
+    try:
+        assert group.wait(60)
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+        task = ray.remote(_run_in_a_task).options(num_cpus=0, scheduling_strategy=strategy)
+        kind, node_ids, tokens = ray.get(task.remote(str(expected.folder), expected.prompts[5]), timeout=120)
+    finally:
+        ray.util.remove_placement_group(group)
+    assert kind == "RayDistributedExecutor"
+    assert len(set(node_ids)) == 2
+    assert tokens == expected.tokens[5]
+
+
+def _run_in_a_task(folder: str, prompt: list[int]) -> tuple[str, list[str], list[int]]:
+    with parity.engine(Path(folder), tensor_parallel_size=2) as llm:
+        (output,) = parity.generate(llm, [prompt])
+        executor = executor_of(llm)
+        return (
+            type(executor).__name__,
+            [worker.node_id for worker in executor.workers],
+            list(output.outputs[0].token_ids),
+        )
+
+
+def test_a_node_lost_in_the_middle_of_a_request_ends_the_engine_with_its_rank(nodes: TwoNodes) -> None:
+    expected = parity.oracle("llama-gqa")
+    with parity.engine(expected.folder, tensor_parallel_size=2, distributed_executor_backend="ray") as llm:
+        worker = executor_of(llm).workers[1]
+        params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True, detokenize=False)
+        llm.llm_engine.add_request("0", {"prompt_token_ids": expected.prompts[5]}, params)
+        for _ in range(5):
+            llm.llm_engine.step()
+        nodes.cluster.remove_node(nodes.second)
+        try:
+            with pytest.raises(EngineDeadError) as caught:
+                while True:
+                    llm.llm_engine.step()
+        finally:
+            nodes.restore()
+    message = str(caught.value)
+    assert f"Worker_TP1 (rank 1, pid {worker.pid} on node {worker.node_ip}) was lost" in message
+    assert "execute_model of step" in message or "idle" in message
+    assert isinstance(caught.value.__cause__, WorkerDiedError)
+
+
+# --- calls and failures, with workers that have no model
+
+
+MakeExecutor = Callable[..., RayDistributedExecutor]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nodes: TwoNodes) -> Iterator[MakeExecutor]:
+    prepend(monkeypatch, puppet_platform_path(tmp_path / "puppet"))
+    monkeypatch.setenv("PUPPET", "yes")
+    with ExitStack() as stack:
+
+        def build(num_workers: int = 2, **fields: object) -> RayDistributedExecutor:
+            executor = make_executor(config(num_workers, **fields), choose_platform("puppet").platform)
+            assert isinstance(executor, RayDistributedExecutor)
+            stack.callback(executor.shutdown)
+            return executor
+
+        yield build
+
+
+def config(num_workers: int, **fields: object) -> EngineConfig:
+    config = EngineArgs.from_kwargs(model="demo").create_engine_config()
+    settings = {"tensor_parallel_size": num_workers, "distributed_executor_backend": "ray", **fields}
+    for name, value in settings.items():
+        config = replace_field(config, f"parallel.{name}", value)
+    return config
+
+
+def sources(executor: RayDistributedExecutor) -> list[type]:
+    return [type(reader.source) for reader in executor._replies._readers]
+
+
+def test_ranks_on_our_node_use_the_ring_and_those_elsewhere_the_network(make: MakeExecutor) -> None:
+    executor = make()
+    mine = ray.get_runtime_context().get_node_id()
+    assert executor.workers[0].node_id == mine and executor.workers[1].node_id != mine
+    assert sources(executor) == [LocalSource, RemoteSource]
+    assert executor.worker_pids == executor.collective_rpc("available_kv_bytes")
+    futures = [executor.execute_model(SchedulerOutput(step=step)) for step in range(5)]
+    assert [future.result().step for future in futures] == [0, 1, 2, 3, 4]
+
+
+def test_devices_that_ray_numbers_are_given_by_number_with_the_environment_of_the_engine(
+    make: MakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PUPPET_RESOURCE", DEVICE)
+    monkeypatch.setenv("HF_PUPPET_MARK", "from the engine")
+    executor = make()
+    assert sources(executor) == [LocalSource, LocalSource]  # the devices are on our node, both of them
+    for rank in range(2):
+        with pytest.raises(PlatformError, match="RuntimeError: 0,1 from the engine"):
+            executor.collective_rpc("allocate_kv_cache", (TELL, 0), ranks=[rank])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_killed_in_a_call_or_idle_is_named_with_its_node_and_what_it_did(
+    make: MakeExecutor, rank: int
+) -> None:
+    executor = make()
+    worker = executor.workers[rank]
+    who = rf"Worker_TP{rank} \(rank {rank}, pid {worker.pid} on node {worker.node_ip}\) was lost"
+    call = executor.collective_rpc("allocate_kv_cache", (SLEEP_MS, 60_000), non_block=True)
+    threading.Timer(0.3, os.kill, (worker.pid, signal.SIGKILL)).start()
+    with pytest.raises(WorkerDiedError, match=f"{who} during allocate_kv_cache") as caught:
+        call.result()
+    assert (caught.value.rank, caught.value.pid) == (rank, worker.pid)
+
+    executor = make()
+    worker = executor.workers[rank]
+    failures: list[Exception] = []
+    executor.on_failure(failures.append)
+    os.kill(worker.pid, signal.SIGKILL)
+    wait_until(lambda: failures, 5, "the callback is called though nobody waits")
+    with pytest.raises(WorkerDiedError, match=rf"Worker_TP{rank} .*while it was idle"):
+        executor.collective_rpc("check_health")
+
+
+def test_an_error_keeps_its_traceback_and_a_step_that_raises_ends_the_executor(make: MakeExecutor) -> None:
+    executor = make()
+    with pytest.raises(PlatformError, match="KeyError: 'string 7 tore'") as caught:
+        executor.collective_rpc("allocate_kv_cache", (RAISE, 7), ranks=[1])
+    assert "puppet.py" in str(caught.value.__cause__)
+    with pytest.raises(WorkerError, match="execute_model of step 13: RuntimeError: unlucky"):
+        executor.execute_model(SchedulerOutput(step=13)).result()
+    with pytest.raises(WorkerError, match="unlucky"):
+        executor.execute_model(SchedulerOutput(step=14))
+
+
+def test_a_step_that_hangs_on_another_node_fails_with_the_stack_of_the_rank(make: MakeExecutor) -> None:
+    executor = make(step_timeout=2.0)
+    executor.execute_model(SchedulerOutput(step=99)).result()  # rank 0 answers, rank 1 never comes back
+    os.kill(executor.worker_pids[0], signal.SIGSTOP)
+    with pytest.raises(WorkerStuckError, match=r"Worker_TP1 \(rank 1.*step 99(?s:.*)in execute_model"):
+        executor.execute_model(SchedulerOutput(step=100)).result()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_cannot_be_built_raises_its_own_error(
+    make: MakeExecutor, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    monkeypatch.setenv("PUPPET", f"fail-{rank}")
+    with pytest.raises(PlatformError, match=rf"Worker_TP{rank} \(rank {rank}.*ValueError: no strings on rank {rank}"):
+        make()
+
+
+def test_shutdown_may_be_repeated_and_waits_for_nobody_long(make: MakeExecutor) -> None:
+    executor = make()
+    pids = executor.worker_pids
+    pending = executor.collective_rpc("allocate_kv_cache", (SLEEP_MS, 600_000), non_block=True)
+    time.sleep(0.6)
+    for _ in range(2):
+        executor.shutdown()
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 5, "the actors are gone")
+    assert ray.is_initialized()  # the caller's own
+    with pytest.raises(EngineDeadError, match="shut down"):
+        pending.result()
+
+
+DRIVER = """
+import sys, time
+from mvllm.executor.choose import make_executor
+from mvllm.platform.choose import choose_platform
+from tests.engine.test_ray_executor import config
+from tests.helpers.puppet import SLEEP_MS
+executor = make_executor(config(2), choose_platform("puppet").platform)
+executor.collective_rpc("allocate_kv_cache", (SLEEP_MS, 600_000), ranks=[int(sys.argv[1])], non_block=True)
+print(*executor.worker_pids, flush=True)
+time.sleep(600)
+"""
+
+
+def test_killing_the_driver_leaves_no_actor_whether_busy_or_not(
+    make: MakeExecutor, nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", nodes.cluster.address)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path or os.getcwd() for path in sys.path))
+    with subprocess.Popen([sys.executable, "-c", DRIVER, "1"], stdout=subprocess.PIPE, text=True) as driver:
+        try:
+            assert driver.stdout is not None
+            pids = [int(pid) for pid in driver.stdout.readline().split()]
+            assert len(pids) == 2 and all(psutil.pid_exists(pid) for pid in pids)
+        finally:
+            driver.kill()
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 10, "the actors are gone")
+
+
+# --- choice and refusals
+
+
+def test_unset_and_more_workers_than_devices_is_ray_where_a_cluster_is(
+    monkeypatch: pytest.MonkeyPatch, nodes: TwoNodes
+) -> None:
+    executor = make_executor(config(2, distributed_executor_backend=None), choose_platform("cpu").platform)
+    executor.shutdown()
+    assert isinstance(executor, RayDistributedExecutor)  # the host is one device
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    executor = make_executor(config(2, distributed_executor_backend=None), choose_platform("cpu").platform)
+    executor.shutdown()
+    assert isinstance(executor, MultiprocExecutor)
+
+
+def test_a_cluster_that_is_too_small_is_refused_with_what_would_help(make: MakeExecutor) -> None:
+    with pytest.raises(ConfigError, match=r"3 workers need 3 of Ray's resource 'CPU'.*has 2.*tensor_parallel_size"):
+        make(3)
+
+
+def test_a_platform_that_names_no_resource_is_refused_with_the_field(
+    make: MakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PUPPET_RESOURCE", "")
+    with pytest.raises(ConfigError, match=r"'puppet'.*LaunchTopology leaves the field ray_resource unset"):
+        make()
+
+
+def test_without_ray_the_refusal_says_how_to_install_it() -> None:
+    program = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name == "ray" or name.startswith("ray."):
+            raise ModuleNotFoundError("No module named 'ray'", name="ray")
+sys.meta_path.insert(0, Blocker())
+from mvllm import LLM
+LLM("demo", tensor_parallel_size=2, distributed_executor_backend="ray")
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1
+    assert "ConfigError: distributed_executor_backend 'ray' was asked for" in run.stderr
+    assert 'pip install "mvllm[ray]"' in run.stderr
