@@ -96,19 +96,22 @@ class RayJob:
         return [_result(ref, what) for ref in refs]
 
     def kill(self) -> None:
-        """Ends every actor, whatever it is doing."""
-        if ray.is_initialized():
-            for actor in self.actors:
-                ray.kill(actor, no_restart=True)
+        """Ends every actor, whatever it is doing, and gives back their places. Idempotent."""
+        actors, self.actors = self.actors, []
+        group, self._group = self._group, None
+        if not ray.is_initialized():  # somebody has left the cluster, which ends them just so
+            return
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+        if group is not None:
+            ray.util.remove_placement_group(group)
 
     def close(self) -> None:
-        """Ends the actors and gives back what is ours. Idempotent."""
+        """Ends the actors, and Ray where it was started for them. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
         self.kill()
-        if self._group is not None and ray.is_initialized():
-            ray.util.remove_placement_group(self._group)
         if self._owns_ray and ray.is_initialized():
             ray.shutdown()
 
