@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import os
 import secrets
 import shutil
 import socket
@@ -38,7 +39,6 @@ _CREDENTIALS = struct.Struct("=iII")  # Linux' struct ucred: pid, uid, gid
 _LOOK_SECONDS = 0.2
 _PATIENCE_SECONDS = 10.0
 _MOST_FDS = 250  # the kernel takes 253 at once
-_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 class DoorAddress(msgspec.Struct, frozen=True):
@@ -160,7 +160,9 @@ def collect(address: DoorAddress, key: int, kind: type[T]) -> tuple[T, dict[int,
         door.settimeout(_PATIENCE_SECONDS)
         door.connect(_kernels_name(address.path))
         send_frame(door, address.token + _KEY.pack(key))
-        begin, fds, _, _ = socket.recv_fds(door, 1, _MOST_FDS, _CLOEXEC)
+        begin, fds, _, _ = socket.recv_fds(door, 1, _MOST_FDS)
+        for fd in fds:
+            os.set_inheritable(fd, False)
         if not begin:
             raise EOFError("the engine closed the connection")
         named, message = msgspec.msgpack.decode(receive_frame(door), type=tuple[list[int], msgspec.Raw])

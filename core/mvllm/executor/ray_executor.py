@@ -178,6 +178,9 @@ def _connect(
         starts = _starts(config, platform, topology, workers, placed, queues, door)
         refs = [w.actor.initialize.remote(msgspec.msgpack.encode(start)) for w, start in zip(workers, starts)]
         near = dict(zip(parcels, queues.open_readers(group.stop)))
+        ends = stack.enter_context(contextlib.ExitStack())  # ours, closed if the start fails
+        for reader in near.values():
+            ends.callback(reader.close)
         readers = []
         for worker, answer in zip(workers, job.ask(refs, config.parallel.start_timeout, "telling them their ranks")):
             told = msgspec.msgpack.decode(answer, type=RayWorkerAnswer)
@@ -185,10 +188,14 @@ def _connect(
                 raise PlatformError(f"{worker} could not be started: {told.failure}.")
             if worker.is_near:
                 worker.connected(door.connection(worker.rank))
-            readers.append(
-                near[worker.rank] if told.replies is None else MessageReader.attach(told.replies, Reply, group.stop)
-            )
-        return queues.open_writer(group.stop), readers
+            if told.replies is None:
+                readers.append(near[worker.rank])
+            else:
+                readers.append(MessageReader.attach(told.replies, Reply, group.stop))
+                ends.callback(readers[-1].close)
+        writer = queues.open_writer(group.stop)
+        ends.pop_all()
+        return writer, readers
 
 
 def _parcel(worker: RayWorkerHandle, queues: EngineQueues, board: StatusBoard) -> Parcel:

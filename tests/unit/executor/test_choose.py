@@ -90,6 +90,8 @@ def test_several_workers_cannot_share_one_process():
 
 
 def test_an_executor_that_the_platform_does_not_allow():
+    text = refusal(config("ray"))
+    assert "'ray'" in text and "allows only uni" in text and "--distributed-executor-backend" in text
     text = refusal(config("uni"), FakePlatform(executors=("mp", "ray")))
     assert "'uni'" in text and "'acme'" in text and "mp, ray" in text
 

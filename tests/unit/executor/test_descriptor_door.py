@@ -1,0 +1,93 @@
+"""Open files by way of a socket: they arrive, only for those who know the token, and an end is heard."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from mvllm.executor.descriptor_door import DescriptorDoor, DoorAddress, Parcel, collect
+
+
+class Files(msgspec.Struct, frozen=True):
+    first: int
+    second: int
+
+
+@pytest.fixture
+def pipes() -> Iterator[list[tuple[int, int]]]:
+    made = [os.pipe(), os.pipe()]
+    yield made
+    for pair in made:
+        for fd in pair:
+            os.close(fd)
+
+
+@pytest.fixture
+def door(pipes: list[tuple[int, int]]) -> Iterator[DescriptorDoor]:
+    fds = (pipes[0][1], pipes[1][1])
+    door = DescriptorDoor({0: Parcel(Files(*fds), fds), 7: Parcel(Files(*reversed(fds)), tuple(reversed(fds)))})
+    yield door
+    door.close()
+
+
+def test_each_descriptor_arrives_under_the_name_that_the_message_has_for_it(
+    door: DescriptorDoor, pipes: list[tuple[int, int]]
+) -> None:
+    for key, order in ((0, (0, 1)), (7, (1, 0))):
+        files, fds, control = collect(door.address, key, Files)
+        assert not {files.first, files.second} & set(fds.values())
+        os.write(fds[files.first], b"first")
+        os.write(fds[files.second], b"second")
+        assert os.read(pipes[order[0]][0], 99) == b"first"
+        assert os.read(pipes[order[1]][0], 99) == b"second"
+        assert not any(os.get_inheritable(fd) for fd in fds.values())
+        for fd in fds.values():
+            os.close(fd)
+        control.close()
+
+
+def test_the_connection_outlives_the_door_and_tells_either_side_of_the_others_end(door: DescriptorDoor) -> None:
+    _, fds, control = collect(door.address, 0, Files)
+    for fd in fds.values():
+        os.close(fd)
+    theirs = door.connection(0)
+    door.close()
+    assert theirs.pid in (os.getpid(), None)
+    assert not select.select([control, theirs.socket], [], [], 0)[0]
+    theirs.socket.close()
+    assert select.select([control], [], [], 5)[0]
+    assert control.recv(1) == b""
+    control.close()
+
+
+@pytest.mark.parametrize("token", [b"", b"x" * 32, b"x" * 31])
+def test_who_does_not_know_the_token_gets_nothing_and_others_still_do(door: DescriptorDoor, token: bytes) -> None:
+    with pytest.raises((EOFError, OSError)):
+        collect(DoorAddress(door.address.path, token), 0, Files)
+    _, fds, control = collect(door.address, 0, Files)
+    for fd in fds.values():
+        os.close(fd)
+    control.close()
+
+
+def test_a_parcel_is_given_out_once(door: DescriptorDoor) -> None:
+    _, fds, control = collect(door.address, 0, Files)
+    for fd in fds.values():
+        os.close(fd)
+    with pytest.raises((EOFError, OSError)):
+        collect(door.address, 0, Files)
+    control.close()
+
+
+def test_a_stranger_who_announces_much_is_cut_off(door: DescriptorDoor) -> None:
+    path = door.address.path
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(10)
+        stranger.connect(f"\0{path[1:]}" if path.startswith("@") else path)
+        stranger.sendall(b"\xff\xff\xff\x7f")
+        assert stranger.recv(1) == b""
