@@ -349,6 +349,43 @@ def test_killing_the_driver_leaves_no_actor_whether_busy_or_not(
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 10, "the actors are gone")
 
 
+VISITOR = """
+import ray
+from mvllm.errors import EngineDeadError
+from mvllm.executor.choose import make_executor
+from mvllm.platform.choose import choose_platform
+from tests.engine.test_ray_executor import config
+for leaves_first in (False, True):
+    executor = make_executor(config(2), choose_platform("puppet").platform)
+    failures = []
+    executor.on_failure(failures.append)
+    executor.collective_rpc("check_health")
+    assert ray.is_initialized()
+    if leaves_first:
+        ray.shutdown()
+        try:
+            while True:
+                executor.collective_rpc("check_health")
+        except Exception as e:
+            print(type(e).__name__, e)
+        assert not ray.is_initialized()
+    executor.shutdown()
+    assert not ray.is_initialized()
+print("done")
+"""
+
+
+def test_a_cluster_that_the_engine_joined_is_left_at_its_end_and_leaving_it_early_is_an_error(
+    make: MakeExecutor, nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", nodes.cluster.address)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path or os.getcwd() for path in sys.path))
+    run = subprocess.run([sys.executable, "-c", VISITOR], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "done" in run.stdout
+    assert "ray.shutdown() was called" in run.stdout or "Worker_TP" in run.stdout
+
+
 # --- choice and refusals
 
 

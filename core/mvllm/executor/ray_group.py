@@ -21,7 +21,7 @@ import msgspec
 import ray
 from ray.exceptions import RayError
 
-from mvllm.errors import WorkerDiedError
+from mvllm.errors import EngineDeadError, WorkerDiedError
 from mvllm.executor.descriptor_door import Connection
 from mvllm.executor.handshake import Handshake
 from mvllm.executor.message_queue import PeerDiedError, StopSignal
@@ -91,6 +91,8 @@ class RayWorkerHandle:
         """A near worker's stacks come by signal, even from inside native code; a far one has to be able to answer."""
         if self._pidfd >= 0:
             return self._stacks.after(lambda: self.send_signal(STACK_SIGNAL))
+        if not ray.is_initialized():
+            return ""
         ref = self.actor.report.remote()
         try:
             if not ready([ref], _REPORT_SECONDS):
@@ -225,6 +227,14 @@ class RayWorkerGroup(WorkerGroup):
 
     def _watch(self) -> None:
         """Until told to end: handshakes as they come, deaths as they happen."""
+        try:
+            self._watch_until_told()
+        except Exception as e:  # noqa: BLE001  (without a monitor no death would be noticed: that ends the engine)
+            error = EngineDeadError(f"The workers cannot be watched any more: {type(e).__name__}: {e}")
+            error.__cause__ = e
+            self.fail(error)
+
+    def _watch_until_told(self) -> None:
         poll = select.poll()
         poll.register(self._wake.fd, select.POLLIN)
         near = {worker.control.fileno(): worker for worker in self._workers if worker.control is not None}
@@ -241,6 +251,8 @@ class RayWorkerGroup(WorkerGroup):
 
     def _ask_ray(self) -> list[RayWorkerHandle]:
         """Takes what has come back since the last look; returns the workers that turned out to be lost."""
+        if not ray.is_initialized():  # to ask all the same would start another Ray
+            raise RuntimeError("ray.shutdown() was called in the engine's process, which ends its actors")
         lost = []
         for ref in ready(list(self._watched)):
             worker = self._watched.pop(ref)

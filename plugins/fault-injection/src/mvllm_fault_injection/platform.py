@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 
 import torch
@@ -125,11 +126,14 @@ class FaultyPlatform(Platform):
         return Plan()
 
     def topology(self, parallel: ParallelConfig) -> LaunchTopology:
+        # Workers need not be children of this process, so what is to go wrong is told to each.
+        faults = {name: os.environ[name] for name in ("FAULT_INJECTION",) if name in os.environ}
         return LaunchTopology(
             num_workers=parallel.world_size,
             devices_per_worker=1,
             executors=("uni", "mp", "external_launcher", "ray"),
-            env_per_worker=tuple({"FAULT_INJECTION_RANK": str(rank)} for rank in range(parallel.world_size)),
+            env_per_worker=tuple({"FAULT_INJECTION_RANK": str(rank), **faults} for rank in range(parallel.world_size)),
+            ray_resource="CPU",
         )
 
     def init_device(self, ctx: WorkerContext) -> DeviceRuntime:
