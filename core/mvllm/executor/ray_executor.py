@@ -124,7 +124,9 @@ def _resource_of(platform: Platform, topology: LaunchTopology) -> str:
 
 def _in_order(job: RayJob, resource: str, limit: float) -> list[_Placed]:
     """The actors in rank order."""
-    answers = job.ask([actor.identify.remote(resource) for actor in job.actors], limit, "starting them on their nodes")
+    answers = job.ask(
+        [actor.identify.remote(resource.encode()) for actor in job.actors], limit, "starting them on their nodes"
+    )
     identities = [msgspec.msgpack.decode(answer, type=RayWorkerIdentity) for answer in answers]
     for identity in identities:
         if identity.version != __version__:

@@ -132,15 +132,15 @@ class RayWorker:
     def __repr__(self) -> str:  # how Ray calls it in the lines that it forwards
         return "mvllm"
 
-    def identify(self, resource: str) -> bytes:
-        """Args: the platform's Ray resource. Returns: RayWorkerIdentity."""
+    def identify(self, resource: bytes) -> bytes:
+        """Args: the name of the platform's Ray resource. Returns: RayWorkerIdentity."""
         context = ray.get_runtime_context()
         self._node_ip = ray.util.get_node_ip_address()
         identity = RayWorkerIdentity(
             node_id=context.get_node_id(),
             node_ip=self._node_ip,
             pid=os.getpid(),
-            device_ids=[str(device) for device in context.get_accelerator_ids().get(resource, [])],
+            device_ids=[str(device) for device in context.get_accelerator_ids().get(resource.decode(), [])],
             port=self._keep_port(),
             version=__version__,
         )
