@@ -260,7 +260,7 @@ def test_an_executor_that_is_forgotten_ends_its_workers(make: MakeExecutor, tag:
     wait_until(lambda: not tagged(tag), 5, "the worker is gone")
 
 
-def test_what_a_worker_started_ends_with_it(make: MakeExecutor, tag: str) -> None:
+def test_a_worker_may_have_children_and_they_end_with_it(make: MakeExecutor, tag: str) -> None:
     executor = make()
     executor.collective_rpc("allocate_kv_cache", (SPAWN, 0))
     assert len(tagged(tag)) == 2

@@ -6,6 +6,7 @@ fails or hangs before anybody can pull: `fail-<rank>`, `hang-<rank>`, `hang-star
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -123,8 +124,7 @@ class PuppetWorker:
         elif code == PRINT:
             print(f"puppet on {self.device}\nsecond line", flush=True)
         elif code == SPAWN:
-            if os.fork() == 0:
-                time.sleep(3600)
+            multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,)).start()  # a daemon must not
         elif code == TELL:
             raise RuntimeError(f"{self.device} {os.environ.get('HF_PUPPET_MARK')}")
 

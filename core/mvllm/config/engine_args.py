@@ -136,9 +136,10 @@ class EngineArgs:
     data_parallel_size: int = option(1, help="Engine replicas.", group="parallel", minimum=1, maximum=1024)
     distributed_executor_backend: str | None = option(
         None,
-        help="How workers run: 'uni' (one worker, in this process), 'mp' (a process each), 'ray' (an actor each, on "
-        "the nodes of a Ray cluster), 'external_launcher' (torchrun starts every rank), the name of an installed "
-        "executor, or a dotted path to an executor class; by default chosen.",
+        help="How workers run: 'uni' (one, in the engine's process), 'mp' (a process each, on this machine), 'ray' (an "
+        "actor each, on the nodes of a Ray cluster), 'external_launcher' (torchrun or Slurm has started the ranks), the "
+        "name under which an installed package offers an executor, or a dotted path to an executor class; by default "
+        "'uni' for one worker, 'mp' for several, 'ray' inside a Ray placement group.",
         group="parallel",
     )
     start_timeout: float = option(
