@@ -101,7 +101,7 @@ class PuppetWorker:
         return KVCacheNeeds(bytes_per_token=1000 + self.rank, block_sizes=(16, 32))
 
     def available_kv_bytes(self) -> int:
-        return os.getpid()
+        return os.getpid() if os.environ["PUPPET"] != "odd" else "many"  # type: ignore[return-value]
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
         code, value = num_blocks, block_size
@@ -140,6 +140,9 @@ class PuppetWorker:
         if os.environ["PUPPET"] == "slow":
             time.sleep(0.1)
         assert "torch" not in sys.modules
+        if os.environ["PUPPET"] == "count":  # what arrived, told back
+            tokens = [sum(request.token_ids) for request in plan.new_requests]
+            return ModelRunnerOutput(step=plan.step, sampled_token_ids=tokens)
         return ModelRunnerOutput(step=plan.step, sampled_token_ids=[self.rank] * max(1, len(plan.rows)))
 
     def check_health(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import os
 import secrets
 import shutil
 import socket
