@@ -34,6 +34,15 @@ class LaunchTopology:
     ray_resource: str | None = None
     device_variable: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.num_workers < 1 or self.devices_per_worker < 1 or not self.executors:
+            raise ValueError(f"A topology has workers, devices for them and an executor that may be used: {self}")
+        if len(self.env_per_worker) not in (0, self.num_workers):
+            raise ValueError(
+                f"env_per_worker has variables for {len(self.env_per_worker)} workers, the topology has "
+                f"{self.num_workers}; give one mapping for each worker, or none at all."
+            )
+
 
 @dataclass(frozen=True)
 class WorkerContext:
