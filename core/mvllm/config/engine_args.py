@@ -137,9 +137,9 @@ class EngineArgs:
     distributed_executor_backend: str | None = option(
         None,
         help="How workers run: 'uni' (one, in the engine's process), 'mp' (a process each, on this machine), 'ray' (an "
-        "actor each, on the nodes of a Ray cluster), 'external_launcher' (torchrun or Slurm has started the ranks), the "
-        "name under which an installed package offers an executor, or a dotted path to an executor class; by default "
-        "'uni' for one worker, 'mp' for several, 'ray' inside a Ray placement group.",
+        "actor each, on the nodes of a Ray cluster), 'external_launcher' (torchrun or Slurm has started the ranks), "
+        "the name under which an installed package offers an executor, or a dotted path to an executor class; by "
+        "default 'uni' for one worker, 'mp' for several, 'ray' inside a Ray placement group.",
         group="parallel",
     )
     start_timeout: float = option(

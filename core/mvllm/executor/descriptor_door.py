@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import os
 import secrets
 import shutil
 import socket
