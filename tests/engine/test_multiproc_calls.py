@@ -204,6 +204,70 @@ def test_a_hung_step_fails_with_the_stack_of_the_rank_that_hangs(make: MakeExecu
     wait_until(lambda: not tagged(tag), 5, "even stopped workers are ended")
 
 
+def test_a_request_that_cannot_be_read_ends_the_worker_with_the_reason(make: MakeExecutor) -> None:
+    executor = make(2)
+    executor._writer.enqueue({"no": "request"})
+    with pytest.raises(WorkerDiedError) as caught:
+        executor.collective_rpc("check_health", timeout=60)
+    first, *rest = str(caught.value).splitlines()
+    assert re.match(r"Worker_TP\d \(rank \d, pid \d+\) exited with status 1 during reading a request", first), first
+    assert "ValidationError: Expected `array`, got `object`" in first
+    assert any("in worker_busy_loop" in line for line in rest), rest
+
+
+def test_shared_memory_that_holds_nonsense_ends_the_worker_with_the_reason(make: MakeExecutor) -> None:
+    executor = make()
+    out = executor._writer._out
+    out.wait_for_slot(None)
+    with out._ring.payload(out.sequence, 64) as payload:
+        payload[:] = b"\xff" * len(payload)
+    out._ring.publish(out.sequence, 64, 0)
+    out._next += 1
+    out._items[0].notify()
+    with pytest.raises(WorkerDiedError, match=r"Worker \(rank 0.*reading a request.*QueueCorruptError: .*claims"):
+        executor.collective_rpc("check_health", timeout=60)
+
+
+def test_a_result_of_another_kind_than_declared_fails_the_call_and_names_the_worker(
+    make: MakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PUPPET", "odd")
+    executor = make(2)
+    with pytest.raises(WorkerError, match=r"Worker_TP\d \(rank \d, pid \d+\) sent something else than available_kv_b"):
+        executor.available_kv_bytes()
+    assert executor.collective_rpc("check_health") == [None, None], "the workers are still of use"
+
+
+def test_a_step_that_does_not_end_is_reported_with_stacks_once_and_other_calls_without(
+    make: MakeExecutor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("mvllm.executor.rpc_executor._WARN_SECONDS", 0.3)
+    caplog.set_level("INFO", logger="mvllm")
+    executor = make(2)
+    executor.collective_rpc("allocate_kv_cache", (SLEEP_ON_RANK_0_MS, 1000))
+    assert "allocate_kv_cache has not ended after" in caplog.text and "The stack of" not in caplog.text
+    caplog.clear()
+    executor.execute_model(SchedulerOutput(step=99)).result()  # rank 1 never comes back from it
+    os.kill(executor.worker_pids[0], signal.SIGSTOP)
+    with pytest.raises(TimeoutError):
+        executor.execute_model(SchedulerOutput(step=100)).result(3.0)
+    assert caplog.text.count("execute_model of step 100 has not ended after") >= 2
+    [stack] = [record.getMessage() for record in caplog.records if "The stack of Worker_TP1" in record.getMessage()]
+    assert "in execute_model" in stack and "puppet.py" in stack
+
+
+def test_a_death_after_a_reported_stack_does_not_repeat_it(make: MakeExecutor) -> None:
+    executor = make(1)
+    [worker] = executor.workers
+    future = executor.collective_rpc("allocate_kv_cache", (SLEEP_MS, 60_000), non_block=True)
+    wait_until(lambda: not worker.activity.is_idle, 10, "the worker is busy")
+    assert "in allocate_kv_cache" in worker.dump_stack() and "in allocate_kv_cache" in worker.dump_stack()
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(WorkerDiedError) as caught:
+        future.result()
+    assert "Its stack" not in str(caught.value)
+
+
 def test_a_rank_that_takes_no_messages_stops_the_writer_only_so_long(make: MakeExecutor) -> None:
     executor = make(2, step_timeout=0.5)
     with pytest.raises(WorkerStuckError, match=r"Worker_TP1 \(rank 1.*took no request.*step 99(?s:.*)in execute_model"):
@@ -260,7 +324,7 @@ def test_an_executor_that_is_forgotten_ends_its_workers(make: MakeExecutor, tag:
     wait_until(lambda: not tagged(tag), 5, "the worker is gone")
 
 
-def test_what_a_worker_started_ends_with_it(make: MakeExecutor, tag: str) -> None:
+def test_a_worker_may_have_children_and_they_end_with_it(make: MakeExecutor, tag: str) -> None:
     executor = make()
     executor.collective_rpc("allocate_kv_cache", (SPAWN, 0))
     assert len(tagged(tag)) == 2

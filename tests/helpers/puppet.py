@@ -6,6 +6,7 @@ fails or hangs before anybody can pull: `fail-<rank>`, `hang-<rank>`, `hang-star
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -100,7 +101,7 @@ class PuppetWorker:
         return KVCacheNeeds(bytes_per_token=1000 + self.rank, block_sizes=(16, 32))
 
     def available_kv_bytes(self) -> int:
-        return os.getpid()
+        return os.getpid() if os.environ["PUPPET"] != "odd" else "many"  # type: ignore[return-value]
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
         code, value = num_blocks, block_size
@@ -123,8 +124,7 @@ class PuppetWorker:
         elif code == PRINT:
             print(f"puppet on {self.device}\nsecond line", flush=True)
         elif code == SPAWN:
-            if os.fork() == 0:
-                time.sleep(3600)
+            multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,)).start()  # a daemon must not
         elif code == TELL:
             raise RuntimeError(f"{self.device} {os.environ.get('HF_PUPPET_MARK')}")
 
@@ -140,6 +140,9 @@ class PuppetWorker:
         if os.environ["PUPPET"] == "slow":
             time.sleep(0.1)
         assert "torch" not in sys.modules
+        if os.environ["PUPPET"] == "count":  # what arrived, told back
+            tokens = [sum(request.token_ids) for request in plan.new_requests]
+            return ModelRunnerOutput(step=plan.step, sampled_token_ids=tokens)
         return ModelRunnerOutput(step=plan.step, sampled_token_ids=[self.rank] * max(1, len(plan.rows)))
 
     def check_health(self) -> None:

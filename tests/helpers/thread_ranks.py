@@ -40,6 +40,8 @@ class _Meeting:
 class ThreadCommunicator(Communicator):
     """One rank's end of a meeting."""
 
+    on_host = True
+
     def __init__(self, meeting: _Meeting, rank: int, world_size: int) -> None:
         self._meeting, self.rank, self.world_size = meeting, rank, world_size
 

@@ -136,9 +136,10 @@ class EngineArgs:
     data_parallel_size: int = option(1, help="Engine replicas.", group="parallel", minimum=1, maximum=1024)
     distributed_executor_backend: str | None = option(
         None,
-        help="How workers run: 'uni' (one worker, in this process), 'mp' (a process each), 'ray' (an actor each, on "
-        "the nodes of a Ray cluster), 'external_launcher' (torchrun starts every rank), the name of an installed "
-        "executor, or a dotted path to an executor class; by default chosen.",
+        help="How workers run: 'uni' (one, in the engine's process), 'mp' (a process each, on this machine), 'ray' (an "
+        "actor each, on the nodes of a Ray cluster), 'external_launcher' (torchrun or Slurm has started the ranks), "
+        "the name under which an installed package offers an executor, or a dotted path to an executor class; by "
+        "default 'uni' for one worker, 'mp' for several, 'ray' inside a Ray placement group.",
         group="parallel",
     )
     start_timeout: float = option(
@@ -154,6 +155,27 @@ class EngineArgs:
         group="parallel",
         minimum=0,
         above=True,
+    )
+    mq_num_slots: int = option(
+        10,
+        help="Slots of each message queue: messages to worker processes that may be on their way at once.",
+        group="parallel",
+        minimum=2,
+        maximum=1024,
+    )
+    mq_slot_bytes: int = option(
+        1 << 20,
+        help="Bytes of a slot; a larger message goes over a socket. Less where shared memory is scarce.",
+        group="parallel",
+        minimum=64 << 10,
+        maximum=1 << 30,
+    )
+    mq_spin_seconds: float = option(
+        100e-6,
+        help="Longest busy look for a message before a process sleeps; 0 for never. Shrinks by itself when idle.",
+        group="parallel",
+        minimum=0,
+        maximum=0.01,
     )
 
     load_format: str = option(
@@ -253,6 +275,9 @@ class EngineArgs:
                 distributed_executor_backend=self.distributed_executor_backend,
                 start_timeout=self.start_timeout,
                 step_timeout=self.step_timeout,
+                mq_num_slots=self.mq_num_slots,
+                mq_slot_bytes=self.mq_slot_bytes,
+                mq_spin_seconds=self.mq_spin_seconds,
             ),
             load=LoadConfig(load_format=self.load_format, use_tqdm=self.use_tqdm_on_load),
             platform=self.platform,

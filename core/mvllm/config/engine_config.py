@@ -64,6 +64,9 @@ class ParallelConfig:
         distributed_executor_backend: Name of a built-in or installed executor, a dotted path, or None to choose.
         start_timeout: Seconds that each phase of start-up may take on a worker process.
         step_timeout: Seconds after which a step that has not ended is taken for hung, and ends the engine.
+        mq_num_slots: Messages to worker processes that may be on their way at once.
+        mq_slot_bytes: Largest message to them that goes through shared memory; a reply's slot is a quarter of it.
+        mq_spin_seconds: Longest busy look for a message before sleeping; 0 for never.
     """
 
     tensor_parallel_size: int = 1
@@ -72,6 +75,9 @@ class ParallelConfig:
     distributed_executor_backend: str | None = None
     start_timeout: float = 1800.0
     step_timeout: float = 300.0
+    mq_num_slots: int = 10
+    mq_slot_bytes: int = 1 << 20
+    mq_spin_seconds: float = 100e-6
 
     @property
     def world_size(self) -> int:

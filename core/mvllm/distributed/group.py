@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mvllm.distributed.cpu_group import CpuGroup
 from mvllm.platform.communicator import Communicator
 from mvllm.platform.topology import GroupSpec
 
@@ -15,6 +16,7 @@ class GroupCoordinator:
         spec: The group.
         communicator: Its collectives; None for a group of one rank, where every collective is the identity.
         local_rank: The caller's rank among the workers on this machine.
+        host_communicator: Takes tensors in the host's memory; needed where `communicator` does not.
 
     Attributes:
         name: The group's name, `tp` or `pp`.
@@ -22,9 +24,17 @@ class GroupCoordinator:
         local_rank: The caller's rank among the workers on this machine.
         rank_in_group: The caller's position in the group.
         world_size: Ranks in the group.
+        device_group: The platform's communicator, for tensors on the device; None for a group of one rank.
+        cpu_group: For bytes, whatever the device.
     """
 
-    def __init__(self, spec: GroupSpec, communicator: Communicator | None = None, local_rank: int = 0) -> None:
+    def __init__(
+        self,
+        spec: GroupSpec,
+        communicator: Communicator | None = None,
+        local_rank: int = 0,
+        host_communicator: Communicator | None = None,
+    ) -> None:
         self.spec = spec
         self.name = spec.name
         self.rank, self.local_rank = spec.rank, local_rank
@@ -32,7 +42,13 @@ class GroupCoordinator:
         self.world_size = len(spec.ranks)
         if self.world_size > 1 and communicator is None:
             raise ValueError(f"Group {spec.name!r} has {self.world_size} ranks and no communicator.")
-        self._communicator = communicator if self.world_size > 1 else None
+        self.device_group = communicator if self.world_size > 1 else None
+        host = None
+        if self.device_group is not None:
+            host = host_communicator or (self.device_group if self.device_group.on_host else None)
+            if host is None:
+                raise ValueError(f"Group {spec.name!r} has no communicator that takes tensors in the host's memory.")
+        self.cpu_group = CpuGroup(host, self.rank_in_group)
 
     @classmethod
     def single(cls, name: str) -> GroupCoordinator:
@@ -51,23 +67,23 @@ class GroupCoordinator:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks; may work in place."""
-        return tensor if self._communicator is None else self._communicator.all_reduce(tensor)
+        return tensor if self.device_group is None else self.device_group.all_reduce(tensor)
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """The ranks' tensors, concatenated along `dim`."""
-        return tensor if self._communicator is None else self._communicator.all_gather(tensor, dim)
+        return tensor if self.device_group is None else self.device_group.all_gather(tensor, dim)
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """This rank's equal share, along `dim`, of the sum over ranks."""
-        return tensor if self._communicator is None else self._communicator.reduce_scatter(tensor, dim)
+        return tensor if self.device_group is None else self.device_group.reduce_scatter(tensor, dim)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """In place: the values of rank `source`."""
-        return tensor if self._communicator is None else self._communicator.broadcast(tensor, source)
+        return tensor if self.device_group is None else self.device_group.broadcast(tensor, source)
 
     def gather(self, tensor: torch.Tensor, destination: int = 0, dim: int = -1) -> torch.Tensor | None:
         """On rank `destination` the ranks' tensors concatenated along `dim`; None elsewhere."""
-        return tensor if self._communicator is None else self._communicator.gather(tensor, destination, dim)
+        return tensor if self.device_group is None else self.device_group.gather(tensor, destination, dim)
 
     def send(self, tensor: torch.Tensor, destination: int) -> None:
         """Sends to rank `destination` of the group, another rank than this one, without waiting for it to receive."""
@@ -79,14 +95,16 @@ class GroupCoordinator:
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
-        if self._communicator is not None:
-            self._communicator.barrier()
+        if self.device_group is not None:
+            self.device_group.barrier()
 
     def close(self) -> None:
         """Leaves the group. Idempotent."""
-        if self._communicator is not None:
-            self._communicator.close()
+        if self.cpu_group.communicator is not self.device_group:
+            self.cpu_group.close()
+        if self.device_group is not None:
+            self.device_group.close()
 
     def _peers(self) -> Communicator:
-        assert self._communicator is not None, f"group {self.name!r} has one rank: nobody to talk to"
-        return self._communicator
+        assert self.device_group is not None, f"group {self.name!r} has one rank: nobody to talk to"
+        return self.device_group

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from mvllm.config.engine_config import ParallelConfig
 from mvllm.distributed.group import GroupCoordinator
+from mvllm.distributed.torch_communicator import HOST_BACKEND, TorchCommunicator
 from mvllm.errors import ConfigError
 from mvllm.platform.ask import ask
 from mvllm.platform.communicator import Communicator
@@ -78,5 +79,9 @@ def join_groups(
 
 
 def _join(platform: Platform, spec: GroupSpec, ctx: WorkerContext, device: torch.device) -> GroupCoordinator:
-    communicator = ask(platform, "communicator", spec, device, returns=Communicator) if len(spec.ranks) > 1 else None
-    return GroupCoordinator(spec, communicator, ctx.local_rank)
+    if len(spec.ranks) == 1:
+        return GroupCoordinator(spec, local_rank=ctx.local_rank)
+    communicator = ask(platform, "communicator", spec, device, returns=Communicator)
+    # Joined here and not when it is first needed: ranks come to that at different times, and would wait for each other.
+    host = None if communicator.on_host else TorchCommunicator(spec, HOST_BACKEND)
+    return GroupCoordinator(spec, communicator, ctx.local_rank, host)

@@ -18,6 +18,9 @@ from mvllm.platform.topology import GroupSpec
 
 logger = get_logger(__name__)
 
+HOST_BACKEND = "gloo"
+"""Torch's backend for tensors in the host's memory."""
+
 _MOST_UNSETTLED = 16
 """Sends to one rank that it may not have received yet. More than any pipeline has steps under way."""
 
@@ -62,6 +65,7 @@ class TorchCommunicator(Communicator):
     ) -> None:
         self.rank = spec.rank_in_group
         self.world_size = len(spec.ranks)
+        self.on_host = backend == HOST_BACKEND
         self._device = device
         self._owns_world = not dist.is_initialized()
         self._unsettled: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)

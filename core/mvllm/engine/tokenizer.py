@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from mvllm.errors import ModelError, RequestError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
 """Files of which a folder must have at least one to hold a tokenizer; looked for in this order."""
+
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 class Tokenizer:
@@ -121,18 +125,37 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
     local = folder.is_dir()
     if local:
         _require_files(folder)
-    transformers = importlib.import_module("transformers")
-    try:
-        hf = transformers.AutoTokenizer.from_pretrained(
-            str(config.tokenizer),
-            config=_small_config(transformers, folder) if local else None,
-            revision=None if local else config.revision,
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=local,
-        )
-    except Exception as e:
-        raise _unreadable(config, folder if local else None, e) from e
+    with _no_device_backends():
+        transformers = importlib.import_module("transformers")
+        try:
+            hf = transformers.AutoTokenizer.from_pretrained(
+                str(config.tokenizer),
+                config=_small_config(transformers, folder) if local else None,
+                revision=None if local else config.revision,
+                trust_remote_code=config.trust_remote_code,
+                local_files_only=local,
+            )
+        except Exception as e:
+            raise _unreadable(config, folder if local else None, e) from e
     return Tokenizer(hf)
+
+
+@contextlib.contextmanager
+def _no_device_backends() -> Iterator[None]:
+    """Torch, if it is imported within, loads no vendor's library by itself: this process is not a device's worker.
+
+    `transformers` imports torch, and torch whatever announces itself as a backend: a driver opened, seconds spent and
+    device memory taken in the front end. A platform imports its library where it needs it.
+    """
+    before = os.environ.get(_AUTOLOAD)
+    os.environ[_AUTOLOAD] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_AUTOLOAD]
+        else:
+            os.environ[_AUTOLOAD] = before
 
 
 def _small_config(transformers: Any, folder: Path) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
+from mvllm.config.engine_config import ParallelConfig
 from mvllm.executor.message_queue import (
     MessageQueue,
     MessageReader,
@@ -25,8 +26,8 @@ from mvllm.executor.message_queue import (
 from mvllm.executor.rpc import Reply
 
 ENGINE = "EngineCore"
-_BROADCAST = QueueSettings()
-_RESPONSE = QueueSettings(num_slots=10, slot_bytes=256 << 10)
+_REPLY_SHARE = 4
+"""Replies are shorter than requests: their slots are as many, and a quarter as large."""
 
 
 class EngineQueues:
@@ -36,18 +37,26 @@ class EngineQueues:
         names: The workers, in rank order.
         far: Ranks on other machines.
         host: This machine's address for them; None where there are none.
+        parallel: How large the queues should be.
 
     Raises:
         SharedMemoryError: There is not enough shared memory, even for small rings.
     """
 
-    def __init__(self, names: Sequence[str], far: Collection[int] = (), host: str | None = None) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        far: Collection[int] = (),
+        host: str | None = None,
+        parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  (frozen)
+    ) -> None:
         near = [rank for rank in range(len(names)) if rank not in far]
         self._index = {rank: index for ranks in (near, sorted(far)) for index, rank in enumerate(ranks)}
-        wanted = [_BROADCAST.shape(len(near)), *(_RESPONSE.shape(1) for _ in near)]
+        broadcast, response = request_settings(parallel), reply_settings(parallel)
+        wanted = [broadcast.shape(len(near)), *(response.shape(1) for _ in near)]
         settings = [
             msgspec.structs.replace(base, num_slots=shape.num_slots, slot_bytes=shape.slot_bytes)
-            for base, shape in zip([_BROADCAST, *[_RESPONSE] * len(near)], plan_rings(wanted, shared_memory_space()))
+            for base, shape in zip([broadcast, *[response] * len(near)], plan_rings(wanted, shared_memory_space()))
         ]
         self._broadcast = MessageQueue.create(
             "rpc_broadcast_mq",
@@ -90,15 +99,27 @@ class FarResponses:
     Args:
         name: The worker's name.
         host: This machine's address, as the executor's machine reaches it.
+        parallel: How large the queue should be.
     """
 
-    def __init__(self, name: str, host: str) -> None:
+    def __init__(self, name: str, host: str, parallel: ParallelConfig = ParallelConfig()) -> None:  # noqa: B008
+        settings = reply_settings(parallel)
         queue = MessageQueue.create(
-            response_queue_name(name), [], writer=name, settings=_RESPONSE, remote_readers=[ENGINE], host=host
+            response_queue_name(name), [], writer=name, settings=settings, remote_readers=[ENGINE], host=host
         )
         self.handle = queue.remote_reader_handle(0)
         self.writer = queue.open_writer()
         queue.close()
+
+
+def request_settings(parallel: ParallelConfig) -> QueueSettings:
+    """What rpc_broadcast_mq should be like."""
+    return QueueSettings(parallel.mq_num_slots, parallel.mq_slot_bytes, parallel.mq_spin_seconds)
+
+
+def reply_settings(parallel: ParallelConfig) -> QueueSettings:
+    """What every worker_response_mq should be like."""
+    return QueueSettings(parallel.mq_num_slots, parallel.mq_slot_bytes // _REPLY_SHARE, parallel.mq_spin_seconds)
 
 
 def response_queue_name(worker: str) -> str:

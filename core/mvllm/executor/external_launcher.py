@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.distributed.rank_exchange import RankExchange
 from mvllm.errors import ConfigError
-from mvllm.executor.interface import Executor
+from mvllm.executor.uniproc import InProcessExecutor
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.interface import Platform
 from mvllm.platform.topology import WorkerContext
 from mvllm.platform.worker_protocol import KVCacheNeeds
-from mvllm.worker.wrapper import WorkerWrapper
 
 _T = TypeVar("_T")
 
@@ -79,7 +78,7 @@ def _number(env: Mapping[str, str], name: str) -> int:
     return int(env[name])
 
 
-class ExecutorWithExternalLauncher(Executor):
+class ExecutorWithExternalLauncher(InProcessExecutor):
     """This rank's worker, called directly; the other ranks' engines do the same at the same time.
 
     Raises:
@@ -87,7 +86,6 @@ class ExecutorWithExternalLauncher(Executor):
     """
 
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
-        super().__init__(config, platform)
         launched = LaunchedRank.from_environment(os.environ)
         parallel = config.parallel
         if launched.world_size != parallel.world_size:
@@ -97,7 +95,6 @@ class ExecutorWithExternalLauncher(Executor):
                 f"{parallel.world_size}. Start {parallel.world_size}, or set sizes whose product is "
                 f"{launched.world_size}."
             )
-        self._rank = launched.rank
         self._answers_at_once = launched.rank >= parallel.world_size - parallel.tensor_parallel_size
         self._exchange = RankExchange(launched.rank, launched.world_size, launched.host)
         ctx = WorkerContext(
@@ -109,7 +106,7 @@ class ExecutorWithExternalLauncher(Executor):
             init_method=self._exchange.init_method,
             every_rank_answers=True,
         )
-        self._worker = WorkerWrapper(config, platform, ctx)
+        super().__init__(config, platform, ctx)
 
     def start(self) -> None:
         """Compares the settings of all ranks, then brings this one up to a loaded model.
@@ -120,24 +117,8 @@ class ExecutorWithExternalLauncher(Executor):
         _check_agreement(self._gather(_settings(self._config), dict[str, str]))
         super().start()
 
-    def collective_rpc(  # type: ignore[override]
-        self,
-        method: str,
-        args: tuple[Any, ...] = (),
-        *,
-        timeout: float | None = None,
-        ranks: Sequence[int] | None = None,
-        non_block: bool = False,
-    ) -> list[Any] | Future[list[Any]]:
-        """Calls this rank's worker, and answers for it alone: every rank makes the same call."""
-
-        def call() -> list[Any]:
-            return [self._worker.call(method, *args)] if ranks is None or self._rank in ranks else []
-
-        return _finished(call) if non_block else call()
-
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        started = _finished(lambda: self._worker.execute_model(plan))
+        started = super().execute_model(plan)
         if self._answers_at_once or started.exception() is not None:
             return started
         return _OutputOfLastStage(lambda: self._worker.call("collect_output", plan.step))
@@ -149,10 +130,6 @@ class ExecutorWithExternalLauncher(Executor):
     def available_kv_bytes(self) -> list[int]:
         """Of all ranks, likewise."""
         return self._gather(super().available_kv_bytes()[0], int)
-
-    def shutdown(self) -> None:
-        """Ends this rank's worker, which leaves the groups that it joined and no others."""
-        self._worker.shutdown()
 
     def _gather(self, mine: _T, kind: type[_T]) -> list[_T]:
         everyone = self._exchange.all_gather(msgspec.msgpack.encode(mine))
@@ -173,15 +150,6 @@ class _OutputOfLastStage(Future[ModelRunnerOutput]):
             except Exception as e:  # noqa: BLE001  (stored; raised below)
                 self.set_exception(e)
         return super().result(timeout)
-
-
-def _finished(call: Callable[[], _T]) -> Future[_T]:
-    future: Future[_T] = Future()
-    try:
-        future.set_result(call())
-    except Exception as e:  # noqa: BLE001  (stored; raised where the result is asked for)
-        future.set_exception(e)
-    return future
 
 
 def _settings(config: EngineConfig) -> dict[str, str]:

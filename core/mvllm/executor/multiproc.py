@@ -37,7 +37,7 @@ class MultiprocExecutor(RpcExecutor):
         super().__init__(config, platform, topology.num_workers)
         names = worker_names(config.parallel, topology.num_workers)
         board = StatusBoard.create(len(names))
-        queues = EngineQueues(names)
+        queues = EngineQueues(names, parallel=config.parallel)
         meeting = _meeting_place() if len(names) > 1 else None
         launches = _launches(config, platform, topology, names, queues, meeting, board)
         group = ProcessGroup(launches, board)

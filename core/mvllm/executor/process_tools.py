@@ -13,12 +13,14 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, TextIO
 
 STACK_SIGNAL = signal.SIGUSR1
 """Makes a worker write the stacks of all its threads, even from inside native code."""
 
+_LAST_WORDS = "It gave up: "
 _HAS_MEMFD = hasattr(os, "memfd_create")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -58,6 +60,13 @@ def dump_stacks_to(fd: int) -> None:
     faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True, chain=False)
 
 
+def write_last_words(fd: int, error: BaseException) -> None:
+    """Leaves in the stack file why this process ends by itself; its parent tells the caller."""
+    head = f"{_LAST_WORDS}{type(error).__qualname__}: {error}".replace("\n", " ")
+    trace = "".join(traceback.format_exception(error))
+    os.write(fd, f"{head}\n{trace}".encode(errors="backslashreplace"))
+
+
 class StackFile:
     """Where a process writes its stacks, as somebody else reads it.
 
@@ -67,24 +76,37 @@ class StackFile:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        self._seen = 0  # bytes that `after` has returned
 
     def text(self) -> str:
-        """All stacks so far."""
-        return os.pread(self._fd, _STACK_BYTES, 0).decode(errors="replace") if self._fd >= 0 else ""
+        """What was written and not returned by `after` yet."""
+        return self._read().decode(errors="replace")
+
+    def last_words(self) -> tuple[str, str]:
+        """Why the process ended, by its own account, in one line; and its stack. Either may be empty."""
+        text = self.text()
+        if not text.startswith(_LAST_WORDS):
+            return "", text
+        head, _, stack = text.removeprefix(_LAST_WORDS).partition("\n")
+        return head, stack
 
     def after(self, ask: Callable[[], None]) -> str:
         """What `ask`, which sends STACK_SIGNAL, makes the process write; what there is of it after half a second."""
-        before = len(self.text())
+        before = size = len(self._read())
         ask()
         deadline = time.monotonic() + _STACK_SECONDS
-        size = before
         while time.monotonic() < deadline:
             time.sleep(0.02)
-            now = len(self.text())
+            now = len(self._read())
             if now == size > before:
                 break
             size = now
-        return self.text()[before:]
+        written = self._read()
+        self._seen += len(written)
+        return written[before:].decode(errors="replace")
+
+    def _read(self) -> bytes:
+        return os.pread(self._fd, _STACK_BYTES, self._seen) if self._fd >= 0 else b""
 
     def close(self) -> None:
         """Idempotent."""

@@ -172,7 +172,7 @@ def _connect(
     workers = group.workers
     far = [worker.rank for worker in workers if not worker.is_near]
     with contextlib.ExitStack() as stack:
-        queues = EngineQueues([worker.name for worker in workers], far, job.node_ip)
+        queues = EngineQueues([worker.name for worker in workers], far, job.node_ip, config.parallel)
         stack.callback(queues.close)  # the workers have what is theirs
         parcels = {worker.rank: _parcel(worker, queues, board) for worker in workers if worker.is_near}
         door = DescriptorDoor(parcels)

@@ -22,6 +22,7 @@ import psutil  # type: ignore[import-untyped]
 import ray
 import ray.util
 
+from mvllm.executor.config_codec import decode_config
 from mvllm.executor.descriptor_door import DoorAddress, collect
 from mvllm.executor.engine_queues import FarResponses
 from mvllm.executor.handshake import Handshake
@@ -218,7 +219,7 @@ class RayWorker:
 
     def _open_far_ends(self, start: RayWorkerStart) -> bytes:
         assert start.requests is not None
-        responses = FarResponses(start.name, self._node_ip)
+        responses = FarResponses(start.name, self._node_ip, decode_config(start.config).parallel)
         self._board = StatusBoard.create(start.context.world_size)  # for its own errors; the executor keeps another
         self._requests = start.requests
         self._replies = responses.writer

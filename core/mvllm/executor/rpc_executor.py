@@ -11,6 +11,7 @@ two messages and no thread switch. What does run beside is the monitor of the Wo
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 import weakref
@@ -21,12 +22,14 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from mvllm.config.engine_config import EngineConfig, ParallelConfig
-from mvllm.errors import EngineDeadError
+from mvllm.errors import EngineDeadError, WorkerError
+from mvllm.executor.engine_queues import response_queue_name
 from mvllm.executor.interface import Executor
 from mvllm.executor.message_queue import (
     MessageReader,
     MessageWriter,
     PeerDiedError,
+    QueueCorruptError,
     QueueError,
     QueueStoppedError,
     QueueTimeoutError,
@@ -138,7 +141,7 @@ class RpcExecutor(Executor):
         """
         self._group = group
         self._writer = writer
-        self._replies = ReaderGroup(readers, group.stop)
+        self._replies = ReaderGroup(readers, group.stop, self._config.parallel.mq_spin_seconds)
         self._finalizer = weakref.finalize(self, _shut_down, group, writer, readers, board, os.getpid())
 
     # --- calls
@@ -201,6 +204,7 @@ class RpcExecutor(Executor):
         """
         start = time.monotonic()
         warn_at = start + _WARN_SECONDS
+        stacks = True  # once per wait: what hangs for long goes on hanging in the same place
         limit = self._config.parallel.step_timeout if timeout is None else timeout
         while not future.is_settled:
             if not self._finalizer.alive:
@@ -211,8 +215,8 @@ class RpcExecutor(Executor):
                 ready = self._replies.wait(max(0.0, min(start + limit, warn_at) - now))
             except QueueTimeoutError:
                 if time.monotonic() < start + limit:
-                    self._warn(future, time.monotonic() - start)
-                    warn_at += _WARN_SECONDS
+                    self._warn(future, time.monotonic() - start, stacks=stacks)
+                    warn_at, stacks = warn_at + _WARN_SECONDS, False
                 elif timeout is None:
                     self._fail_stuck()
                 else:
@@ -266,7 +270,12 @@ class RpcExecutor(Executor):
 
     def _dispatch(self, readers: Sequence[MessageReader[Reply]]) -> None:
         for reader in readers:
-            reply, _ = reader.dequeue()
+            try:
+                reply, _ = reader.dequeue()
+            except (QueueCorruptError, msgspec.DecodeError) as e:
+                sender = next(w for w in self._group.workers if response_queue_name(w.name) == reader.name)
+                self._fail_calls(self._group.settle(_unreadable(sender, "what is no reply", e)))
+                return
             call = self._calls.get(reply.id)
             self._answered(reply, call.codec.name if call is not None else None)
             if reply.failure is not None:
@@ -275,10 +284,19 @@ class RpcExecutor(Executor):
                 )
             elif call is None:
                 logger.debug("Dropped a late reply of rank %d to request %d", reply.rank, reply.id)
-            elif call.take(reply):
+            elif self._is_complete(call, reply):
                 del self._calls[call.id]
                 results = [call.results[rank] for rank in sorted(call.results)]
                 call.future.set_result(results[0] if call.codec.name == STEP_METHOD else results)
+
+    def _is_complete(self, call: _Call, reply: Reply) -> bool:
+        try:
+            return call.take(reply)
+        except msgspec.DecodeError as e:
+            sender = self._group.workers[reply.rank]
+            error = _unreadable(sender, f"something else than {call.label} returns", e)
+            self._take_failure(error, call, is_step=call.codec.name == STEP_METHOD)
+            return False
 
     def _take_failure(self, error: Exception, call: _Call | None, *, is_step: bool) -> None:
         if is_step:
@@ -312,10 +330,24 @@ class RpcExecutor(Executor):
         states = "; ".join(f"{worker}, which is in {worker.activity}" for worker in waiting)
         return TimeoutError(f"{call.label}: no answer within {seconds:g} s from {states}.")
 
-    def _warn(self, future: RpcFuture[Any], seconds: float) -> None:
-        label = next((call.label for call in self._calls.values() if call.future is future), "a call")
-        states = ", ".join(f"{worker} in {worker.activity}" for worker in self._busy())
-        logger.warning("%s has not ended after %.0f s: %s", label, seconds, states or "all workers are idle")
+    def _warn(self, future: RpcFuture[Any], seconds: float, *, stacks: bool) -> None:
+        call = next((call for call in self._calls.values() if call.future is future), None)
+        busy = self._busy()
+        states = ", ".join(f"{worker} in {worker.activity}" for worker in busy) or "all workers are idle"
+        logger.warning("%s has not ended after %.0f s: %s", call.label if call else "a call", seconds, states)
+        # A step that takes so long most likely hangs; loading weights may well do, and then stacks are for the curious.
+        level = logging.WARNING if call is not None and call.codec.name == STEP_METHOD else logging.DEBUG
+        if stacks and logger.isEnabledFor(level):
+            for worker in busy:
+                if stack := worker.dump_stack():
+                    logger.log(level, "The stack of %s:\n%s", worker, stack.rstrip())
+
+
+def _unreadable(worker: WorkerView, what: str, error: Exception) -> WorkerError:
+    activity = str(worker.activity)
+    unreadable = WorkerError(f"{worker} sent {what}: {error}", rank=worker.rank, pid=worker.pid, activity=activity)
+    unreadable.__cause__ = error
+    return unreadable
 
 
 def worker_names(parallel: ParallelConfig, num_workers: int) -> list[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.executor.interface import Executor
@@ -13,13 +13,22 @@ from mvllm.platform.interface import Platform
 from mvllm.platform.topology import WorkerContext
 from mvllm.worker.wrapper import WorkerWrapper
 
+T = TypeVar("T")
 
-class UniProcExecutor(Executor):
-    """Calls its worker directly. A step has run when `execute_model` returns; errors are raised by the future."""
 
-    def __init__(self, config: EngineConfig, platform: Platform) -> None:
+class InProcessExecutor(Executor):
+    """Calls its one worker directly, and answers for that worker alone.
+
+    Args:
+        config: The engine's configuration.
+        platform: Where its worker runs.
+        ctx: Which worker this is.
+    """
+
+    def __init__(self, config: EngineConfig, platform: Platform, ctx: WorkerContext) -> None:
         super().__init__(config, platform)
-        self._worker = WorkerWrapper(config, platform, WorkerContext(seed=config.model.seed))
+        self._rank = ctx.rank
+        self._worker = WorkerWrapper(config, platform, ctx)
 
     def collective_rpc(  # type: ignore[override]
         self,
@@ -31,19 +40,29 @@ class UniProcExecutor(Executor):
         non_block: bool = False,
     ) -> list[Any] | Future[list[Any]]:
         def call() -> list[Any]:
-            return [self._worker.call(method, *args)] if ranks is None or 0 in ranks else []
+            return [self._worker.call(method, *args)] if ranks is None or self._rank in ranks else []
 
-        return _finished(call) if non_block else call()
+        return finished(call) if non_block else call()
 
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        return _finished(lambda: self._worker.execute_model(plan))
+        """Runs one step, to its end."""
+        return finished(lambda: self._worker.execute_model(plan))
 
     def shutdown(self) -> None:
+        """Ends the worker, which leaves the groups that it joined and no others."""
         self._worker.shutdown()
 
 
-def _finished(call: Any) -> Future[Any]:
-    future: Future[Any] = Future()
+class UniProcExecutor(InProcessExecutor):
+    """The only worker of its engine. A step has run when `execute_model` returns; errors are raised by the future."""
+
+    def __init__(self, config: EngineConfig, platform: Platform) -> None:
+        super().__init__(config, platform, WorkerContext(seed=config.model.seed))
+
+
+def finished(call: Callable[[], T]) -> Future[T]:
+    """Makes the call now; its result, or its error, is there when the future is asked for it."""
+    future: Future[T] = Future()
     try:
         future.set_result(call())
     except Exception as e:  # noqa: BLE001  (stored; raised where the result is asked for)

@@ -121,16 +121,13 @@ class WorkerHandle:
             return ""
         return self._stacks.after(lambda: self.send_signal(STACK_SIGNAL))
 
-    def crash_stack(self) -> str:
-        """The stacks that it wrote so far."""
-        return self._stacks.text()
-
     def death(self) -> WorkerDiedError:
         """The error that says how it ended and what it was doing."""
         assert self.exit_code is not None
         activity = self.activity
-        message = f"{self} {_describe_exit(self.exit_code)} {activity.during()}."
-        if stack := self.crash_stack():
+        reason, stack = self._stacks.last_words()
+        message = f"{self} {_describe_exit(self.exit_code)} {activity.during()}{f': {reason}' if reason else '.'}"
+        if stack:
             message += f"\nIts stack:\n{stack.rstrip()}"
         return WorkerDiedError(message, rank=self.rank, pid=self.pid, activity=str(activity), exit_code=self.exit_code)
 

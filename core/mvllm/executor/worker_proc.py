@@ -89,7 +89,11 @@ class WorkerProc:
         """Serves requests until the one that says stop. The wait for the next one costs nothing."""
         self._board.write(self._rank, IDLE)
         while True:
-            request, _ = self._requests.dequeue()
+            try:
+                request, _ = self._requests.dequeue()
+            except Exception:
+                self._board.write(self._rank, "reading a request")
+                raise
             if request.id == STOP_ID:
                 return
             if request.concerns(self._rank):

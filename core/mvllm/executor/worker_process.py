@@ -23,6 +23,7 @@ from mvllm.executor.process_tools import (
     dump_stacks_to,
     set_process_name,
     watch_parent,
+    write_last_words,
 )
 from mvllm.executor.rpc import describe_failure
 from mvllm.executor.status_board import StatusBoard
@@ -54,7 +55,11 @@ def main() -> None:
         send_message(control, Handshake(failure))
         _leave(1)
     send_message(control, Handshake())
-    proc.worker_busy_loop()
+    try:
+        proc.worker_busy_loop()
+    except Exception as e:  # noqa: BLE001  (a queue that cannot be read or written any more; told by way of the parent)
+        write_last_words(start.stack_fd, e)
+        _leave(1)
     proc.shutdown()
     _leave(0)
 

@@ -20,10 +20,13 @@ class Communicator(ABC):
     Attributes:
         rank: Position in the group.
         world_size: Ranks in the group.
+        on_host: Whether tensors may be in the host's memory. Where they may not, core makes a second group for what the
+            ranks tell each other in bytes.
     """
 
     rank: int
     world_size: int
+    on_host: bool = False
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

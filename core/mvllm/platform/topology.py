@@ -12,13 +12,14 @@ class LaunchTopology:
 
     Phase: frontend or engine; pure.
 
+    How a worker process starts is not the platform's to say: it is always a fresh program, which inherits neither a
+    driver's state nor a lock from its parent, and may have children of its own.
+
     Attributes:
         num_workers: Worker processes. World size need not equal this: one worker may drive several devices.
         devices_per_worker: Devices each of them drives.
         executors: Executors that may be used (`uni`, `mp`, `ray`, `external_launcher`), the preferred one first.
-        start_method: `spawn` or `fork`.
         env_per_worker: Variables to set for each worker before it imports anything, one mapping per worker.
-        daemon: Whether workers may be daemons (a daemon cannot have children).
         ray_resource: Ray's name of the resource that one device is, which the executor `ray` claims for each worker;
             None where the platform cannot be used with it.
         device_variable: The variable that limits a process to some devices. Ray gives devices out by id: on its workers
@@ -29,11 +30,18 @@ class LaunchTopology:
     num_workers: int
     devices_per_worker: int
     executors: tuple[str, ...]
-    start_method: str = "spawn"
     env_per_worker: tuple[Mapping[str, str], ...] = ()
-    daemon: bool = True
     ray_resource: str | None = None
     device_variable: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1 or self.devices_per_worker < 1 or not self.executors:
+            raise ValueError(f"A topology has workers, devices for them and an executor that may be used: {self}")
+        if len(self.env_per_worker) not in (0, self.num_workers):
+            raise ValueError(
+                f"env_per_worker has variables for {len(self.env_per_worker)} workers, the topology has "
+                f"{self.num_workers}; give one mapping for each worker, or none at all."
+            )
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,6 @@ from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.worker.rows import RowTable
 
-_FIRST_PART = 4096
-"""Bytes of an output that travel with its length, in the one message that most outputs need."""
-
 
 @dataclass
 class _Awaited:
@@ -107,10 +104,7 @@ class Pipeline:
             told = ModelRunnerOutput(step=output.step, sampled_token_ids=output.sampled_token_ids)
         else:
             return
-        parts = [self._runtime.to_device(part) for part in _split(msgspec.msgpack.encode(told))]
-        for stage in range(self._group.world_size - 1):
-            for part in parts:
-                self._group.send(part, stage)
+        self._group.cpu_group.send(msgspec.msgpack.encode(told), *range(self._group.world_size - 1))
 
     def expect(self, step: int, rows: np.ndarray, sampling: np.ndarray) -> None:
         """On the other stages: remembers that `send_back` will be called for this step."""
@@ -139,33 +133,10 @@ class Pipeline:
     def _take_in(self, table: RowTable) -> None:
         """Receives the oldest output awaited and appends its tokens to their rows."""
         awaited = self._awaited.popleft()
-        output = self._receive_output()
+        payload = self._group.cpu_group.receive(self._group.world_size - 1)
+        output = msgspec.msgpack.decode(payload, type=ModelRunnerOutput)
         assert output.step == awaited.step, f"expected the output of step {awaited.step}, got {output.step}"
         tokens = np.array(output.sampled_token_ids, dtype=np.int64)
         table.history.append(awaited.rows[awaited.sampling], tokens[awaited.sampling])
         if self._every_rank_answers:
             self._outputs[output.step] = output
-
-    def _receive_output(self) -> ModelRunnerOutput:
-        first = self._receive_bytes(8 + _FIRST_PART)
-        length = int.from_bytes(first[:8], "little")
-        payload = first[8 : 8 + length]
-        if length > _FIRST_PART:
-            payload += self._receive_bytes(length - _FIRST_PART)
-        return msgspec.msgpack.decode(payload, type=ModelRunnerOutput)
-
-    def _receive_bytes(self, count: int) -> bytes:
-        received = self._group.recv((count,), torch.uint8, self._group.world_size - 1)
-        return self._runtime.to_host(received).wait().numpy().tobytes()
-
-
-def _split(payload: bytes) -> list[torch.Tensor]:
-    """Length and first part, padded to a fixed size; then the rest, if any. Host tensors of uint8."""
-    first = np.zeros(8 + _FIRST_PART, dtype=np.uint8)
-    first[:8] = np.frombuffer(len(payload).to_bytes(8, "little"), dtype=np.uint8)
-    head = payload[:_FIRST_PART]
-    first[8 : 8 + len(head)] = np.frombuffer(head, dtype=np.uint8)
-    parts = [torch.from_numpy(first)]
-    if len(payload) > _FIRST_PART:
-        parts.append(torch.from_numpy(np.frombuffer(payload[_FIRST_PART:], dtype=np.uint8).copy()))
-    return parts

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from transformers import AutoTokenizer
 
 from mvllm import ModelError
 from mvllm.engine.tokenizer import load_tokenizer
+from tests.helpers.plugins import write_metadata
 from tests.unit.engine.builders import make_config
 from tests.unit.engine.tokenizers import KINDS, make_tokenizer, save_tokenizer
 
@@ -23,6 +27,30 @@ def test_it_reads_a_folder(tmp_path, kind):
     loaded, made = load(tmp_path), make_tokenizer(kind)
     assert loaded.encode("Hello world 🎉") == made.encode("Hello world 🎉")
     assert (loaded.length, loaded.eos_token_id) == (made.length, made.eos_token_id)
+
+
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_it_loads_no_device_library_that_announces_itself_to_torch(tmp_path, before):
+    save_tokenizer(tmp_path / "tokenizer")
+    site = write_metadata(tmp_path / "site", "acme-torch", "[torch.backends]\nacme = acme_torch:load\n")
+    (site / "acme_torch.py").write_text("def load(): raise SystemExit('a driver was opened')\n")
+    program = (
+        "import os, sys\n"
+        "from mvllm.engine.tokenizer import load_tokenizer\n"
+        "from tests.unit.engine.builders import make_config\n"
+        f"assert load_tokenizer(make_config(tokenizer={str(tmp_path / 'tokenizer')!r}).model).length\n"
+        "assert 'torch' in sys.modules, 'nothing to see here'\n"
+        f"assert os.environ.get({AUTOLOAD!r}) == {before!r}, 'the setting is the process own'\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != AUTOLOAD}
+    env |= {"PYTHONPATH": os.pathsep.join([str(site), *filter(None, sys.path)])} | (
+        {AUTOLOAD: before} if before else {}
+    )
+    ran = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_it_is_the_one_that_transformers_chooses(tmp_path):

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from mvllm.config.engine_config import EngineConfig, ParallelConfig
-from mvllm.errors import ConfigError
+from mvllm.errors import ConfigError, PlatformError
 from mvllm.executor import choose
 from mvllm.executor.choose import make_executor
 from mvllm.executor.uniproc import UniProcExecutor
 from mvllm.platform.phases import Phase
+from mvllm.platform.topology import LaunchTopology
 from tests.unit.engine.builders import make_config
 from tests.unit.worker.fake_platform import FakePlatform
 
@@ -113,3 +114,20 @@ def test_an_entry_point_that_cannot_be_loaded_is_named(entry_points):
     entry_points(remote="there_is_no_such_module:Remote")
     text = refusal(config("remote"))
     assert "there_is_no_such_module:Remote" in text and "cannot be loaded" in text
+
+
+@pytest.mark.parametrize(
+    ("topology", "says"),
+    [
+        ({"num_workers": 2, "env_per_worker": ({"DEVICE": "0"},)}, "variables for 1 workers, the topology has 2"),
+        ({"num_workers": 0}, "A topology has workers"),
+        ({"executors": ()}, "an executor that may be used"),
+    ],
+)
+def test_a_topology_that_contradicts_itself_is_the_platforms_error(topology, says):
+    class Confused(FakePlatform):
+        def topology(self, parallel):
+            return LaunchTopology(**{"num_workers": 1, "devices_per_worker": 1, "executors": ("mp",), **topology})
+
+    with pytest.raises(PlatformError, match=f"'acme' failed in topology: ValueError: .*{says}"):
+        make_executor(config("mp"), Confused())

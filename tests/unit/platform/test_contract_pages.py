@@ -106,7 +106,7 @@ class TestContractPage:
         by_group: dict[str, list[int]] = {}
         for group, number in found:
             by_group.setdefault(group, []).append(int(number))
-        assert set(by_group) == {"PLG", "PRB", "CFG", "DEV", "MEM", "KVL", "ATT", "OPS", "COM"}
+        assert set(by_group) == {"PLG", "PRB", "CFG", "WRK", "DEV", "MEM", "KVL", "ATT", "OPS", "COM"}
         assert all(numbers == list(range(1, len(numbers) + 1)) for numbers in by_group.values())
 
     def test_clauses_cited_elsewhere_exist(self):
@@ -114,7 +114,9 @@ class TestContractPage:
         root = DOCS.parent
         for folder in ("core", "platforms", "tests", "plugins"):
             for file in (root / folder).rglob("*.py"):
-                cited = set(re.findall(r"\b(?:PLG|PRB|CFG|DEV|MEM|KVL|ATT|OPS|COM)-\d\d\b", file.read_text("utf-8")))
+                cited = set(
+                    re.findall(r"\b(?:PLG|PRB|CFG|WRK|DEV|MEM|KVL|ATT|OPS|COM)-\d\d\b", file.read_text("utf-8"))
+                )
                 assert cited <= clauses, file
 
 

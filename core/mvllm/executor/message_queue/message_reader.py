@@ -238,11 +238,14 @@ class ReaderGroup(Generic[T]):
     Args:
         readers: The readers; they stay the caller's to close, after the group is no longer used.
         stop: Ends every wait, or None.
+        spin_seconds: Longest busy look before sleeping; 0 for never.
     """
 
-    def __init__(self, readers: Sequence[MessageReader[T]], stop: StopSignal | None = None) -> None:
+    def __init__(
+        self, readers: Sequence[MessageReader[T]], stop: StopSignal | None = None, spin_seconds: float = 100e-6
+    ) -> None:
         self._readers = list(readers)
-        self._spin = AdaptiveSpin(100e-6)
+        self._spin = AdaptiveSpin(spin_seconds)
         self._name = ", ".join(reader.name for reader in readers)
         self._waiter = Waiter(self._name, [peer for reader in readers for peer in reader.source.peers], stop)
         for reader in readers:

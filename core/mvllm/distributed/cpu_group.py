@@ -1,0 +1,102 @@
+"""Bytes between the ranks of a group, whatever the device: what ranks tell each other about their work.
+
+A message is one tensor of a fixed size in the host's memory; what does not fit follows in a second one:
+
+    length (8 bytes) | first 4096 bytes, padded        rest, if any
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from mvllm.platform.communicator import Communicator
+
+_FIRST_PART = 4096
+"""Bytes that travel with the length, in the one tensor that most messages need."""
+
+_LENGTH_BYTES = 8
+
+
+class CpuGroup:
+    """One rank's end. Every rank makes the same calls in the same order, but for send and receive.
+
+    Args:
+        communicator: Takes tensors in the host's memory; None for a group of one rank.
+        rank: Position in the group.
+
+    Attributes:
+        communicator: As given.
+        rank: Position in the group.
+        world_size: Ranks in the group.
+    """
+
+    def __init__(self, communicator: Communicator | None, rank: int = 0) -> None:
+        self.communicator = communicator
+        self.rank = rank
+        self.world_size = 1 if communicator is None else communicator.world_size
+
+    def send(self, payload: bytes, *destinations: int) -> None:
+        """Sends to other ranks of the group, without waiting for them to receive."""
+        parts = _split(payload)
+        for destination in destinations:
+            for part in parts:
+                self._peers().send(part, destination)
+
+    def receive(self, source: int) -> bytes:
+        """What `send` of rank `source` was given; in the order in which it was sent."""
+        first = self._receive(_LENGTH_BYTES + _FIRST_PART, source)
+        length = int.from_bytes(first[:_LENGTH_BYTES], "little")
+        payload = first[_LENGTH_BYTES : _LENGTH_BYTES + length]
+        if length > _FIRST_PART:
+            payload += self._receive(length - _FIRST_PART, source)
+        return payload
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """What every rank passed, in rank order."""
+        if self.communicator is None:
+            return [payload]
+        lengths = self._peers().all_gather(torch.tensor([len(payload)], dtype=torch.int64), 0).tolist()
+        widest = max(1, *lengths)
+        padded = torch.zeros((1, widest), dtype=torch.uint8)
+        padded[0, : len(payload)] = _tensor(payload)
+        gathered = self._peers().all_gather(padded, 0).numpy()
+        return [gathered[rank, :length].tobytes() for rank, length in enumerate(lengths)]
+
+    def broadcast(self, payload: bytes, source: int = 0) -> bytes:
+        """What rank `source` passed; what the others pass does not count."""
+        if self.communicator is None:
+            return payload
+        mine = self.rank == source
+        [length] = self._peers().broadcast(torch.tensor([len(payload)], dtype=torch.int64), source).tolist()
+        values = _tensor(payload) if mine else torch.empty(length, dtype=torch.uint8)
+        return self._peers().broadcast(values, source).numpy().tobytes() if length else b""
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        if self.communicator is not None:
+            self.communicator.barrier()
+
+    def close(self) -> None:
+        """Leaves the group. Idempotent."""
+        if self.communicator is not None:
+            self.communicator.close()
+
+    def _receive(self, count: int, source: int) -> bytes:
+        return self._peers().recv((count,), torch.uint8, source).numpy().tobytes()
+
+    def _peers(self) -> Communicator:
+        assert self.communicator is not None, "a group of one rank: nobody to talk to"
+        return self.communicator
+
+
+def _split(payload: bytes) -> list[torch.Tensor]:
+    first = torch.zeros(_LENGTH_BYTES + _FIRST_PART, dtype=torch.uint8)
+    head = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload[:_FIRST_PART]
+    first[: len(head)] = _tensor(head)
+    return [first] if len(payload) <= _FIRST_PART else [first, _tensor(payload[_FIRST_PART:])]
+
+
+def _tensor(payload: bytes) -> torch.Tensor:
+    """uint8 [len(payload)], in memory of its own."""
+    return torch.from_numpy(np.frombuffer(payload, dtype=np.uint8).copy())

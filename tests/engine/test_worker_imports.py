@@ -1,0 +1,24 @@
+"""What a worker does not import, it does not wait for: each worker process pays for its imports when it starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+WORKER_PROGRAM = """
+import sys
+from mvllm import LLM, SamplingParams
+with LLM("demo", skip_tokenizer_init=True, distributed_executor_backend="uni", kv_cache_memory_bytes=2**22) as llm:
+    params = SamplingParams(temperature=0.5, max_tokens=3, detokenize=False, logprobs=1)
+    [output] = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
+assert len(output.outputs[0].token_ids) == 3
+needless = {"transformers", "huggingface_hub", "tokenizers", "jinja2", "zmq", "multiprocessing.pool", "torch._dynamo"}
+sys.exit(f"loaded {sorted(loaded)}" if (loaded := needless & set(sys.modules)) else 0)
+"""
+
+
+def test_a_worker_that_loads_and_runs_a_model_imports_no_library_for_text_or_the_hub() -> None:
+    """In one process with the engine, which has no tokenizer here: so the worker imports less still."""
+    command = [sys.executable, "-c", WORKER_PROGRAM]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert ran.returncode == 0, ran.stderr

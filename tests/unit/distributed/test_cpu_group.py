@@ -1,0 +1,157 @@
+"""Bytes between ranks: the same with every platform, and never by way of a device that takes none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from mvllm.config.engine_config import ParallelConfig
+from mvllm.distributed.cpu_group import CpuGroup
+from mvllm.distributed.group import GroupCoordinator
+from mvllm.distributed.parallel_groups import join_groups
+from mvllm.distributed.torch_communicator import TorchCommunicator
+from mvllm.messages.scheduler_output import ModelRunnerOutput
+from mvllm.platform.communicator import Communicator
+from mvllm.platform.topology import GroupSpec, WorkerContext
+from mvllm.worker.pipeline import Pipeline
+from tests.helpers.thread_ranks import ThreadCommunicator, _Meeting, run_ranks
+from tests.unit.distributed.test_torch_communicator import spawn
+from tests.unit.worker.builders import HostRuntime, make_rows
+
+DEVICE = torch.device("cpu")
+SIZES = (0, 1, 4095, 4096, 4097, 100_000)
+
+
+def payload_of(rank: int, size: int) -> bytes:
+    return bytes((rank + i) % 251 for i in range(size))
+
+
+def exchange(group: CpuGroup) -> None:
+    """Every call, with sizes around what one message holds."""
+    rank, everyone = group.rank, range(group.world_size)
+    for size in SIZES:
+        assert group.all_gather(payload_of(rank, size + rank)) == [payload_of(r, size + r) for r in everyone]
+        for source in everyone:
+            assert group.broadcast(payload_of(rank, size), source) == payload_of(source, size)
+        others = [other for other in everyone if other != rank]
+        group.send(payload_of(rank, size), *others)
+        group.send(b"second", *others)
+        for source in others:
+            assert group.receive(source) == payload_of(source, size)
+            assert group.receive(source) == b"second"
+    group.barrier()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_bytes_of_any_length_arrive_whole_and_in_order(world_size: int) -> None:
+    run_ranks(world_size, lambda group: exchange(group.cpu_group))
+
+
+def test_a_rank_by_itself_keeps_what_it_says() -> None:
+    group = GroupCoordinator.single("tp").cpu_group
+    assert (group.rank, group.world_size) == (0, 1)
+    assert group.all_gather(b"a") == [b"a"] and group.broadcast(b"b") == b"b"
+    group.barrier()
+    group.close()
+
+
+def test_where_the_platforms_communicator_takes_host_tensors_it_serves_both() -> None:
+    communicator = ThreadCommunicator(_Meeting(2), 0, 2)
+    group = GroupCoordinator(GroupSpec("tp", (0, 1), 0), communicator)
+    assert group.device_group is communicator and group.cpu_group.communicator is communicator
+
+
+def test_a_device_group_alone_is_refused_with_the_groups_name() -> None:
+    communicator = ThreadCommunicator(_Meeting(2), 0, 2)
+    communicator.on_host = False
+    with pytest.raises(ValueError, match="'pp' has no communicator that takes tensors in the host's memory"):
+        GroupCoordinator(GroupSpec("pp", (0, 1), 0), communicator)
+
+
+class OnDevice(TorchCommunicator):
+    """Takes only what a device would hold: floating point. Bytes that come here would be lost."""
+
+    def __init__(self, spec: GroupSpec) -> None:
+        super().__init__(spec, backend="gloo", timeout=60)
+        self.on_host = False
+
+    def send(self, tensor: torch.Tensor, destination: int) -> None:
+        assert tensor.is_floating_point(), "bytes were sent by way of the device"
+        super().send(tensor, destination)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        assert tensor.is_floating_point(), "bytes were gathered on the device"
+        return super().all_gather(tensor, dim)
+
+
+class Foreign(Communicator):
+    """A vendor's own, which knows nothing of torch.distributed and cannot do a thing with host tensors."""
+
+    def __init__(self, spec: GroupSpec) -> None:
+        self.rank, self.world_size = spec.rank_in_group, len(spec.ranks)
+
+    def _refuse(self, *_: object) -> object:
+        raise AssertionError("a host tensor came to the device's communicator")
+
+    all_reduce = all_gather = reduce_scatter = broadcast = send = _refuse  # type: ignore[assignment]
+    recv = gather = all_to_all = barrier = _refuse  # type: ignore[assignment]
+
+
+def device_groups(rank: int, world_size: int, address: str, kind: type, tp: int, pp: int) -> None:
+    """Joins as a worker does, then lets the last stage tell the others what was sampled."""
+    torch.set_num_threads(1)
+    platform = SimpleNamespace(spec=SimpleNamespace(name="acme"), communicator=lambda group, device: kind(group))
+    ctx = WorkerContext(rank, rank, world_size, world_size, init_method=address)
+    parallel = ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
+    groups = join_groups(parallel, platform, ctx, DEVICE)  # type: ignore[arg-type]
+    for group in (groups.tp, groups.pp):
+        if group.world_size > 1:
+            assert isinstance(group.device_group, kind) and group.cpu_group.communicator is not group.device_group
+            exchange(group.cpu_group)
+    if pp > 1:
+        pipeline = Pipeline(groups.pp, HostRuntime(), hidden_size=2, dtype=torch.float32, every_rank_answers=True)
+        output = ModelRunnerOutput(step=7, sampled_token_ids=list(range(3000)))
+        if pipeline.is_last:
+            pipeline.send_back(output, any_sampled=True)
+        else:
+            nobody = np.zeros(0, dtype=np.int64)
+            pipeline.expect(7, nobody, nobody)
+            assert pipeline.collect(7, make_rows()).sampled_token_ids == output.sampled_token_ids
+    groups.close()
+    assert not dist.is_initialized(), "a group was left behind"
+
+
+def device_pair(rank: int, world_size: int, address: str) -> None:
+    device_groups(rank, world_size, address, OnDevice, 1, 2)
+
+
+def device_square(rank: int, world_size: int, address: str) -> None:
+    device_groups(rank, world_size, address, OnDevice, 2, 2)
+
+
+def foreign_pair(rank: int, world_size: int, address: str) -> None:
+    device_groups(rank, world_size, address, Foreign, 2, 1)
+
+
+def foreign_square(rank: int, world_size: int, address: str) -> None:
+    device_groups(rank, world_size, address, Foreign, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("body", "world_size"), [(device_pair, 2), (device_square, 4), (foreign_pair, 2), (foreign_square, 4)]
+)
+def test_beside_a_device_group_stands_a_group_for_bytes(body, world_size: int) -> None:
+    spawn(body, world_size)
+
+
+def test_ranks_that_meet_through_a_file_find_both_groups(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(through_a_file, args=(f"file://{tmp_path}/meeting",), nprocs=2)
+
+
+def through_a_file(rank: int, address: str) -> None:
+    device_groups(rank, 2, address, OnDevice, 1, 2)
