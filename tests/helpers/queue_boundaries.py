@@ -110,6 +110,9 @@ def kill_reader(boundaries: Boundaries, size: int, *, wait: bool) -> dict[str, i
         reader = queue.open_reader(1, dict)
         connection.sendall(b"\0")
         reader.dequeue(10)
+        connection.sendall(b"\0")
+        if not wait:
+            connection.recv(1)  # the second message is there, and its token was not taken with the first
         with boundaries.watching():
             reader.dequeue(10)
         connection.sendall(boundaries.count.to_bytes(8, "little"))
@@ -130,8 +133,11 @@ def kill_reader(boundaries: Boundaries, size: int, *, wait: bool) -> dict[str, i
             while found["sent"] < 20:
                 send_and_read()
                 found["sent"] += 1
-                if wait and found["sent"] == 1:
-                    time.sleep(BEFORE_IT_WAITS)
+                if found["sent"] == 1:
+                    assert connection.recv(1) == b"\0"
+                    time.sleep(BEFORE_IT_WAITS if wait else 0)
+                if not wait and found["sent"] == 2:
+                    connection.sendall(b"\0")
         writer.drop_reader(1)
         while found["after"] < 2 * SETTINGS.num_slots:
             send_and_read()
