@@ -154,6 +154,11 @@ class EngineArgs:
         minimum=0,
         above=True,
     )
+    engine_core_process: bool | None = option(
+        None,
+        help="Run scheduler and executor in a process of their own, `EngineCore`; by default they run in the caller's.",
+        group="parallel",
+    )
 
     load_format: str = option(
         "auto",
@@ -252,6 +257,7 @@ class EngineArgs:
                 distributed_executor_backend=self.distributed_executor_backend,
                 start_timeout=self.start_timeout,
                 step_timeout=self.step_timeout,
+                engine_core_process=self.engine_core_process,
             ),
             load=LoadConfig(load_format=self.load_format, use_tqdm=self.use_tqdm_on_load),
             platform=self.platform,

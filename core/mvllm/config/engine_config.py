@@ -64,6 +64,7 @@ class ParallelConfig:
         distributed_executor_backend: Name of a built-in or installed executor, a dotted path, or None to choose.
         start_timeout: Seconds that each phase of start-up may take on a worker process.
         step_timeout: Seconds after which a step that has not ended is taken for hung, and ends the engine.
+        engine_core_process: Whether the engine core has a process of its own; None to choose.
     """
 
     tensor_parallel_size: int = 1
@@ -72,6 +73,7 @@ class ParallelConfig:
     distributed_executor_backend: str | None = None
     start_timeout: float = 1800.0
     step_timeout: float = 300.0
+    engine_core_process: bool | None = None
 
     @property
     def world_size(self) -> int:

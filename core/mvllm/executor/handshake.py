@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from typing import TypeVar
 
 import msgspec
 
@@ -16,6 +17,8 @@ from mvllm.executor.rpc import WorkerFailure
 from mvllm.platform.topology import WorkerContext
 
 _LENGTH = struct.Struct("=I")
+
+T = TypeVar("T")
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
@@ -46,6 +49,11 @@ class WorkerStart(msgspec.Struct, frozen=True):
     python_path: str | None
     log_level: str
 
+    @property
+    def rank(self) -> int:
+        """Its rank, which is its line on the status board."""
+        return self.context.rank
+
 
 class Handshake(msgspec.Struct, frozen=True):
     """The worker waits for requests, or has failed before it could."""
@@ -65,20 +73,25 @@ def receive_start(source: socket.socket) -> WorkerStart:
     Raises:
         EOFError: The parent has ended or given up.
     """
-    return msgspec.msgpack.decode(_receive(source), type=WorkerStart)
+    return receive_frame(source, WorkerStart)
 
 
 def receive_handshake(source: socket.socket) -> Handshake | None:
     """The worker's answer, or None when it ended without one."""
     try:
-        return msgspec.msgpack.decode(_receive(source), type=Handshake)
+        return receive_frame(source, Handshake)
     except (EOFError, ConnectionError):
         return None
 
 
-def _receive(source: socket.socket) -> bytes:
+def receive_frame(source: socket.socket, kind: type[T]) -> T:
+    """One message, whole.
+
+    Raises:
+        EOFError: The other side has ended or given up.
+    """
     (length,) = _LENGTH.unpack(_receive_exactly(source, _LENGTH.size))
-    return _receive_exactly(source, length)
+    return msgspec.msgpack.decode(_receive_exactly(source, length), type=kind)
 
 
 def _receive_exactly(source: socket.socket, size: int) -> bytes:

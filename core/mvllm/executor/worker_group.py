@@ -18,11 +18,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mvllm.errors import WorkerDiedError, WorkerStuckError
-from mvllm.executor.handshake import WorkerStart
+from mvllm.errors import WorkerDiedError
 from mvllm.executor.message_queue import StopSignal
 from mvllm.executor.status_board import StatusBoard
-from mvllm.executor.worker_handle import WorkerHandle
+from mvllm.executor.worker_handle import ProcessStart, WorkerHandle
 from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
@@ -40,11 +39,12 @@ _KILL_SECONDS = 5.0  # after SIGKILL, which only a process stuck in the kernel o
 
 @dataclass(frozen=True)
 class Launch:
-    """One process to start: what it is told, its environment, the descriptors it inherits."""
+    """One process to start: what it is told, its environment, the descriptors it inherits, and its kind."""
 
-    start: WorkerStart
+    start: ProcessStart
     env: Mapping[str, str]
     fds: Sequence[int]
+    kind: type[WorkerHandle] = WorkerHandle
 
 
 class WorkerGroup:
@@ -86,17 +86,25 @@ class WorkerGroup:
     def wait_ready(self, timeout: float) -> None:
         """Returns when every worker waits for requests.
 
+        Args:
+            timeout: Seconds that each thing a worker says it is doing may take.
+
         Raises:
             Exception: A worker's own exception, if one failed.
             WorkerDiedError: One has ended.
             WorkerStuckError: One is not ready in time.
         """
+        late: list[WorkerHandle] = []
         with self._changed:
-            self._changed.wait_for(lambda: self.failure or all(w.is_ready for w in self.workers), timeout)
-        if self.failure is None:
-            late = [worker for worker in self.workers if not worker.is_ready]
-            if late:
-                self.fail(self.stuck(late, timeout, "was not ready"))
+            while self.failure is None and not late:
+                waiting = [worker for worker in self.workers if not worker.is_ready]
+                if not waiting:
+                    break
+                late = [worker for worker in waiting if worker.activity.seconds >= timeout]
+                if not late:
+                    self._changed.wait(timeout - max(worker.activity.seconds for worker in waiting))
+        if late:
+            self.fail(self.stuck(late, timeout, "was not ready"))
         self.check()
 
     def check(self) -> None:
@@ -136,15 +144,14 @@ class WorkerGroup:
             self._changed.wait_for(lambda: self.failure, 2 * _GATHER_SECONDS)
         return self.failure or error
 
-    def stuck(self, late: Sequence[WorkerHandle], seconds: float, what: str) -> WorkerStuckError:
+    def stuck(self, late: Sequence[WorkerHandle], seconds: float, what: str) -> Exception:
         """The error that says what each of `late` is doing, with its stacks."""
         parts = []
         for worker in late:
             parts.append(f"{worker} {what} within {seconds:g} s; it is in {worker.activity}")
             if stack := worker.dump_stack():
                 parts.append(f"Its stack:\n{stack.rstrip()}")
-        first = late[0]
-        return WorkerStuckError("\n".join(parts), rank=first.rank, pid=first.pid, activity=str(first.activity))
+        return late[0].stuck("\n".join(parts))
 
     def expect_ends(self) -> None:
         """From now on, a worker that ends is no failure. Call before telling workers to stop."""
@@ -206,7 +213,7 @@ class WorkerGroup:
             for launch in self._launches:
                 if self._ending:
                     break
-                self.workers.append(WorkerHandle.launch(launch.start, launch.env, launch.fds, self._board))
+                self.workers.append(launch.kind.launch(launch.start, launch.env, launch.fds, self._board))
         except BaseException as e:  # noqa: BLE001  (raised by launch(), in the caller's thread)
             self._launch_error = e
         with self._changed:
@@ -269,14 +276,9 @@ class WorkerGroup:
                     worker.send_signal(number)
 
 
-def _deaths(dead: Sequence[WorkerHandle]) -> WorkerDiedError:
+def _deaths(dead: Sequence[WorkerHandle]) -> Exception:
     """One error for all that have died; the first is named in its attributes."""
-    errors = [worker.death() for worker in dead]
-    first = errors[0]
-    return WorkerDiedError(
-        "\n".join(str(error) for error in errors),
-        rank=first.rank,
-        pid=first.pid,
-        activity=first.activity,
-        exit_code=first.exit_code,
-    )
+    first = dead[0].death()
+    if len(dead) > 1 and isinstance(first, WorkerDiedError):
+        first.args = ("\n".join([str(first), *(worker.describe_death() for worker in dead[1:])]),)
+    return first

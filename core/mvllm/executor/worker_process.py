@@ -19,16 +19,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from mvllm.executor.handshake import Handshake, WorkerStart, receive_start, send_frame
-from mvllm.executor.process_tools import (
-    PrefixedStream,
-    die_with_parent,
-    dump_stacks_to,
-    set_process_name,
-    watch_parent,
-)
+from mvllm.executor.process_tools import adopt_parent, die_with_parent, leave, set_process_name, watch_parent
 from mvllm.executor.rpc import STOP_ID, Reply, Request, codec_of, describe_failure
 from mvllm.executor.status_board import IDLE, StatusBoard
-from mvllm.logging import configure_logging, get_logger
+from mvllm.logging import get_logger
 
 if TYPE_CHECKING:
     from mvllm.executor.message_queue import MessageReader, MessageWriter
@@ -117,7 +111,7 @@ def main() -> None:
     except (EOFError, ConnectionError):
         os._exit(1)
     watch_parent(control)
-    _adopt(start)
+    adopt_parent(start.name, start.sys_path, start.python_path, start.stack_fd, start.log_level)
     board = StatusBoard(start.board_fd)
     try:
         proc, worker = _build(start, board)
@@ -125,26 +119,12 @@ def main() -> None:
         activity = str(board.read(start.context.rank))
         failure = describe_failure(e, rank=start.context.rank, pid=os.getpid(), name=start.name, activity=activity)
         send_frame(control, Handshake(failure))
-        _leave(1)
+        leave(1)
     send_frame(control, Handshake())
     proc.worker_busy_loop()
     board.write(start.context.rank, "shutdown")
     worker.shutdown()
-    _leave(0)
-
-
-def _adopt(start: WorkerStart) -> None:
-    """Makes this interpreter like its parent: module search path, logging, and stacks where they are looked for."""
-    sys.path[:] = start.sys_path
-    if start.python_path is None:
-        os.environ.pop("PYTHONPATH", None)
-    else:
-        os.environ["PYTHONPATH"] = start.python_path
-    dump_stacks_to(start.stack_fd)
-    prefix = f"({start.name} pid={os.getpid()}) "
-    sys.stdout = PrefixedStream(sys.stdout, prefix)
-    sys.stderr = PrefixedStream(sys.stderr, prefix)
-    configure_logging(start.log_level)
+    leave(0)
 
 
 def _build(start: WorkerStart, board: StatusBoard) -> tuple[WorkerProc, WorkerWrapper]:
@@ -163,13 +143,6 @@ def _build(start: WorkerStart, board: StatusBoard) -> tuple[WorkerProc, WorkerWr
     worker = WorkerWrapper(decode_config(start.config), platform, start.context)
     board.write(rank, IDLE)
     return WorkerProc(start.name, rank, worker, requests, replies, board), worker
-
-
-def _leave(status: int) -> None:
-    """Ends the process without the interpreter's and the libraries' destructors, which have been seen to hang."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 if __name__ == "__main__":
