@@ -169,10 +169,13 @@ class SyncMPClient:
         self._send_now(command)
 
     def _send_now(self, command: Command) -> None:
+        failure: Exception | None = None
         try:
             self._channel.send(_IDENTITY, command)
-        except zmq.ZMQError as e:  # its end of the socket is closed: its death follows
-            raise self._process.settle(EngineDeadError(f"The engine core cannot be reached: {e}")) from e
+        except zmq.ZMQError as e:  # its end of the socket is closed: the news of its death are on their way
+            failure = self._process.settle(EngineDeadError(f"The engine core cannot be reached: {e}"))
+        if failure is not None:  # not raised above: it has a cause of its own to tell of
+            raise failure
 
     def _wait(self, started: float) -> bool:
         """Takes news in, waiting for some if there are none; False when it was woken instead.
