@@ -156,7 +156,7 @@ class EngineArgs:
     )
     engine_core_process: bool | None = option(
         None,
-        help="Run scheduler and executor in a process of their own, `EngineCore`; by default they run in the caller's.",
+        help="Run scheduler and executor in a process of their own, EngineCore; by default they run in the caller's.",
         group="parallel",
     )
 

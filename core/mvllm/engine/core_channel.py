@@ -166,6 +166,11 @@ class CoreInput:
                 continue
             return _NUMBER.unpack(head[-_NUMBER.size :])[0], command
 
+    def close(self) -> None:
+        """Call from the thread that receives. Idempotent."""
+        self._socket.close(linger=0)
+        self._context.term()
+
 
 class CoreOutput:
     """A core's sending end. Used by one thread.

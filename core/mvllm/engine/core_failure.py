@@ -1,7 +1,7 @@
 """How an exception of an engine core comes to be raised in the front end's process, as the class it was.
 
-Only classes of mvllm's own errors and of Python's built-in ones are made again, and without running their constructors.
-Any other becomes the nearest built-in class that it is derived from, with its own name before the text. The causes
+Only classes of mvllm's own errors and of Python's built-in ones are made again: a stranger's constructor is never run.
+Any other class becomes the nearest of these that it is derived from, with its own name before the text. The causes
 follow, and last the whole traceback as text.
 """
 
@@ -78,14 +78,11 @@ def _rebuild(link: ErrorLink) -> Exception:
             continue
         is_exact = kind == link.kinds[0]
         message = link.message if is_exact else f"{link.kinds[0].removeprefix('builtins.')}: {link.message}"
-        error: Exception = cls.__new__(cls, message)
-        error.args = (message,)
-        if is_exact and cls.__module__ == errors.__name__:
-            vars(error).update(link.facts)
         try:
+            error = cls(message, **link.facts) if is_exact else cls(message)
             if str(error) == message:
                 return error
-        except Exception:  # noqa: BLE001  (a class whose text needs more than a text: its base will do)
+        except Exception:  # noqa: BLE001  (a class that takes more than a text: its base will do)
             continue
     return EngineDeadError(f"{link.kinds[0].removeprefix('builtins.')}: {link.message}")
 

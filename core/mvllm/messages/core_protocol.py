@@ -57,7 +57,7 @@ class ErrorLink(msgspec.Struct, frozen=True):
     Attributes:
         kinds: Its class and the classes it is derived from, nearest first, `package.module.Class`.
         message: Its text.
-        facts: Its plain attributes.
+        facts: Its plain attributes, under the names of its constructor's arguments, where it is one of mvllm's own.
     """
 
     kinds: list[str]
