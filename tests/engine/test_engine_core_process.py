@@ -89,7 +89,6 @@ def test_an_aborted_request_leaves_nothing_and_the_cache_can_be_reset_at_once(ll
     engine = llm.llm_engine
     engine.add_request("a", PROMPTS[2], LONG)
     engine.step()
-    assert not engine.reset_prefix_cache()  # its blocks are in use
     engine.abort_request("a")
     assert engine.reset_prefix_cache()
     assert engine.step() == [] and not engine.has_unfinished_requests()

@@ -148,7 +148,8 @@ class WorkerGroup:
         """The error that says what each of `late` is doing, with its stacks."""
         parts = []
         for worker in late:
-            parts.append(f"{worker} {what} within {seconds:g} s; it is in {worker.activity}")
+            stopped = " (its process is stopped, as by SIGSTOP)" if worker.is_stopped else ""
+            parts.append(f"{worker} {what} within {seconds:g} s; it is in {worker.activity}{stopped}")
             if stack := worker.dump_stack():
                 parts.append(f"Its stack:\n{stack.rstrip()}")
         return late[0].stuck("\n".join(parts))

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol, Self, cast
 
 import msgspec
+import psutil  # type: ignore[import-untyped]
 
 from mvllm.errors import WorkerDiedError, WorkerStuckError
 from mvllm.executor.handshake import receive_handshake, send_frame
@@ -114,6 +115,14 @@ class WorkerHandle:
     @property
     def is_running(self) -> bool:
         return self.exit_code is None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the kernel lets it do nothing, after SIGSTOP or in a debugger."""
+        try:
+            return psutil.Process(self.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        except psutil.Error:
+            return False
 
     @property
     def activity(self) -> Activity:
