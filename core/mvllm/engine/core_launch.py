@@ -29,6 +29,8 @@ from mvllm.messages.core_protocol import CoreFailure
 SLACK_SECONDS = 15.0
 """What a core gets beyond the limits that its executor enforces: the executor knows better which worker is late."""
 
+_CALLS_PER_PHASE = 3  # at most, of a core's start: each may take as long as `start_timeout` says
+
 
 class CoreHandle(WorkerHandle):
     """The process."""
@@ -122,7 +124,7 @@ class CoreProcess:
         Raises:
             Exception: Its own exception, if it failed; EngineDeadError, if it ended or does not get on.
         """
-        self._group.wait_ready(self._start_timeout + SLACK_SECONDS)
+        self._group.wait_ready(_CALLS_PER_PHASE * self._start_timeout + SLACK_SECONDS)
         ready = self._handle.ready
         assert ready is not None
         return ready
@@ -146,17 +148,22 @@ class CoreProcess:
         """Whether it is ready and has not failed."""
         return self._group.failure is None and bool(self._group.workers) and self._handle.is_ready
 
+    @property
+    def failure(self) -> Exception | None:
+        """Why the process can no longer be used, or None."""
+        return self._group.failure
+
     def check(self) -> None:
-        """Raises why the process can no longer be used, if it cannot."""
+        """Raises the failure, if there is one."""
         self._group.check()
 
     def settle(self, error: Exception) -> Exception:
         """Ends the process because of `error`, or of what was behind it; returns that."""
         return self._group.settle(error)
 
-    def stuck(self, seconds: float, what: str) -> Exception:
+    def stuck(self, seconds: float, what: str) -> EngineDeadError:
         """The error that names it, what it is doing, and where it is in its code."""
-        return self._group.stuck([self._handle], seconds, what)
+        return EngineDeadError(str(self._group.stuck([self._handle], seconds, what)))
 
     def end(self, *, told: bool) -> None:
         """Ends the process: nothing of it is left when this returns. Idempotent.

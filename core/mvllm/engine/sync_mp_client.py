@@ -6,6 +6,7 @@ is asked), all together: the core begins them together, as one in this process w
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -96,7 +97,8 @@ class SyncMPClient:
         """Drops requests; unknown ids are ignored, and so is a core that has ended."""
         ids = list(request_ids)
         if ids and self._finalizer.alive and self._process.is_usable:
-            self._send(AbortRequests(ids))
+            with contextlib.suppress(EngineDeadError):  # whoever asks for something next is told
+                self._send(AbortRequests(ids))
 
     def has_requests(self) -> bool:
         """Whether `step` has something to wait for."""
@@ -120,7 +122,8 @@ class SyncMPClient:
 
     def wake(self) -> None:
         """Has the `step` that waits, or the next one, return at once. From any thread, or a signal handler."""
-        self._wake.notify()
+        if self._finalizer.alive:
+            self._wake.notify()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes."""
@@ -152,7 +155,8 @@ class SyncMPClient:
     def _check(self) -> None:
         if not self._finalizer.alive:
             raise EngineDeadError("The engine core has been shut down.")
-        self._process.check()
+        if (failure := self._process.failure) is not None:
+            raise _as_death(failure)
 
     def _is_behind(self) -> bool:
         """Whether the core has not yet said that it took every command."""
@@ -169,13 +173,17 @@ class SyncMPClient:
         self._send_now(command)
 
     def _send_now(self, command: Command) -> None:
-        failure: Exception | None = None
+        failure: EngineDeadError | None = None
         try:
             self._channel.send(_IDENTITY, command)
         except zmq.ZMQError as e:  # its end of the socket is closed: the news of its death are on their way
-            failure = self._process.settle(EngineDeadError(f"The engine core cannot be reached: {e}"))
+            failure = self._settle(EngineDeadError(f"The engine core cannot be reached: {e}"))
         if failure is not None:  # not raised above: it has a cause of its own to tell of
             raise failure
+
+    def _settle(self, error: EngineDeadError) -> EngineDeadError:
+        """Ends the engine core because of `error`, or of what was behind it; returns that."""
+        return _as_death(self._process.settle(error))
 
     def _wait(self, started: float) -> bool:
         """Takes news in, waiting for some if there are none; False when it was woken instead.
@@ -191,13 +199,12 @@ class SyncMPClient:
             # A step that is late or a core that does not even begin one: whichever began later counts.
             stalled = min(time.monotonic() - started, self._process.activity.seconds)
             if stalled >= self._step_limit:
-                late = self._process.stuck(self._step_limit, "has given no sign of life")
-                raise self._process.settle(late)
+                raise self._settle(self._process.stuck(self._step_limit, "has given no sign of life"))
             ready = {socket for socket, _ in self._poller.poll(_milliseconds(self._step_limit - stalled))}
             if self._channel.news in ready:
                 continue
             if self._process.stop.fd in ready:
-                raise self._process.settle(EngineDeadError("The engine core has been shut down."))
+                raise self._settle(EngineDeadError("The engine core has been shut down."))
             if self._wake.read_fd in ready:
                 self._wake.take()
                 return False
@@ -218,6 +225,15 @@ class SyncMPClient:
             self._process.check()
             if not poller.poll(_milliseconds(deadline - time.monotonic())):
                 raise self._process.settle(self._process.stuck(self._step_limit, "has not connected"))
+
+
+def _as_death(error: Exception) -> EngineDeadError:
+    """`error`, or the error for what it means to a running engine."""
+    if isinstance(error, EngineDeadError):
+        return error
+    death = EngineDeadError(f"The engine stopped: {type(error).__name__}: {error}")
+    death.__cause__ = error
+    return death
 
 
 def _milliseconds(seconds: float) -> int:
