@@ -205,6 +205,14 @@ def test_killing_the_front_end_leaves_nothing(start: Start, phase: str) -> None:
     assert front_end.wait() == -signal.SIGKILL
 
 
+def test_killing_the_front_end_before_its_core_has_workers_leaves_nothing(start: Start) -> None:
+    front_end = start("start-up")
+    front_end.reach("start-up", needed="EngineCore")
+    os.kill(front_end.pid, signal.SIGKILL)
+    front_end.assert_nothing_left()
+    assert front_end.wait() == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_end_everything_soon(start: Start, phase: str, number: signal.Signals) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from mvllm.config.engine_config import EngineConfig, ParallelConfig
 from mvllm.engine.core import EngineCore
 from mvllm.engine.kv_sizing import CacheSummary
 from mvllm.engine.planning import settle_config
-from mvllm.engine.sync_mp_client import SyncMPClient
 from mvllm.errors import ConfigError
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest
 from mvllm.platform.choose import ChosenPlatform, choose_platform
+
+if TYPE_CHECKING:
+    from mvllm.engine.sync_mp_client import SyncMPClient
 
 
 class InprocClient:
@@ -87,6 +90,8 @@ def make_client(config: EngineConfig, chosen: ChosenPlatform | None = None) -> I
         )
     settled = settle_config(config, chosen.platform)
     if _wants_own_process(settled.parallel):
+        from mvllm.engine.sync_mp_client import SyncMPClient  # and with it ZeroMQ, which no other path needs
+
         return SyncMPClient(settled, chosen)
     return InprocClient(EngineCore(settled, chosen.platform), str(chosen))
 
