@@ -1,23 +1,32 @@
-"""A whole engine on worker processes of a platform that fails on demand: who is told what, and who goes on."""
+"""A whole engine on worker processes of a platform that fails on demand: who is told what, and who goes on.
+
+What the caller sees does not depend on where the engine core runs; a letter of each kind of fault is sent through both.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mvllm import LLM, SamplingParams
 from mvllm.errors import CacheError, EngineDeadError, PlatformError, WorkerDiedError, WorkerError, WorkerStuckError
 from tests.helpers.plugins import fault_platform_path, prepend
-from tests.helpers.processes import TAG, assert_nothing_left, new_tag, shared_memory_names
+from tests.helpers.processes import TAG, assert_nothing_left, named, new_tag, shared_memory_names, wait_until
 
 PROMPTS = [{"prompt_token_ids": [5 + i, 6, 7, 8]} for i in range(4)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 MakeLLM = Callable[..., LLM]
+Settings = dict[str, Any]
+
+HERE, OWN_PROCESS = {"engine_core_process": False}, {"engine_core_process": True}
+in_both = pytest.mark.parametrize("core", [HERE, OWN_PROCESS], ids=["core here", "core in its own process"])
 
 
 @pytest.fixture
@@ -59,19 +68,26 @@ def test_tokens_are_those_of_one_process_and_a_fault_of_one_engine_is_not_anothe
     assert run(alone) == expected
 
 
-@pytest.mark.parametrize(("phase", "activity"), [("init_device", "init_device"), ("load", "load_model")])
-def test_a_worker_that_fails_to_start_gives_the_caller_its_own_error(make: MakeLLM, phase: str, activity: str) -> None:
+@pytest.mark.parametrize(
+    ("phase", "activity", "core"),
+    [("init_device", "init_device", HERE), ("load", "load_model", HERE), ("load", "load_model", OWN_PROCESS)],
+)
+def test_a_worker_that_fails_to_start_gives_the_caller_its_own_error(
+    make: MakeLLM, phase: str, activity: str, core: Settings
+) -> None:
     with pytest.raises(
         PlatformError,
         match=rf"Worker_TP1 \(rank 1, pid \d+\) failed in {activity}: .*InjectedFault: .* {phase} of rank 1",
     ) as caught:
-        make(f"raise@{phase}:rank=1")
+        make(f"raise@{phase}:rank=1", **core)
     assert "faults.py" in str(caught.value.__cause__)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_that_raises_in_a_step_ends_the_engine_with_its_error(make: MakeLLM, rank: int) -> None:
-    llm = make(f"raise@execute:rank={rank},step=3")
+@pytest.mark.parametrize(("rank", "core"), [(0, HERE), (1, HERE), (1, OWN_PROCESS)])
+def test_a_worker_that_raises_in_a_step_ends_the_engine_with_its_error(
+    make: MakeLLM, rank: int, core: Settings
+) -> None:
+    llm = make(f"raise@execute:rank={rank},step=3", **core)
     for _ in range(2):
         with pytest.raises(
             EngineDeadError, match=rf"Worker_TP{rank} .*execute_model of step 3: .*InjectedFault"
@@ -80,18 +96,21 @@ def test_a_worker_that_raises_in_a_step_ends_the_engine_with_its_error(make: Mak
     assert isinstance(caught.value.__cause__, WorkerError | EngineDeadError)
 
 
-def test_a_worker_that_exits_in_a_step_is_named_though_its_peer_fails_too(make: MakeLLM) -> None:
-    llm = make("exit@execute:rank=1,step=3,status=7")
+@in_both
+def test_a_worker_that_exits_in_a_step_is_named_though_its_peer_fails_too(make: MakeLLM, core: Settings) -> None:
+    llm = make("exit@execute:rank=1,step=3,status=7", **core)
     with pytest.raises(
         EngineDeadError, match=r"Worker_TP1 .*exited with status 7 during execute_model of step 3"
     ) as caught:
         run(llm)
-    assert isinstance(caught.value.__cause__, WorkerDiedError)
+    cause = caught.value.__cause__
+    assert isinstance(cause, WorkerDiedError)
+    assert (cause.rank, cause.exit_code, cause.activity) == (1, 7, "execute_model of step 3")
 
 
-@pytest.mark.parametrize("kind", ["hang", "spin"])
-def test_a_step_that_hangs_ends_with_the_rank_and_its_stack(make: MakeLLM, kind: str) -> None:
-    llm = make(f"{kind}@execute:rank=1,step=3", step_timeout=3)
+@pytest.mark.parametrize(("kind", "core"), [("hang", HERE), ("spin", HERE), ("hang", OWN_PROCESS)])
+def test_a_step_that_hangs_ends_with_the_rank_and_its_stack(make: MakeLLM, kind: str, core: Settings) -> None:
+    llm = make(f"{kind}@execute:rank=1,step=3", step_timeout=3, **core)
     with pytest.raises(EngineDeadError) as caught:
         run(llm)
     assert isinstance(caught.value.__cause__, WorkerStuckError)
@@ -100,13 +119,40 @@ def test_a_step_that_hangs_ends_with_the_rank_and_its_stack(make: MakeLLM, kind:
     assert re.search(r"faults\.py.*in happen", message)
 
 
+def test_a_stopped_worker_is_told_of_at_the_time_limit_by_a_core_in_its_own_process(make: MakeLLM) -> None:
+    llm = make(step_timeout=2, **OWN_PROCESS)
+    run(llm)
+    (worker,) = named(os.environ[TAG], "Worker_TP1")
+    worker.suspend()
+    with pytest.raises(
+        EngineDeadError, match=rf"Worker_TP1 \(rank 1, pid {worker.pid}\) has not finished its step .*stopped"
+    ) as caught:
+        run(llm)
+    assert isinstance(caught.value.__cause__, WorkerStuckError)
+    assert caught.value.__cause__.rank == 1
+
+
+def test_a_stopped_core_is_named_and_ended(make: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mvllm.engine.sync_mp_client.SLACK_SECONDS", 1.0)
+    llm = make(tensor_parallel_size=1, step_timeout=1, **OWN_PROCESS)
+    (core,) = named(os.environ[TAG], "EngineCore")
+    core.suspend()
+    with pytest.raises(
+        EngineDeadError,
+        match=rf"EngineCore \(pid {core.pid}\) has given no sign of life within 2 s; it is in idle .*stopped",
+    ):
+        run(llm)
+    wait_until(lambda: not core.is_running(), 10, "the stopped core is gone")
+
+
 def test_a_slow_rank_changes_nothing_but_the_time(make: MakeLLM) -> None:
     llm = make("slow@execute:rank=1,step=2,seconds=0.05")
     assert run(llm) == run(make(tensor_parallel_size=1))
 
 
-def test_a_step_of_nan_ends_its_requests_and_not_the_engine(make: MakeLLM) -> None:
-    llm = make("nan@execute:rank=-1,step=3")
+@in_both
+def test_a_step_of_nan_ends_its_requests_and_not_the_engine(make: MakeLLM, core: Settings) -> None:
+    llm = make("nan@execute:rank=-1,step=3", **core)
     assert {output.outputs[0].finish_reason for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)} == {"error"}
     assert all(len(tokens) == 12 for tokens in run(llm))
 

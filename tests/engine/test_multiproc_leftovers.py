@@ -16,7 +16,16 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.plugins import puppet_platform_path
-from tests.helpers.processes import TAG, assert_nothing_left, named, new_tag, shared_memory_names, tagged, wait_until
+from tests.helpers.processes import (
+    TAG,
+    assert_nothing_left,
+    named,
+    new_tag,
+    shared_memory_names,
+    sleeps,
+    tagged,
+    wait_until,
+)
 
 PROGRAM = Path(__file__).with_name("multiproc_program.py")
 PHASES = {"start-up": "hang-starting", "loading": "hang-loading", "idle": "slow", "mid-request": "slow"}
@@ -85,15 +94,7 @@ class Engine:
     def _hangs(self) -> bool:
         """Both workers sleep, in Python's own sleep."""
         workers = named(self.tag, "Worker_TP0") + named(self.tag, "Worker_TP1")
-        return len(workers) == 2 and all("nanosleep" in _waits_in(worker.pid) for worker in workers)
-
-
-def _waits_in(pid: int) -> str:
-    try:
-        number = Path(f"/proc/{pid}/syscall").read_text().split()[0]
-    except OSError:
-        return ""
-    return "nanosleep" if number in ("35", "230", "115", "101") else number  # on x86-64 and arm64
+        return len(workers) == 2 and all(sleeps(worker.pid) for worker in workers)
 
 
 StartEngine = Callable[[str], Engine]

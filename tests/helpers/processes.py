@@ -43,6 +43,15 @@ def named(tag: str, name: str) -> list[psutil.Process]:
     return found
 
 
+def sleeps(pid: int) -> bool:
+    """Whether its main thread sleeps for a time, as Python's own sleep does."""
+    try:
+        number = Path(f"/proc/{pid}/syscall").read_text().split()[0]
+    except OSError:
+        return False
+    return number in ("35", "230", "115", "101")  # nanosleep and clock_nanosleep, on x86-64 and arm64
+
+
 def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

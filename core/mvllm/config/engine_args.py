@@ -177,6 +177,11 @@ class EngineArgs:
         minimum=0,
         maximum=0.01,
     )
+    engine_core_process: bool | None = option(
+        None,
+        help="Run scheduler and executor in a process of their own, EngineCore; by default they run in the caller's.",
+        group="parallel",
+    )
 
     load_format: str = option(
         "auto",
@@ -278,6 +283,7 @@ class EngineArgs:
                 mq_num_slots=self.mq_num_slots,
                 mq_slot_bytes=self.mq_slot_bytes,
                 mq_spin_seconds=self.mq_spin_seconds,
+                engine_core_process=self.engine_core_process,
             ),
             load=LoadConfig(load_format=self.load_format, use_tqdm=self.use_tqdm_on_load),
             platform=self.platform,

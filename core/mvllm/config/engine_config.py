@@ -67,6 +67,7 @@ class ParallelConfig:
         mq_num_slots: Messages to worker processes that may be on their way at once.
         mq_slot_bytes: Largest message to them that goes through shared memory; a reply's slot is a quarter of it.
         mq_spin_seconds: Longest busy look for a message before sleeping; 0 for never.
+        engine_core_process: Whether the engine core has a process of its own; None to choose.
     """
 
     tensor_parallel_size: int = 1
@@ -78,6 +79,7 @@ class ParallelConfig:
     mq_num_slots: int = 10
     mq_slot_bytes: int = 1 << 20
     mq_spin_seconds: float = 100e-6
+    engine_core_process: bool | None = None
 
     @property
     def world_size(self) -> int:

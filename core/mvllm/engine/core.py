@@ -22,7 +22,7 @@ from mvllm.errors import EngineDeadError
 from mvllm.executor.choose import make_executor
 from mvllm.kv_cache.manager import KVCacheManager
 from mvllm.logging import get_logger
-from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest
+from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.interface import Platform
 from mvllm.scheduler.scheduler import Scheduler
@@ -38,14 +38,18 @@ class EngineCore:
     Args:
         config: The settled configuration.
         platform: Where to run.
+        on_phase: Called with the name of each phase of start-up as it begins.
 
     Attributes:
         cache_summary: The KV cache as it was sized.
         start_seconds: Seconds per start-up phase, by name.
     """
 
-    def __init__(self, config: EngineConfig, platform: Platform) -> None:
+    def __init__(
+        self, config: EngineConfig, platform: Platform, on_phase: Callable[[str], None] = lambda phase: None
+    ) -> None:
         self.config = config
+        self._on_phase = on_phase
         self.start_seconds: dict[str, float] = {}
         self._dead: BaseException | None = None
         self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
@@ -54,6 +58,7 @@ class EngineCore:
         self._max_in_flight = num_stages if num_stages > 1 else 2 if config.scheduler.async_scheduling else 1
         self._position_key = prompt_cache_key(config.model)
         self._may_share_blocks = platform.capabilities.prefix_caching
+        on_phase("start workers")
         self._executor = make_executor(config, platform)
         try:
             self._timed("load model", self._executor.start)
@@ -102,7 +107,7 @@ class EngineCore:
         try:
             while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
                 self._launch()
-            return self._collect() if self._in_flight else EngineCoreOutputs(stats=self.scheduler.make_stats())
+            return self._collect() if self._in_flight else EngineCoreOutputs(stats=self.make_stats())
         except BaseException as e:
             # What did not end leaves scheduler, rows and cached blocks at different points: no result of theirs could
             # be trusted. That holds for an interrupt, too.
@@ -110,6 +115,19 @@ class EngineCore:
             if isinstance(e, Exception):
                 self._executor.shutdown()  # nobody will use the workers again: free what they hold
             raise
+
+    @property
+    def next_step(self) -> int:
+        """The number of the oldest step that `step` would bring to an end."""
+        return self._in_flight[0][0].step if self._in_flight else self.scheduler.next_step
+
+    def make_stats(self) -> SchedulerStats:
+        """The scheduler's state as of now."""
+        return self.scheduler.make_stats()
+
+    def on_failure(self, callback: Callable[[Exception], None]) -> None:
+        """Has `callback` called, once and from any thread, when the workers can no longer be used."""
+        self._executor.on_failure(callback)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False when requests still use some blocks."""
@@ -153,6 +171,7 @@ class EngineCore:
         self._executor.allocate_kv_cache(self.cache_summary.num_blocks, self.cache_summary.block_size)
 
     def _timed(self, phase: str, action: Callable[[], _T]) -> _T:
+        self._on_phase(phase)
         start = time.perf_counter()
         result = action()
         self.start_seconds[phase] = time.perf_counter() - start

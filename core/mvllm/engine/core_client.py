@@ -1,16 +1,20 @@
-"""How a front end reaches an engine core. Today the core lives in the caller's process."""
+"""How a front end reaches an engine core: as an object in its own process, or in a process of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from mvllm.config.engine_config import EngineConfig
+from mvllm.config.engine_config import EngineConfig, ParallelConfig
 from mvllm.engine.core import EngineCore
 from mvllm.engine.kv_sizing import CacheSummary
 from mvllm.engine.planning import settle_config
 from mvllm.errors import ConfigError
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest
 from mvllm.platform.choose import ChosenPlatform, choose_platform
+
+if TYPE_CHECKING:
+    from mvllm.engine.sync_mp_client import SyncMPClient
 
 
 class InprocClient:
@@ -52,16 +56,23 @@ class InprocClient:
         """Runs one step."""
         return self._core.step()
 
+    def wake(self) -> None:
+        """Nothing: `step` does not wait for anybody."""
+
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes."""
         return self._core.reset_prefix_cache()
+
+    def check_health(self) -> None:
+        """Raises unless every worker answers."""
+        self._core.check_health()
 
     def shutdown(self) -> None:
         """Ends the engine. Idempotent."""
         self._core.shutdown()
 
 
-def make_client(config: EngineConfig, chosen: ChosenPlatform | None = None) -> InprocClient:
+def make_client(config: EngineConfig, chosen: ChosenPlatform | None = None) -> InprocClient | SyncMPClient:
     """Chooses the platform, settles the configuration with it, and starts an engine core.
 
     Args:
@@ -78,4 +89,18 @@ def make_client(config: EngineConfig, chosen: ChosenPlatform | None = None) -> I
             "Set it to 1, or start several processes."
         )
     settled = settle_config(config, chosen.platform)
+    if _wants_own_process(settled.parallel):
+        from mvllm.engine.sync_mp_client import SyncMPClient  # and with it ZeroMQ, which no other path needs
+
+        return SyncMPClient(settled, chosen)
     return InprocClient(EngineCore(settled, chosen.platform), str(chosen))
+
+
+def _wants_own_process(parallel: ParallelConfig) -> bool:
+    """Whether the engine core gets a process of its own; unless asked for, it does not."""
+    if parallel.engine_core_process and parallel.distributed_executor_backend == "external_launcher":
+        raise ConfigError(
+            "engine_core_process cannot be had with distributed_executor_backend 'external_launcher': the launcher "
+            "gives and watches one process per rank. Leave engine_core_process unset."
+        )
+    return bool(parallel.engine_core_process)

@@ -51,6 +51,9 @@ class EngineClient(Protocol):
     def step(self) -> EngineCoreOutputs:
         """Runs one step."""
 
+    def wake(self) -> None:
+        """Has a `step` that waits for another process return without news. From any thread, or a signal handler."""
+
     def reset_prefix_cache(self) -> bool:
         """Forgets cached prefixes."""
 
@@ -223,6 +226,11 @@ class LLMEngine:
             self._client.abort_requests(processed.requests_to_abort)
         self.num_generated_tokens += processed.num_new_tokens
         return processed.request_outputs
+
+    def wake(self) -> None:
+        """Has a `step` that waits for another process return without news. From any thread, or a signal handler."""
+        if not self._closed:
+            self._client.wake()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False when running requests still use some."""

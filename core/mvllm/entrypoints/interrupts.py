@@ -10,11 +10,14 @@ from types import FrameType
 
 
 @contextmanager
-def interrupts_between_steps() -> Iterator[Callable[[], None]]:
+def interrupts_between_steps(wake: Callable[[], None] = lambda: None) -> Iterator[Callable[[], None]]:
     """Holds back the first Ctrl-C until the yielded function is called, which then raises KeyboardInterrupt.
 
     A second Ctrl-C is not held back. Outside the main thread, or where the program handles SIGINT itself, nothing
     changes.
+
+    Args:
+        wake: Called at the first Ctrl-C, so that whoever waits for a step in another process need not wait longer.
     """
     pending = False
 
@@ -32,6 +35,7 @@ def interrupts_between_steps() -> Iterator[Callable[[], None]]:
         if pending:
             raise KeyboardInterrupt
         pending = True
+        wake()
 
     signal.signal(signal.SIGINT, note)
     try:

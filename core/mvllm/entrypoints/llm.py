@@ -194,7 +194,7 @@ class LLM:
         engine.add_processed_requests(requests)
         outputs: dict[str, RequestOutput] = {}
         try:
-            with interrupts_between_steps() as check, Progress(len(prompts), use_tqdm) as progress:
+            with interrupts_between_steps(engine.wake) as check, Progress(len(prompts), use_tqdm) as progress:
                 while engine.has_unfinished_requests():
                     check()
                     for output in engine.step():

@@ -27,7 +27,7 @@ def stream(engine: LLMEngine, prompt: PromptType, params: SamplingParams) -> Ite
     request_id = f"stream-{next(_serial)}"
     engine.add_request(request_id, prompt, msgspec.structs.replace(params, output_kind=RequestOutputKind.DELTA))
     try:
-        with interrupts_between_steps() as check:
+        with interrupts_between_steps(engine.wake) as check:
             while engine.has_unfinished_requests():
                 check()
                 yield from engine.step()

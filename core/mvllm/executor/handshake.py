@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from typing import TypeVar
 
 import msgspec
 
@@ -16,6 +17,8 @@ from mvllm.executor.rpc import WorkerFailure
 from mvllm.platform.topology import WorkerContext
 
 _LENGTH = struct.Struct("=I")
+
+T = TypeVar("T")
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
@@ -46,6 +49,11 @@ class WorkerStart(msgspec.Struct, frozen=True):
     python_path: str | None
     log_level: str
 
+    @property
+    def rank(self) -> int:
+        """Its rank, which is its line on the status board."""
+        return self.context.rank
+
 
 class Handshake(msgspec.Struct, frozen=True):
     """The worker waits for requests, or has failed before it could."""
@@ -69,15 +77,24 @@ def receive_start(source: socket.socket) -> WorkerStart:
     Raises:
         EOFError: The parent has ended or given up.
     """
-    return msgspec.msgpack.decode(receive_frame(source), type=WorkerStart)
+    return receive_message(source, WorkerStart)
 
 
 def receive_handshake(source: socket.socket) -> Handshake | None:
     """The worker's answer, or None when it ended without one."""
     try:
-        return msgspec.msgpack.decode(receive_frame(source), type=Handshake)
+        return receive_message(source, Handshake)
     except (EOFError, ConnectionError):
         return None
+
+
+def receive_message(source: socket.socket, kind: type[T]) -> T:
+    """Receives what `send_message` sent.
+
+    Raises:
+        EOFError: The other side has ended or given up.
+    """
+    return msgspec.msgpack.decode(receive_frame(source), type=kind)
 
 
 def receive_frame(source: socket.socket, limit: int | None = None) -> bytes:

@@ -16,10 +16,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mvllm.executor.handshake import WorkerStart
 from mvllm.executor.status_board import StatusBoard
 from mvllm.executor.worker_group import GATHER_SECONDS, WorkerGroup, deaths
-from mvllm.executor.worker_handle import WorkerHandle
+from mvllm.executor.worker_handle import ProcessStart, WorkerHandle
 
 _LOOK_SECONDS = 0.1  # how often processes are looked at where there are no process descriptors
 _GRACE_SECONDS = 2.0  # for workers that were told to stop
@@ -31,11 +30,12 @@ _KILL_SECONDS = 5.0  # after SIGKILL, which only a process stuck in the kernel o
 
 @dataclass(frozen=True)
 class Launch:
-    """One process to start: what it is told, its environment, the descriptors it inherits."""
+    """One process to start: what it is told, its environment, the descriptors it inherits, and its kind."""
 
-    start: WorkerStart
+    start: ProcessStart
     env: Mapping[str, str]
     fds: Sequence[int]
+    kind: type[WorkerHandle] = WorkerHandle
 
 
 class ProcessGroup(WorkerGroup):
@@ -118,7 +118,7 @@ class ProcessGroup(WorkerGroup):
             for launch in self._launches:
                 if self._ending:
                     break
-                self._workers.append(WorkerHandle.launch(launch.start, launch.env, launch.fds, self._board))
+                self._workers.append(launch.kind.launch(launch.start, launch.env, launch.fds, self._board))
         except BaseException as e:  # noqa: BLE001  (raised by launch(), in the caller's thread)
             self._launch_error = e
         with self._changed:
@@ -141,7 +141,7 @@ class ProcessGroup(WorkerGroup):
             for fd in ready & waiting.keys():
                 self._take_handshake(waiting.pop(fd))
             if blind or ready - waiting.keys():
-                self._takedeaths(running)
+                self._take_deaths(running)
 
     def _take_handshake(self, worker: WorkerHandle) -> None:
         handshake = worker.receive_handshake()
@@ -154,7 +154,7 @@ class ProcessGroup(WorkerGroup):
             worker.is_ready = True
             self._changed.notify_all()
 
-    def _takedeaths(self, running: Sequence[WorkerHandle]) -> None:
+    def _take_deaths(self, running: Sequence[WorkerHandle]) -> None:
         with self._changed:
             dead = [worker for worker in running if worker.reap()]
             self._changed.notify_all()

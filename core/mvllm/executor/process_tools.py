@@ -14,8 +14,12 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from typing import Any, TextIO
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TextIO
+
+import psutil  # type: ignore[import-untyped]
+
+from mvllm.logging import configure_logging
 
 STACK_SIGNAL = signal.SIGUSR1
 """Makes a worker write the stacks of all its threads, even from inside native code."""
@@ -123,6 +127,14 @@ def open_pidfd(pid: int) -> int:
     return -1
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether the kernel lets process `pid` do nothing, after SIGSTOP or in a debugger."""
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.Error:
+        return False
+
+
 def set_process_name(name: str) -> None:
     """The name that ps and top show: all of it where setproctitle is installed, else 15 bytes."""
     try:
@@ -132,6 +144,35 @@ def set_process_name(name: str) -> None:
     except ImportError:
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+def adopt_parent(name: str, sys_path: Sequence[str], python_path: str | None, stack_fd: int, log_level: str) -> None:
+    """Makes this interpreter like its parent: module search path, logging, and stacks where they are looked for.
+
+    Args:
+        name: What its lines on stdout and stderr begin with, for instance `Worker_TP0`.
+        sys_path: Where the parent finds modules.
+        python_path: The parent's own PYTHONPATH, which the launch had to replace.
+        stack_fd: Where stacks go.
+        log_level: Of the `mvllm` loggers.
+    """
+    sys.path[:] = sys_path
+    if python_path is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = python_path
+    dump_stacks_to(stack_fd)
+    prefix = f"({name} pid={os.getpid()}) "
+    sys.stdout = PrefixedStream(sys.stdout, prefix)
+    sys.stderr = PrefixedStream(sys.stderr, prefix)
+    configure_logging(log_level)
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process without the interpreter's and the libraries' destructors, which have been seen to hang."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def unnamed_file(name: str) -> int:

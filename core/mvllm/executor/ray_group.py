@@ -21,11 +21,11 @@ import msgspec
 import ray
 from ray.exceptions import RayError
 
-from mvllm.errors import EngineDeadError, WorkerDiedError
+from mvllm.errors import EngineDeadError, WorkerDiedError, WorkerStuckError
 from mvllm.executor.descriptor_door import Connection
 from mvllm.executor.handshake import Handshake
 from mvllm.executor.message_queue import PeerDiedError, StopSignal
-from mvllm.executor.process_tools import STACK_SIGNAL, StackFile, open_pidfd
+from mvllm.executor.process_tools import STACK_SIGNAL, StackFile, is_stopped, open_pidfd
 from mvllm.executor.ray_cluster import RayJob, ready, summary_of
 from mvllm.executor.ray_worker import RayWorkerIdentity, RayWorkerReport
 from mvllm.executor.status_board import IDLE, Activity, StatusBoard
@@ -103,12 +103,22 @@ class RayWorkerHandle:
         self._board.write(self.rank, report.text, step=-1 if report.step is None else report.step)
         return report.stacks
 
+    @property
+    def is_stopped(self) -> bool:
+        return self._pidfd >= 0 and is_stopped(self.pid)
+
     def death(self) -> WorkerDiedError:
-        activity = self.activity
-        message = f"{self} was lost {activity.during()}. {self.account or 'Its process has ended.'}"
+        message, activity = self.describe_death(), str(self.activity)
+        return WorkerDiedError(message, rank=self.rank, pid=self.pid, activity=activity, exit_code=None)
+
+    def describe_death(self) -> str:
+        message = f"{self} was lost {self.activity.during()}. {self.account or 'Its process has ended.'}"
         if stack := self._stacks.text():
             message += f"\nIts stack:\n{stack.rstrip()}"
-        return WorkerDiedError(message, rank=self.rank, pid=self.pid, activity=str(activity), exit_code=None)
+        return message
+
+    def stuck(self, message: str) -> WorkerStuckError:
+        return WorkerStuckError(message, rank=self.rank, pid=self.pid, activity=str(self.activity))
 
     def close(self) -> None:
         """Gives back its descriptors, after its end. Idempotent."""

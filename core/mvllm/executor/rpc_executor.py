@@ -313,9 +313,13 @@ class RpcExecutor(Executor):
             call.future.set_exception(error)
 
     def _fail_stuck(self) -> None:
-        late = self._busy() or [self._group.workers[self._reply_rank]]
-        # Those that wait for a stuck rank are as late as it is; the one that came to this step last is named first.
-        late.sort(key=lambda worker: (-(worker.activity.step or 0), worker.activity.seconds))
+        oldest = min((call.id for call in self._calls.values() if call.codec.name == STEP_METHOD), default=0)
+        absent = [worker for worker in self._group.workers if worker.activity.request_id < oldest]
+        late = [*absent, *(worker for worker in self._busy() if worker not in absent)]
+        late = late or [self._group.workers[self._reply_rank]]
+        # Those that wait for a stuck rank are as late as it is. One that has not come to this step is named first, then
+        # the one that came last.
+        late.sort(key=lambda worker: (worker not in absent, -(worker.activity.step or 0), worker.activity.seconds))
         seconds = self._config.parallel.step_timeout
         self._fail_calls(self._group.settle(self._group.stuck(late, seconds, "has not finished its step")))
 

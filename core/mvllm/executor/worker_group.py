@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from mvllm.errors import WorkerDiedError, WorkerStuckError
+from mvllm.errors import WorkerDiedError
 from mvllm.executor.message_queue import StopSignal
 from mvllm.executor.status_board import Activity
 from mvllm.logging import get_logger
@@ -42,13 +42,25 @@ class WorkerView(Protocol):
     def is_ready(self) -> bool: ...
     @property
     def activity(self) -> Activity: ...
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the kernel lets it do nothing, as far as is known."""
+        ...
 
     def dump_stack(self) -> str:
         """The stacks of all its threads, most recent call first; what there is after a moment."""
         ...
 
-    def death(self) -> WorkerDiedError:
+    def death(self) -> Exception:
         """The error that says how it ended and what it was doing."""
+        ...
+
+    def describe_death(self) -> str:
+        """How it ended and what it was doing."""
+        ...
+
+    def stuck(self, message: str) -> Exception:
+        """The error for its not having done in time what `message` says."""
         ...
 
 
@@ -88,17 +100,25 @@ class WorkerGroup(ABC):
     def wait_ready(self, timeout: float) -> None:
         """Returns when every worker waits for requests.
 
+        Args:
+            timeout: Seconds that each thing a worker says it is doing may take.
+
         Raises:
             Exception: A worker's own exception, if one failed.
             WorkerDiedError: One has ended.
             WorkerStuckError: One is not ready in time.
         """
+        late: list[WorkerView] = []
         with self._changed:
-            self._changed.wait_for(lambda: self.failure or all(w.is_ready for w in self.workers), timeout)
-        if self.failure is None:
-            late = [worker for worker in self.workers if not worker.is_ready]
-            if late:
-                self.fail(self.stuck(late, timeout, "was not ready"))
+            while self.failure is None and not late:
+                waiting = [worker for worker in self.workers if not worker.is_ready]
+                if not waiting:
+                    break
+                late = [worker for worker in waiting if worker.activity.seconds >= timeout]
+                if not late:
+                    self._changed.wait(timeout - max(worker.activity.seconds for worker in waiting))
+        if late:
+            self.fail(self.stuck(late, timeout, "was not ready"))
         self.check()
 
     def check(self) -> None:
@@ -138,16 +158,16 @@ class WorkerGroup(ABC):
             self._changed.wait_for(lambda: self.failure, self._cause_seconds)
         return self.failure or error
 
-    def stuck(self, late: Sequence[WorkerView], seconds: float, what: str) -> WorkerStuckError:
+    def stuck(self, late: Sequence[WorkerView], seconds: float, what: str) -> Exception:
         """The error that says what each of `late` is doing, with its stacks."""
         parts = []
         for worker in late:
             stack = worker.dump_stack()  # first: it may bring news of what the worker does
-            parts.append(f"{worker} {what} within {seconds:g} s; it is in {worker.activity}")
+            stopped = " (its process is stopped, as by SIGSTOP)" if worker.is_stopped else ""
+            parts.append(f"{worker} {what} within {seconds:g} s; it is in {worker.activity}{stopped}")
             if stack:
                 parts.append(f"Its stack:\n{stack.rstrip()}")
-        first = late[0]
-        return WorkerStuckError("\n".join(parts), rank=first.rank, pid=first.pid, activity=str(first.activity))
+        return late[0].stuck("\n".join(parts))
 
     def expect_ends(self) -> None:
         """From now on, a worker that ends is no failure. Call before telling workers to stop."""
@@ -162,14 +182,9 @@ class WorkerGroup(ABC):
         self.end()
 
 
-def deaths(dead: Sequence[WorkerView]) -> WorkerDiedError:
+def deaths(dead: Sequence[WorkerView]) -> Exception:
     """One error for all that have died; the first is named in its attributes."""
-    errors = [worker.death() for worker in dead]
-    first = errors[0]
-    return WorkerDiedError(
-        "\n".join(str(error) for error in errors),
-        rank=first.rank,
-        pid=first.pid,
-        activity=first.activity,
-        exit_code=first.exit_code,
-    )
+    first = dead[0].death()
+    if len(dead) > 1 and isinstance(first, WorkerDiedError):
+        first.args = ("\n".join([str(first), *(worker.describe_death() for worker in dead[1:])]),)
+    return first

@@ -1,4 +1,4 @@
-"""One worker process, as its parent sees it: started, watched, asked for its stack, ended."""
+"""One process that works for this one, as its parent sees it: started, watched, asked for its stack, ended."""
 
 from __future__ import annotations
 
@@ -9,29 +9,68 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from typing import ClassVar, Protocol, Self, cast
 
-from mvllm.errors import WorkerDiedError
-from mvllm.executor.handshake import Handshake, WorkerStart, receive_handshake, send_message
-from mvllm.executor.process_tools import STACK_SIGNAL, StackFile, open_pidfd
+import msgspec
+
+from mvllm.errors import WorkerDiedError, WorkerStuckError
+from mvllm.executor.handshake import receive_handshake, send_message
+from mvllm.executor.process_tools import STACK_SIGNAL, StackFile, is_stopped, open_pidfd
 from mvllm.executor.status_board import STARTING, Activity, StatusBoard
 
-_MODULE = "mvllm.executor.worker_process"
+
+class RemoteFailure(Protocol):
+    """An exception that has travelled."""
+
+    def to_exception(self) -> Exception:
+        """The exception, as it is raised here."""
+
+
+class HandshakeLike(Protocol):
+    """An answer to being started."""
+
+    @property
+    def failure(self) -> RemoteFailure | None:
+        """Why it could not start, or None."""
+
+
+class ProcessStart(Protocol):
+    """What a process is told first, as far as the one who starts it must know. A msgspec struct."""
+
+    @property
+    def name(self) -> str:
+        """For logs, errors and the process list."""
+
+    @property
+    def rank(self) -> int:
+        """Its line on the status board."""
+
+    @property
+    def stack_fd(self) -> int:
+        """Where its stacks go."""
+
+    @property
+    def sys_path(self) -> list[str]:
+        """Where it finds modules."""
 
 
 class WorkerHandle:
     """A running (or ended) worker process. Made with `launch`.
 
     Attributes:
+        module: The program.
         name, rank, pid: Who it is.
         is_ready: It waits for requests.
         exit_code: Its exit status, minus a signal's number, or None while it runs.
     """
 
+    module: ClassVar[str] = "mvllm.executor.worker_process"
+
     def __init__(
-        self, start: WorkerStart, process: subprocess.Popen[bytes], control: socket.socket, board: StatusBoard
+        self, start: ProcessStart, process: subprocess.Popen[bytes], control: socket.socket, board: StatusBoard
     ) -> None:
         self.name = start.name
-        self.rank = start.context.rank
+        self.rank = start.rank
         self.pid = process.pid
         self.is_ready = False
         self.exit_code: int | None = None
@@ -42,9 +81,7 @@ class WorkerHandle:
         self.pidfd = open_pidfd(process.pid)
 
     @classmethod
-    def launch(
-        cls, start: WorkerStart, env: Mapping[str, str], pass_fds: Sequence[int], board: StatusBoard
-    ) -> WorkerHandle:
+    def launch(cls, start: ProcessStart, env: Mapping[str, str], pass_fds: Sequence[int], board: StatusBoard) -> Self:
         """Starts the process. The calling thread must live as long as the worker: the kernel ties the two together.
 
         Args:
@@ -55,7 +92,7 @@ class WorkerHandle:
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-P", "-m", _MODULE, start.name, str(theirs.fileno()), str(os.getpid())]
+            command = [sys.executable, "-P", "-m", cls.module, start.name, str(theirs.fileno()), str(os.getpid())]
             process = subprocess.Popen(
                 command,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(start.sys_path), **env},
@@ -67,12 +104,17 @@ class WorkerHandle:
             )
         handle = cls(start, process, ours, board)
         with contextlib.suppress(BrokenPipeError, ConnectionError):  # its death is noticed where deaths are
-            send_message(ours, start)
+            send_message(ours, cast(msgspec.Struct, start))
         return handle
 
     @property
     def is_running(self) -> bool:
         return self.exit_code is None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the kernel lets it do nothing, after SIGSTOP or in a debugger."""
+        return is_stopped(self.pid)
 
     @property
     def activity(self) -> Activity:
@@ -82,7 +124,7 @@ class WorkerHandle:
     def __str__(self) -> str:
         return f"{self.name} (rank {self.rank}, pid {self.pid})"
 
-    def receive_handshake(self) -> Handshake | None:
+    def receive_handshake(self) -> HandshakeLike | None:
         """Its answer to being started; None when it ended without one. Call when `control` is readable."""
         return receive_handshake(self.control)
 
@@ -121,15 +163,25 @@ class WorkerHandle:
             return ""
         return self._stacks.after(lambda: self.send_signal(STACK_SIGNAL))
 
-    def death(self) -> WorkerDiedError:
+    def death(self) -> Exception:
         """The error that says how it ended and what it was doing."""
+        assert self.exit_code is not None
+        message, activity = self.describe_death(), str(self.activity)
+        return WorkerDiedError(message, rank=self.rank, pid=self.pid, activity=activity, exit_code=self.exit_code)
+
+    def stuck(self, message: str) -> Exception:
+        """The error for its not having done in time what `message` says."""
+        return WorkerStuckError(message, rank=self.rank, pid=self.pid, activity=str(self.activity))
+
+    def describe_death(self) -> str:
+        """How it ended and what it was doing, with its stack if it left one."""
         assert self.exit_code is not None
         activity = self.activity
         reason, stack = self._stacks.last_words()
         message = f"{self} {_describe_exit(self.exit_code)} {activity.during()}{f': {reason}' if reason else '.'}"
         if stack:
             message += f"\nIts stack:\n{stack.rstrip()}"
-        return WorkerDiedError(message, rank=self.rank, pid=self.pid, activity=str(activity), exit_code=self.exit_code)
+        return message
 
     def close(self) -> None:
         """Gives back its descriptors, after its end. Idempotent."""

@@ -15,12 +15,12 @@ import signal
 import socket
 import sys
 
-from mvllm.executor.handshake import Handshake, WorkerStart, receive_start, send_message
+from mvllm.executor.handshake import Handshake, receive_start, send_message
 from mvllm.executor.message_queue import MessageWriter
 from mvllm.executor.process_tools import (
-    PrefixedStream,
+    adopt_parent,
     die_with_parent,
-    dump_stacks_to,
+    leave,
     set_process_name,
     watch_parent,
     write_last_words,
@@ -28,7 +28,6 @@ from mvllm.executor.process_tools import (
 from mvllm.executor.rpc import describe_failure
 from mvllm.executor.status_board import StatusBoard
 from mvllm.executor.worker_proc import WorkerProc
-from mvllm.logging import configure_logging
 
 
 def main() -> None:
@@ -44,7 +43,7 @@ def main() -> None:
     except (EOFError, ConnectionError):
         os._exit(1)
     watch_parent(control)
-    _adopt(start)
+    adopt_parent(start.name, start.sys_path, start.python_path, start.stack_fd, start.log_level)
     board = StatusBoard(start.board_fd)
     try:
         replies = MessageWriter.attach(start.replies)
@@ -53,36 +52,15 @@ def main() -> None:
         activity = str(board.read(start.context.rank))
         failure = describe_failure(e, rank=start.context.rank, pid=os.getpid(), name=start.name, activity=activity)
         send_message(control, Handshake(failure))
-        _leave(1)
+        leave(1)
     send_message(control, Handshake())
     try:
         proc.worker_busy_loop()
     except Exception as e:  # noqa: BLE001  (a queue that cannot be read or written any more; told by way of the parent)
         write_last_words(start.stack_fd, e)
-        _leave(1)
+        leave(1)
     proc.shutdown()
-    _leave(0)
-
-
-def _adopt(start: WorkerStart) -> None:
-    """Makes this interpreter like its parent: module search path, logging, and stacks where they are looked for."""
-    sys.path[:] = start.sys_path
-    if start.python_path is None:
-        os.environ.pop("PYTHONPATH", None)
-    else:
-        os.environ["PYTHONPATH"] = start.python_path
-    dump_stacks_to(start.stack_fd)
-    prefix = f"({start.name} pid={os.getpid()}) "
-    sys.stdout = PrefixedStream(sys.stdout, prefix)
-    sys.stderr = PrefixedStream(sys.stderr, prefix)
-    configure_logging(start.log_level)
-
-
-def _leave(status: int) -> None:
-    """Ends the process without the interpreter's and the libraries' destructors, which have been seen to hang."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    leave(0)
 
 
 if __name__ == "__main__":

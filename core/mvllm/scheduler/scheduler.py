@@ -97,6 +97,11 @@ class Scheduler:
         """Requests that do not."""
         return len(self._waiting) + len(self._parked)
 
+    @property
+    def next_step(self) -> int:
+        """The number of the next plan."""
+        return self._next_step
+
     def has_requests(self) -> bool:
         """Whether something waits, runs or has an output that was not handed out."""
         return bool(self._requests or self._pending_outputs)

@@ -1,0 +1,193 @@
+"""An engine core's process as the front end sees it. Whoever talks to it, in whatever way, starts and ends it here.
+
+The machinery is that of worker processes: one monitor thread starts the process (which dies with that thread), takes
+its handshake, watches for its death and ends it by the same ladder. What differs is what is said of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import msgspec
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.engine.core_channel import ChannelAddress
+from mvllm.engine.core_failure import core_exception
+from mvllm.engine.core_start import CoreHandshake, CoreReady, CoreStart
+from mvllm.errors import EngineDeadError
+from mvllm.executor.config_codec import encode_config
+from mvllm.executor.handshake import receive_message
+from mvllm.executor.message_queue import StopSignal
+from mvllm.executor.process_group import Launch, ProcessGroup
+from mvllm.executor.process_tools import unnamed_file
+from mvllm.executor.status_board import Activity, StatusBoard
+from mvllm.executor.worker_handle import WorkerHandle
+from mvllm.messages.core_protocol import CoreFailure
+
+SLACK_SECONDS = 15.0
+"""What a core gets beyond the limits that its executor enforces: the executor knows better which worker is late."""
+
+_CALLS_PER_PHASE = 3  # at most, of a core's start: each may take as long as `start_timeout` says
+
+
+class CoreHandle(WorkerHandle):
+    """The process."""
+
+    module = "mvllm.engine.core_process"
+    ready: CoreReady | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid})"
+
+    def receive_handshake(self) -> _Handshake | None:
+        handshake = self._receive()
+        if handshake is None:
+            return None
+        self.ready = handshake.ready
+        return _Handshake(handshake.failure)
+
+    def death(self) -> Exception:
+        """What it said before it ended; or, where it could say nothing, how it ended and what it was doing."""
+        last = self._last_words()
+        return EngineDeadError(self.describe_death()) if last is None else core_exception(last)
+
+    def stuck(self, message: str) -> EngineDeadError:
+        return EngineDeadError(message)
+
+    def _receive(self) -> CoreHandshake | None:
+        try:
+            return receive_message(self.control, CoreHandshake)
+        except (OSError, EOFError, msgspec.MsgspecError):
+            return None
+
+    def _last_words(self) -> CoreFailure | None:
+        """What lies in the socket of the process, which has ended."""
+        self.control.setblocking(False)
+        while (handshake := self._receive()) is not None:
+            if handshake.failure is not None:
+                return handshake.failure
+        return None
+
+
+class _Handshake:
+    """The answer, as the monitor wants it."""
+
+    def __init__(self, failure: CoreFailure | None) -> None:
+        self.failure = None if failure is None else _Failure(failure)
+
+
+class _Failure:
+    def __init__(self, failure: CoreFailure) -> None:
+        self._failure = failure
+
+    def to_exception(self) -> Exception:
+        return core_exception(self._failure)
+
+
+class CoreProcess:
+    """One engine core's process.
+
+    Args:
+        name: What it is called, for instance `EngineCore`.
+        config: The settled configuration.
+        platform: The platform's name.
+        address: Where it finds its front end.
+    """
+
+    def __init__(self, name: str, config: EngineConfig, platform: str, address: ChannelAddress) -> None:
+        self._pid = os.getpid()
+        self._start_timeout = config.parallel.start_timeout
+        self._board = StatusBoard.create(1)
+        stack_fd = unnamed_file("stacks")
+        start = CoreStart(
+            name=name,
+            platform=platform,
+            config=encode_config(config),
+            address=address,
+            board_fd=self._board.fd,
+            stack_fd=stack_fd,
+            sys_path=[path or os.getcwd() for path in sys.path],
+            python_path=os.environ.get("PYTHONPATH"),
+            log_level=logging.getLevelName(logging.getLogger("mvllm").getEffectiveLevel()),
+        )
+        self._group = ProcessGroup([Launch(start, {}, (stack_fd, self._board.fd), CoreHandle)], self._board)
+
+    def launch(self) -> None:
+        """Starts the process; returns when it exists."""
+        self._group.launch()
+
+    def wait_ready(self) -> CoreReady:
+        """Returns when it waits for requests.
+
+        Raises:
+            Exception: Its own exception, if it failed; EngineDeadError, if it ended or does not get on.
+        """
+        self._group.wait_ready(_CALLS_PER_PHASE * self._start_timeout + SLACK_SECONDS)
+        ready = self._handle.ready
+        assert ready is not None
+        return ready
+
+    @property
+    def pid(self) -> int:
+        return self._handle.pid
+
+    @property
+    def activity(self) -> Activity:
+        """What it said last that it is doing."""
+        return self._board.read(0)
+
+    @property
+    def stop(self) -> StopSignal:
+        """Set when the process can no longer be used."""
+        return self._group.stop
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it is ready and has not failed."""
+        return self._group.failure is None and bool(self._group.workers) and self._handle.is_ready
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the process can no longer be used, or None."""
+        return self._group.failure
+
+    def check(self) -> None:
+        """Raises the failure, if there is one."""
+        self._group.check()
+
+    def settle(self, error: Exception) -> Exception:
+        """Ends the process because of `error`, or of what was behind it; returns that."""
+        return self._group.settle(error)
+
+    def stuck(self, seconds: float, what: str) -> EngineDeadError:
+        """The error that names it, what it is doing, and where it is in its code."""
+        return EngineDeadError(str(self._group.stuck([self._handle], seconds, what)))
+
+    def end(self, *, told: bool) -> None:
+        """Ends the process: nothing of it is left when this returns. Idempotent.
+
+        Args:
+            told: It was told to stop, and gets a moment for it first.
+        """
+        if os.getpid() != self._pid:  # a fork of the front end's process
+            return
+        self._group.end(gracefully=told)
+
+    def expect_end(self) -> None:
+        """From now on, its end is no failure."""
+        self._group.expect_ends()
+
+    def close(self) -> None:
+        """Ends the process and gives back all descriptors. Idempotent."""
+        if os.getpid() != self._pid:
+            return
+        self._group.close()
+        self._board.close()
+
+    @property
+    def _handle(self) -> CoreHandle:
+        handle = self._group.workers[0]
+        assert isinstance(handle, CoreHandle)
+        return handle

@@ -1,0 +1,234 @@
+"""An engine core in a process of its own: `python -m mvllm.engine.core_process <name> <control socket> <parent pid>`.
+
+    input thread     DEALER → decode ─> inbox
+    main thread                         inbox ─> EngineCoreProc.run_busy_loop ─> outbox
+    output thread                                                                outbox ─> encode → PUSH
+
+Without work, all three sleep in the kernel. The front end's commands take effect between two steps, and a front end
+that is slow to listen never holds up a step. A failure of the engine goes over the control socket, whose bytes outlive
+the process: no matter how the two sides are scheduled, the front end finds it beside the process' death.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from mvllm.engine.core_failure import describe_core_failure
+from mvllm.engine.core_start import CoreHandshake, CoreReady, CoreStart
+from mvllm.errors import ConfigError, EngineDeadError
+from mvllm.executor.handshake import receive_message, send_message
+from mvllm.executor.process_tools import adopt_parent, die_with_parent, leave, set_process_name, watch_parent
+from mvllm.executor.status_board import IDLE, StatusBoard
+from mvllm.logging import get_logger
+from mvllm.messages.core_protocol import (
+    AbortRequests,
+    AddRequests,
+    CallCore,
+    CallResult,
+    Command,
+    CoreNews,
+    StopCore,
+)
+from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+
+if TYPE_CHECKING:
+    from mvllm.engine.core import EngineCore
+
+logger = get_logger(__name__)
+
+NEWS_SECONDS = 0.1
+"""While there is work, a front end hears at least this often (or once per step) how far the core is."""
+
+_DELIVERY_SECONDS = 1.5  # for the last news of a core that ends
+_STEP = "execution"
+
+Inbox = SimpleQueue[tuple[int, Command] | Exception]
+Outbox = SimpleQueue[CoreNews | None]
+
+
+class EngineCoreProc:
+    """The loop between the two queues.
+
+    Args:
+        name: The process' name.
+        core: Does the work. This object is its only user.
+        inbox: Numbered commands; or an exception, which ends the loop.
+        outbox: Where news go.
+        board: Where it says what it is doing.
+    """
+
+    def __init__(self, name: str, core: EngineCore, inbox: Inbox, outbox: Outbox, board: StatusBoard) -> None:
+        self._name = name
+        self._core = core
+        self._inbox = inbox
+        self._outbox = outbox
+        self._board = board
+        self._decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
+        self._calls: Mapping[str, Callable[[], bool | None]] = {
+            "reset_prefix_cache": core.reset_prefix_cache,
+            "check_health": core.check_health,
+        }
+        self._taken = 0
+        self._told_at = 0.0
+        self._refused: list[EngineCoreOutput] = []
+        self._results: list[CallResult] = []
+
+    def run_busy_loop(self) -> None:
+        """Serves until told to stop.
+
+        Raises:
+            EngineDeadError: A step has failed as a whole, or the workers can no longer be used.
+        """
+        while self._take_commands():
+            if self._core.has_requests():
+                self._board.write(0, _STEP, self._taken, self._core.next_step)
+                self._tell(self._core.step())
+            else:
+                self._tell(EngineCoreOutputs(stats=self._core.make_stats()))
+
+    def _take_commands(self) -> bool:
+        """Takes all commands there are, and waits for one while there is no work; False when one says stop."""
+        inbox = self._inbox
+        is_waiting = not self._core.has_requests()
+        if is_waiting:
+            self._board.write(0, IDLE, self._taken)
+        while is_waiting or not inbox.empty():
+            item = inbox.get()
+            is_waiting = False
+            if isinstance(item, Exception):
+                raise EngineDeadError(f"The engine stopped: {type(item).__name__}: {item}") from item
+            self._taken, command = item
+            if isinstance(command, StopCore):
+                return False
+            self._take(command)
+        return True
+
+    def _take(self, command: Command) -> None:
+        match command:
+            case AddRequests():
+                for request_id, request in zip(command.request_ids, command.requests):
+                    self._add(request_id, request)
+            case AbortRequests():
+                self._core.abort_requests(command.request_ids)
+            case CallCore():
+                self._results.append(self._call(command))
+
+    def _add(self, request_id: str, encoded: msgspec.Raw) -> None:
+        """Queues a request. One that cannot be read or taken ends with an error, and nothing else does."""
+        try:
+            self._core.add_request(self._decoder.decode(encoded))
+        except Exception as e:  # noqa: BLE001  (goes to whoever asked)
+            logger.warning("The engine core cannot take a request: %s", e)
+            error = f"The engine core cannot take this request: {e}"
+            self._refused.append(EngineCoreOutput(request_id, [], FinishReason.ERROR, error=error))
+
+    def _call(self, command: CallCore) -> CallResult:
+        self._board.write(0, command.method, self._taken)
+        try:
+            call = self._calls.get(command.method)
+            if call is None:
+                raise ConfigError(f"An engine core offers {', '.join(sorted(self._calls))}; not {command.method!r}.")
+            return CallResult(command.id, call())
+        except Exception as e:  # noqa: BLE001  (raised where it was called)
+            return CallResult(command.id, None, describe_core_failure(e, name=self._name, activity=command.method))
+
+    def _tell(self, outputs: EngineCoreOutputs) -> None:
+        """Passes on what there is to tell; nothing, where it would be no news."""
+        if self._refused:
+            outputs.outputs = self._refused + outputs.outputs
+            self._refused = []
+        is_busy = self._core.has_requests()
+        now = time.monotonic()
+        if outputs.outputs or self._results or not is_busy or now - self._told_at >= NEWS_SECONDS:
+            self._outbox.put(CoreNews(self._taken, is_busy, outputs, self._results))
+            self._results = []
+            self._told_at = now
+
+
+def main() -> None:
+    """The program. Never returns."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    name, control_fd, parent_pid = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    die_with_parent(parent_pid)
+    set_process_name(name)
+    control = socket.socket(fileno=control_fd)
+    try:
+        start = receive_message(control, CoreStart)
+    except (EOFError, ConnectionError):
+        leave(1)
+    watch_parent(control)
+    adopt_parent(start.name, start.sys_path, start.python_path, start.stack_fd, start.log_level)
+    board = StatusBoard(start.board_fd)
+    try:
+        _serve(start, control, board)
+    except BaseException as e:  # noqa: BLE001  (travels to the front end)
+        failure = describe_core_failure(e, name=start.name, activity=str(board.read(0)))
+        send_message(control, CoreHandshake(failure=failure))
+        leave(1)
+    leave(0)
+
+
+def _serve(start: CoreStart, control: socket.socket, board: StatusBoard) -> None:
+    inbox: Inbox = SimpleQueue()
+    outbox: Outbox = SimpleQueue()
+    threading.Thread(target=_receive, args=(start, inbox), name="core-input", daemon=True).start()
+    sender = threading.Thread(target=_send, args=(start, outbox), name="core-output", daemon=True)
+    sender.start()
+    core = _build(start, board)
+    try:
+        core.on_failure(inbox.put)
+        proc = EngineCoreProc(start.name, core, inbox, outbox, board)
+        send_message(control, CoreHandshake(CoreReady(core.cache_summary, core.start_seconds)))
+        proc.run_busy_loop()
+    finally:
+        outbox.put(None)
+        if sys.exception() is None:
+            board.write(0, "shutdown")
+        core.shutdown()
+        sender.join(_DELIVERY_SECONDS)
+
+
+def _build(start: CoreStart, board: StatusBoard) -> EngineCore:
+    from mvllm.executor.config_codec import decode_config
+    from mvllm.platform.choose import choose_platform
+
+    board.write(0, f"loading the platform {start.platform}")
+    platform = choose_platform(start.platform).platform
+    board.write(0, "importing the engine core")
+    from mvllm.engine.core import EngineCore
+
+    return EngineCore(decode_config(start.config), platform, on_phase=lambda phase: board.write(0, phase))
+
+
+def _receive(start: CoreStart, inbox: Inbox) -> None:
+    from mvllm.engine.core_channel import CoreInput
+
+    try:
+        channel = CoreInput(start.address)
+        while True:
+            inbox.put(channel.receive())
+    except Exception as e:  # noqa: BLE001  (ends the loop)
+        inbox.put(e)
+
+
+def _send(start: CoreStart, outbox: Outbox) -> None:
+    from mvllm.engine.core_channel import CoreOutput
+
+    channel = CoreOutput(start.address)
+    while (news := outbox.get()) is not None:
+        channel.send(news)
+    channel.close()
+
+
+if __name__ == "__main__":
+    main()

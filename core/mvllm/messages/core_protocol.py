@@ -1,0 +1,106 @@
+"""What a front end and an engine core in another process say to each other. Typed msgpack; nothing is pickled.
+
+    front end  ── AddRequests | AbortRequests | CallCore | StopCore ──>  engine core      numbered from 1
+               <─ CoreNews(taken, is_busy, outputs, results) ──────────  engine core
+
+News say how many commands have been taken and whether there is work left. So a front end whose commands were all taken
+by a core without work knows that nothing more will come, and need not follow single requests for that.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from mvllm.messages.requests import EngineCoreOutputs
+
+
+class AddRequests(msgspec.Struct, tag=1, array_like=True, frozen=True):
+    """Requests that begin together.
+
+    Attributes:
+        request_ids: Their ids, so that one whose rest cannot be read can be named.
+        requests: Each an EngineCoreRequest, still encoded.
+    """
+
+    request_ids: list[str]
+    requests: list[msgspec.Raw]
+
+
+class AbortRequests(msgspec.Struct, tag=2, array_like=True, frozen=True):
+    """Requests to drop, in whatever state they are. Unknown ids are ignored."""
+
+    request_ids: list[str]
+
+
+class CallCore(msgspec.Struct, tag=3, array_like=True, frozen=True):
+    """A call that is answered with a CallResult.
+
+    Attributes:
+        id: Given back in the result.
+        method: `reset_prefix_cache` or `check_health`.
+    """
+
+    id: int
+    method: str
+
+
+class StopCore(msgspec.Struct, tag=4, array_like=True, frozen=True):
+    """End after the step under way."""
+
+
+Command = AddRequests | AbortRequests | CallCore | StopCore
+
+
+class ErrorLink(msgspec.Struct, frozen=True):
+    """One exception of a chain of causes.
+
+    Attributes:
+        kinds: Its class and the classes it is derived from, nearest first, `package.module.Class`.
+        message: Its text.
+        facts: Its plain attributes, under the names of its constructor's arguments, where it is one of mvllm's own.
+    """
+
+    kinds: list[str]
+    message: str
+    facts: dict[str, int | float | str | None] = {}
+
+
+class CoreFailure(msgspec.Struct, frozen=True):
+    """An exception on its way from an engine core.
+
+    Attributes:
+        name, pid: The process it was raised in.
+        activity: What that was doing.
+        links: The exception, then its causes.
+        traceback: The whole traceback, causes included.
+    """
+
+    name: str
+    pid: int
+    activity: str
+    links: list[ErrorLink]
+    traceback: str
+
+
+class CallResult(msgspec.Struct, array_like=True, frozen=True):
+    """What became of a call: its value, or why it failed."""
+
+    id: int
+    value: bool | None = None
+    failure: CoreFailure | None = None
+
+
+class CoreNews(msgspec.Struct, array_like=True, frozen=True):
+    """What a front end learns at once.
+
+    Attributes:
+        taken: The number of the last command that was taken.
+        is_busy: Whether there is work left.
+        outputs: Of one step.
+        results: Of calls.
+    """
+
+    taken: int
+    is_busy: bool
+    outputs: EngineCoreOutputs
+    results: list[CallResult] = []

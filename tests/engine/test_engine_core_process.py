@@ -1,0 +1,195 @@
+"""`LLM` with its engine core in a process of its own does what it does with the core in the caller's process."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import zmq
+
+from mvllm import LLM, SamplingParams
+from mvllm.engine.outputs import RequestOutput
+from mvllm.engine.sync_mp_client import SyncMPClient
+from mvllm.entrypoints.streaming import stream
+from mvllm.errors import CacheError, EngineDeadError, RequestError
+from mvllm.messages.requests import EngineCoreRequest, FinishReason
+from tests.helpers.parity import engine
+
+PROMPTS = ["Hello world", "The capital of", [5, 6, 7, 8], "x"]
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> Iterator[LLM]:
+    with engine(checkpoint, engine_core_process=True) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def here(checkpoint: Path) -> Iterator[LLM]:
+    with engine(checkpoint, engine_core_process=False) as llm:
+        yield llm
+
+
+def client_of(llm: LLM) -> SyncMPClient:
+    client = llm.llm_engine._client
+    assert isinstance(client, SyncMPClient)
+    return client
+
+
+def shown(outputs: list[RequestOutput]) -> list[object]:
+    return [
+        (
+            output.prompt,
+            output.prompt_token_ids,
+            output.prompt_logprobs,
+            output.num_cached_tokens,
+            [(c.text, c.token_ids, c.logprobs, c.finish_reason) for c in output.outputs],
+        )
+        for output in outputs
+    ]
+
+
+def test_outputs_are_the_same_to_the_last_logprob(llm: LLM, here: LLM) -> None:
+    assert llm.reset_prefix_cache() and here.reset_prefix_cache()
+    for _ in range(2):  # the second time with prefixes in the cache
+        assert shown(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == shown(
+            here.generate(PROMPTS, GREEDY, use_tqdm=False)
+        )
+
+
+def test_steps_bring_the_same_pieces_in_the_same_order(llm: LLM, here: LLM) -> None:
+    pieces = [[o.outputs[0].token_ids for o in stream(each.llm_engine, PROMPTS[0], LONG)] for each in (llm, here)]
+    assert pieces[0] == pieces[1] and len(pieces[0]) == 150
+
+
+def test_what_an_engine_tells_of_itself_is_the_same(llm: LLM, here: LLM) -> None:
+    for each in (llm, here):
+        each.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert llm.llm_engine.cache_summary == here.llm_engine.cache_summary
+    assert llm.llm_engine.platform_summary == here.llm_engine.platform_summary
+    stats = llm.llm_engine.stats
+    assert stats is not None
+    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+    assert set(client_of(llm).start_seconds) == {"load model", "size KV cache", "allocate KV cache"}
+    assert llm.llm_engine.step() == []  # without requests, nothing is waited for
+    client_of(llm).check_health()
+
+
+def test_an_aborted_request_leaves_nothing_and_the_cache_can_be_reset_at_once(llm: LLM) -> None:
+    engine = llm.llm_engine
+    engine.add_request("a", PROMPTS[2], LONG)
+    engine.step()
+    engine.abort_request("a")
+    assert engine.reset_prefix_cache()
+    assert engine.step() == [] and not engine.has_unfinished_requests()
+
+
+def test_a_request_that_the_core_cannot_read_ends_alone(llm: LLM) -> None:
+    expected = llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    client = client_of(llm)
+    for request_id, ids in (("unreadable", ["five", 6]), ("good", PROMPTS[2])):
+        client.add_request(
+            EngineCoreRequest(request_id=request_id, prompt_token_ids=ids, sampling_params=GREEDY)  # type: ignore
+        )
+    tokens: dict[str, list[int]] = {"unreadable": [], "good": []}
+    reasons = {}
+    while client.has_requests():
+        for output in client.step().outputs:
+            tokens[output.request_id] += output.new_token_ids
+            reasons[output.request_id] = output.finish_reason
+            assert output.request_id == "good" or "cannot take this request" in (output.error or "")
+    assert reasons == {"unreadable": FinishReason.ERROR, "good": FinishReason.LENGTH}
+    assert tokens == {"unreadable": [], "good": expected}
+
+
+def test_a_refused_request_never_reaches_the_core(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="vocabulary"):
+        llm.generate([PROMPTS[2], [5, 100_000]], GREEDY, use_tqdm=False)  # type: ignore[list-item]
+    assert not client_of(llm).has_requests()
+
+
+def test_random_bytes_on_its_sockets_are_dropped(llm: LLM) -> None:
+    address = client_of(llm)._channel.addresses[0]
+    context = zmq.Context()
+    strangers = [context.socket(kind) for kind in (zmq.PUSH, zmq.DEALER)]
+    for stranger, to in zip(strangers, (address.news, address.commands)):
+        stranger.connect(to)
+        for size in (0, 1, 32, 40, 4096):
+            stranger.send_multipart([os.urandom(size), os.urandom(size)])
+            stranger.send(os.urandom(size))
+    for to in (address.news, address.commands):
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.connect(to.removeprefix("ipc://").replace("@", "\0", 1))
+            raw.sendall(os.urandom(1000))
+    assert [len(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == [20] * 4
+    for stranger in strangers:
+        stranger.close(0)
+    context.term()
+
+
+def test_ctrl_c_takes_effect_at_once_and_leaves_a_usable_engine(llm: LLM) -> None:
+    expected = shown(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    core = psutil.Process(client_of(llm).core_pid)
+    core.suspend()  # no step will end
+    before = signal.getsignal(signal.SIGINT)
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, LONG, use_tqdm=False)
+    finally:
+        timer.join()
+        core.resume()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert shown(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
+
+
+def test_an_idle_engine_core_sleeps(llm: LLM) -> None:
+    core = psutil.Process(client_of(llm).core_pid)
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    time.sleep(0.5)
+
+    def used() -> tuple[float, int]:
+        times = core.cpu_times()
+        threads = [path.read_text() for path in Path(f"/proc/{core.pid}/task").glob("*/status")]
+        return times.user + times.system, sum(int(re.findall(r"^voluntary\D+(\d+)", t, re.M)[0]) for t in threads)
+
+    (cpu, switches) = used()
+    time.sleep(2.0)
+    (cpu_after, switches_after) = used()
+    assert cpu_after - cpu <= 0.02  # two ticks of the clock that the kernel counts in
+    assert switches_after - switches <= 4  # nothing looks whether there is something to do
+
+
+def test_an_error_at_start_is_the_cores_own_and_nothing_is_left(checkpoint: Path) -> None:
+    children = set(psutil.Process().children())
+    with pytest.raises(CacheError, match=r"max_model_len .* needs .* of KV cache") as caught:
+        LLM(str(checkpoint), engine_core_process=True, kv_cache_memory_bytes=1000, use_tqdm_on_load=False)
+    trace = str(caught.value.__cause__)
+    assert "In EngineCore (pid " in trace and "during size KV cache" in trace and "size_kv_cache" in trace
+    assert set(psutil.Process().children()) <= children
+
+
+def test_a_closed_engine_says_so_and_its_process_is_gone(checkpoint: Path) -> None:
+    with engine(checkpoint, engine_core_process=True) as llm:
+        core = psutil.Process(client_of(llm).core_pid)
+        held, client = llm.llm_engine, client_of(llm)
+        llm.close()
+        llm.close()
+        assert not core.is_running()
+        for use in (lambda: llm.generate("x"), lambda: held.step(), client.step, lambda: client.check_health()):
+            with pytest.raises(EngineDeadError, match=r"closed|shut down"):
+                use()
+        client.abort_requests(["a"])
+        held.wake()
