@@ -109,8 +109,9 @@ def nothing_left(nodes: TwoNodes) -> Iterator[None]:
 
 
 def _workers_alive() -> list[psutil.Process]:
+    """Actors of ours below this process, which has started the nodes."""
     found = []
-    for process in psutil.process_iter():
+    for process in psutil.Process().children(recursive=True):
         try:
             if process.status() != psutil.STATUS_ZOMBIE and "ray::mvllm" in " ".join(process.cmdline()):
                 found.append(process)
@@ -197,6 +198,7 @@ def test_a_node_lost_in_the_middle_of_a_request_ends_the_engine_with_its_rank(no
         finally:
             nodes.restore()
     message = str(caught.value)
+    wait_until(lambda: not psutil.pid_exists(worker.pid), 10, "the lost node's worker is gone")
     assert f"Worker_TP1 (rank 1, pid {worker.pid} on node {worker.node_ip}) was lost" in message
     assert "execute_model of step" in message or "idle" in message
     assert isinstance(caught.value.__cause__, WorkerDiedError)
