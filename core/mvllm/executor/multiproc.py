@@ -43,7 +43,7 @@ from mvllm.executor.message_queue import (
     shared_memory_space,
 )
 from mvllm.executor.process_tools import unnamed_file
-from mvllm.executor.rpc import STOP_ID, MethodCodec, Reply, Request, codec_of
+from mvllm.executor.rpc import FLUSH_ID, STOP_ID, MethodCodec, Reply, Request, codec_of
 from mvllm.executor.status_board import StatusBoard
 from mvllm.executor.worker_group import FailureCallback, Launch, WorkerGroup
 from mvllm.executor.worker_handle import WorkerHandle
@@ -51,6 +51,7 @@ from mvllm.logging import get_logger
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, enter_phase
+from mvllm.platform.tokens_on_device import keeps_tokens_on_device
 from mvllm.platform.topology import LaunchTopology, WorkerContext
 
 logger = get_logger(__name__)
@@ -96,6 +97,7 @@ class RpcFuture(Future[T], Generic[T]):
     def done(self) -> bool:
         """Whether `result` would return at once."""
         if not super().done():
+            self._executor.ask_for(self)
             self._executor.take_replies()
         return super().done()
 
@@ -145,6 +147,8 @@ class MultiprocExecutor(Executor):
         self._reply_rank = _reply_rank(config.parallel, len(names))
         self._next_id = STOP_ID + 1
         self._calls: dict[int, _Call] = {}
+        self._answers_late = keeps_tokens_on_device(config, platform.capabilities)
+        self._owed: Future[Any] | None = None  # of the step that workers will answer when something follows it
         self._board = StatusBoard.create(len(names))
         queues = _Queues(names)
         meeting = _meeting_place() if len(names) > 1 else None
@@ -191,6 +195,7 @@ class MultiprocExecutor(Executor):
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
         future: RpcFuture[ModelRunnerOutput] = RpcFuture(self, None)
         call = self._send(_STEP, (plan,), ranks=None, expect=(self._reply_rank,), future=future)
+        self._owed = future if self._answers_late else None
         call.label = f"{_STEP} of step {plan.step}"
         return future
 
@@ -224,6 +229,7 @@ class MultiprocExecutor(Executor):
         start = time.monotonic()
         warn_at = start + _WARN_SECONDS
         limit = self._config.parallel.step_timeout if timeout is None else timeout
+        self.ask_for(future)
         while not future.is_settled:
             if not self._finalizer.alive:
                 self._fail_calls(EngineDeadError("The workers have been shut down."))
@@ -253,6 +259,13 @@ class MultiprocExecutor(Executor):
                 self._dispatch(self._replies.wait(0.0))
             except (PeerDiedError, QueueStoppedError) as e:
                 self._fail_calls(self._group.settle(e))
+
+    def ask_for(self, future: RpcFuture[Any]) -> None:
+        """Has the workers answer a step that they would answer only when another follows."""
+        if self._owed is future and not future.is_settled and self._finalizer.alive:
+            self._owed = None
+            with contextlib.suppress(QueueError):  # which the wait for the reply meets, too, and reports
+                self._writer.enqueue(Request(FLUSH_ID, "", b""), timeout=self._config.parallel.step_timeout)
 
     # --- inside
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.executor.interface import Executor
+from mvllm.executor.late_output import start_step
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.interface import Platform
 from mvllm.platform.topology import WorkerContext
@@ -15,7 +16,9 @@ from mvllm.worker.wrapper import WorkerWrapper
 
 
 class UniProcExecutor(Executor):
-    """Calls its worker directly. A step has run when `execute_model` returns; errors are raised by the future."""
+    """Calls its worker directly. A step has run when `execute_model` returns, or has been submitted where the worker
+    gives its output later. Errors are raised by the future.
+    """
 
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
         super().__init__(config, platform)
@@ -36,7 +39,7 @@ class UniProcExecutor(Executor):
         return _finished(call) if non_block else call()
 
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        return _finished(lambda: self._worker.execute_model(plan))
+        return start_step(self._worker, plan)
 
     def shutdown(self) -> None:
         self._worker.shutdown()
