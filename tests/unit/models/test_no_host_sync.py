@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mvllm.layers.context import ForwardStep
 from mvllm.layers.moe import MoE
+from tests.helpers.host_sync import NoQuestions
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.paged_driver import HOST, load_model, make_context, make_layout
-
-_ASK_THE_DEVICE = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero")
-
-
-class NoQuestions(TorchDispatchMode):
-    """Fails on operations whose result, or its shape, the host has to read from the device."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name = func.overloadpacket.__name__
-        by_mask = name.startswith("index") and any(
-            isinstance(index, torch.Tensor) and index.dtype == torch.bool
-            for index in (args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ())
-        )
-        assert name not in _ASK_THE_DEVICE and not by_mask, f"{func} makes the host wait for the device"
-        return func(*args, **(kwargs or {}))
 
 
 def test_the_guard_notices_questions() -> None:
