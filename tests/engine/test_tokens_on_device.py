@@ -26,9 +26,8 @@ EXECUTORS = {
     "uni": {},
     "mp": {"distributed_executor_backend": "mp"},
     "mp-tp2": {"distributed_executor_backend": "mp", "tensor_parallel_size": 2},
+    "mp-pp2": {"distributed_executor_backend": "mp", "pipeline_parallel_size": 2},  # tokens go by way of the host
 }
-
-executors = pytest.mark.parametrize("executor", EXECUTORS)
 
 MakeLLM = Callable[..., LLM]
 
@@ -69,7 +68,7 @@ def waits_before_launch(events: list[tuple[str, int]]) -> list[int]:
     return [step for step in steps[:-1] if at["waited", step] < at["launched", step + 1]]
 
 
-@executors
+@pytest.mark.parametrize("executor", ["uni", "mp", "mp-tp2"])
 def test_a_step_is_launched_before_the_tokens_of_the_last_are_waited_for(
     make: MakeLLM, log: Path, executor: str
 ) -> None:
@@ -117,6 +116,7 @@ def test_only_a_batch_with_penalties_waits_and_does_so_while_the_device_computes
         ("uni", {**TIGHT, "enable_chunked_prefill": False}),
         ("uni", {"max_num_batched_tokens": 33, "scheduling_policy": "priority", **TIGHT}),
         ("mp-tp2", {"max_num_batched_tokens": 33, **TIGHT}),
+        ("mp-pp2", {"max_num_batched_tokens": 33}),
     ],
 )
 def test_every_token_is_the_same(make: MakeLLM, executor: str, settings: dict[str, Any]) -> None:

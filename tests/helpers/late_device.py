@@ -31,6 +31,7 @@ from mvllm.plugin_api import (
     SchedulerOutput,
     WorkerContext,
 )
+from mvllm.platform.tokens_on_device import keeps_tokens_on_device
 from mvllm.worker.worker import Worker
 from tests.helpers.host_sync import NoQuestions, NoReading
 from tests.helpers.late_plugin import LOG, SPEC
@@ -136,7 +137,7 @@ class LateWorker(Worker):
 
     def __init__(self, config: EngineConfig, platform: Platform, ctx: WorkerContext) -> None:
         super().__init__(config, platform, ctx)
-        self._only_steps = config.scheduler.async_scheduling
+        self._reads_later = keeps_tokens_on_device(config, platform.capabilities)
 
     def load_model(self) -> None:
         super().load_model()
@@ -151,7 +152,7 @@ class LateWorker(Worker):
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         assert isinstance(self.runtime, LateRuntime)
-        if not self._only_steps:  # reads its tokens at the end of each step, as it should
+        if not self._reads_later:  # it reads its tokens at the end of each step, as it should
             return super().execute_model(plan)
         with self.runtime.guarded(plan.step):
             return super().execute_model(plan)

@@ -56,7 +56,8 @@ class WorkerProtocol(Protocol):
         """Runs one step. Plans come in the order of their `step`, and each must be applied.
 
         Pipeline stages but the last answer an output without tokens. None says that the step has been submitted and
-        its tokens are still on the device; see `collect_output`.
+        its tokens are still on the device, see `collect_output`; that is for platforms with `async_copies`, with
+        asynchronous scheduling and one pipeline stage.
         """
 
     def collect_output(self, step: int) -> ModelRunnerOutput:

@@ -1,15 +1,20 @@
-"""A forward pass never asks the device for a value: such a question stalls the host and breaks recorded steps."""
+"""A forward pass never asks the device for a value: such a question stalls the host and breaks recorded steps.
+
+A whole step of the runner is watched with the same guards in tests/engine/test_tokens_on_device.py.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from mvllm.layers.context import ForwardStep
 from mvllm.layers.moe import MoE
-from tests.helpers.host_sync import NoQuestions
+from tests.helpers.host_sync import NoQuestions, NoReading
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.paged_driver import HOST, load_model, make_context, make_layout
 
@@ -19,6 +24,25 @@ def test_the_guard_notices_questions() -> None:
     for question in (lambda: x[0].item(), lambda: x[x > 0], lambda: bool(x.sum() > 0), lambda: x.nonzero()):
         with pytest.raises(AssertionError, match="makes the host wait"), NoQuestions():
             question()
+
+
+def test_the_other_guard_notices_reading_but_for_tensors_of_the_host() -> None:
+    host, device = torch.arange(3), torch.arange(3)
+    reads: list[Callable[[torch.Tensor], object]] = [
+        torch.Tensor.tolist,
+        torch.Tensor.numpy,
+        torch.Tensor.cpu,
+        lambda x: np.asarray(x),
+        lambda x: int(x[0]),
+        lambda x: x.sum().item(),
+    ]
+    with NoReading(lambda tensor: tensor.untyped_storage()._cdata == host.untyped_storage()._cdata):
+        for read in reads:
+            with pytest.raises(AssertionError, match="reads a tensor of the device"):
+                read(device)
+        for read in reads[:5]:
+            read(host)
+        assert (device + 1).shape == (3,)
 
 
 @pytest.mark.parametrize(
