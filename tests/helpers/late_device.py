@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 from mvllm_fault_injection.platform import FaultyPlatform, FaultyRuntime
 
+from mvllm.platform.tokens_on_device import keeps_tokens_on_device
 from mvllm.plugin_api import (
     Capabilities,
     DeviceRuntime,
@@ -31,7 +32,6 @@ from mvllm.plugin_api import (
     SchedulerOutput,
     WorkerContext,
 )
-from mvllm.platform.tokens_on_device import keeps_tokens_on_device
 from mvllm.worker.worker import Worker
 from tests.helpers.host_sync import NoQuestions, NoReading
 from tests.helpers.late_plugin import LOG, SPEC
