@@ -29,6 +29,14 @@ def test_a_host_copy_may_be_waited_for_twice(runtime):
     assert copy.wait().tolist() == copy.wait().tolist() == list(range(5))
 
 
+def test_a_host_copy_outlives_what_it_was_made_from(runtime):
+    """DEV-05."""
+    copy = runtime.to_host(runtime.to_device(torch.arange(4096)) * 2)
+    for _ in range(4):
+        runtime.empty((4096,), torch.int64).fill_(-1)
+    assert copy.wait().tolist() == list(range(0, 8192, 2))
+
+
 def test_empty_and_host_buffers_have_the_shape_and_dtype_asked_for(runtime):
     for make in (runtime.empty, runtime.host_buffer):
         tensor = make((3, 5), torch.float32)

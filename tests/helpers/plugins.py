@@ -36,6 +36,12 @@ def puppet_platform_path(folder: Path) -> list[str]:
     return [str(metadata), str(ROOT)]
 
 
+def late_platform_path(folder: Path) -> list[str]:
+    """The same for the platform whose device gives its results late."""
+    metadata = write_metadata(folder, "mvllm-late-device", "[mvllm.platforms]\nlate = tests.helpers.late_plugin\n")
+    return [str(metadata), str(FAULT_SOURCE), str(ROOT)]
+
+
 def prepend(monkeypatch: pytest.MonkeyPatch, paths: list[str]) -> None:
     for path in reversed(paths):
         monkeypatch.syspath_prepend(path)

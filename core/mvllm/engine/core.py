@@ -106,7 +106,8 @@ class EngineCore:
             raise EngineDeadError(f"The engine stopped after an earlier error: {self._dead!r}") from self._dead
         try:
             while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
-                self._launch()
+                if not self._launch():
+                    break
             return self._collect() if self._in_flight else EngineCoreOutputs(stats=self.make_stats())
         except BaseException as e:
             # What did not end leaves scheduler, rows and cached blocks at different points: no result of theirs could
@@ -141,15 +142,22 @@ class EngineCore:
         """Ends the workers. Idempotent."""
         self._executor.shutdown()
 
-    def _launch(self) -> None:
-        """Plans a step and starts it."""
-        plan = self.scheduler.schedule()
+    def _launch(self) -> bool:
+        """Plans a step and starts it; returns whether there was one.
+
+        While something is under way, a step in which nobody computes would only be in the way of one that comes when
+        results are back. With nothing under way it is taken: it brings the outputs that are due.
+        """
+        plan = self.scheduler.schedule_unless_empty() if self._in_flight else self.scheduler.schedule()
+        if plan is None:
+            return False
         try:
             future = self._executor.execute_model(plan)
         except Exception as e:
             self._dead = e
             raise EngineDeadError(f"Step {plan.step} could not start: {type(e).__name__}: {e}") from e
         self._in_flight.append((plan, future))
+        return True
 
     def _collect(self) -> EngineCoreOutputs:
         plan, future = self._in_flight.popleft()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
@@ -19,6 +19,7 @@ import msgspec
 from mvllm.config.engine_config import EngineConfig
 from mvllm.distributed.rank_exchange import RankExchange
 from mvllm.errors import ConfigError
+from mvllm.executor.late_output import start_step
 from mvllm.executor.uniproc import InProcessExecutor
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.interface import Platform
@@ -118,10 +119,7 @@ class ExecutorWithExternalLauncher(InProcessExecutor):
         super().start()
 
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        started = super().execute_model(plan)
-        if self._answers_at_once or started.exception() is not None:
-            return started
-        return _OutputOfLastStage(lambda: self._worker.call("collect_output", plan.step))
+        return start_step(self._worker, plan, answers_at_once=self._answers_at_once)
 
     def kv_cache_needs(self) -> list[KVCacheNeeds]:
         """Of all ranks, so that every engine divides the memory alike."""
@@ -134,22 +132,6 @@ class ExecutorWithExternalLauncher(InProcessExecutor):
     def _gather(self, mine: _T, kind: type[_T]) -> list[_T]:
         everyone = self._exchange.all_gather(msgspec.msgpack.encode(mine))
         return [msgspec.msgpack.decode(payload, type=kind) for payload in everyone]
-
-
-class _OutputOfLastStage(Future[ModelRunnerOutput]):
-    """Fetched when asked for, in the caller's thread: steps under way fill the pipeline until then."""
-
-    def __init__(self, fetch: Callable[[], ModelRunnerOutput]) -> None:
-        super().__init__()
-        self._fetch = fetch
-
-    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
-        if not self.done():
-            try:
-                self.set_result(self._fetch())
-            except Exception as e:  # noqa: BLE001  (stored; raised below)
-                self.set_exception(e)
-        return super().result(timeout)
 
 
 def _settings(config: EngineConfig) -> dict[str, str]:

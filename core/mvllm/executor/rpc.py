@@ -3,6 +3,9 @@
     executor ── Request(id, method, args, ranks, reply_from) ──> every worker    (rpc_broadcast_mq)
     worker   ── Reply(id, rank, result | failure) ─────────────> executor        (its worker_response_mq)
 
+A worker that leaves a step's tokens on the device owes the reply: it comes when the next step has been launched, or
+before anything else is done. Who waits for the newest step, and has nothing else to ask, sends FLUSH_ID.
+
 A reply carries the id of the request it answers: an answer that nobody waits for any more (its call timed out, or an
 error of another rank ended it) is recognised and dropped, and can never be taken for the answer to a later call.
 """
@@ -24,12 +27,15 @@ from mvllm.platform.worker_protocol import WorkerProtocol
 STOP_ID = 0
 """The id of the request that ends a worker's loop. No call has it."""
 
+FLUSH_ID = -1
+"""The id of the request that asks for nothing but the replies still owed. No call has it, and it has no reply."""
+
 
 class Request(msgspec.Struct, array_like=True, frozen=True):
     """One call.
 
     Attributes:
-        id: Counts from 1.
+        id: Counts from 1; or STOP_ID, or FLUSH_ID.
         method: A method of WorkerProtocol.
         args: Its arguments, as an array.
         ranks: Who executes it, or None for all.

@@ -35,12 +35,13 @@ from mvllm.executor.message_queue import (
     QueueTimeoutError,
     ReaderGroup,
 )
-from mvllm.executor.rpc import STOP_ID, MethodCodec, Reply, Request, codec_of
+from mvllm.executor.rpc import FLUSH_ID, STOP_ID, MethodCodec, Reply, Request, codec_of
 from mvllm.executor.status_board import StatusBoard
 from mvllm.executor.worker_group import FailureCallback, WorkerGroup, WorkerView
 from mvllm.logging import get_logger
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.interface import Platform
+from mvllm.platform.tokens_on_device import keeps_tokens_on_device
 
 logger = get_logger(__name__)
 
@@ -82,6 +83,7 @@ class RpcFuture(Future[T], Generic[T]):
     def done(self) -> bool:
         """Whether `result` would return at once."""
         if not super().done():
+            self._executor.ask_for(self)
             self._executor.take_replies()
         return super().done()
 
@@ -131,6 +133,8 @@ class RpcExecutor(Executor):
         self._reply_rank = _reply_rank(config.parallel, num_workers)
         self._next_id = STOP_ID + 1
         self._calls: dict[int, _Call] = {}
+        self._answers_late = keeps_tokens_on_device(config, platform.capabilities)
+        self._owed: Future[Any] | None = None  # of the step that workers will answer when something follows it
 
     def _use(
         self, group: WorkerGroup, writer: MessageWriter, readers: Sequence[MessageReader[Reply]], board: StatusBoard
@@ -168,6 +172,7 @@ class RpcExecutor(Executor):
         future: RpcFuture[ModelRunnerOutput] = RpcFuture(self, None)
         call = self._send(STEP_METHOD, (plan,), ranks=None, expect=(self._reply_rank,), future=future)
         call.label = f"{STEP_METHOD} of step {plan.step}"
+        self._owed = future if self._answers_late else None
         return future
 
     def on_failure(self, callback: FailureCallback) -> None:
@@ -206,6 +211,7 @@ class RpcExecutor(Executor):
         warn_at = start + _WARN_SECONDS
         stacks = True  # once per wait: what hangs for long goes on hanging in the same place
         limit = self._config.parallel.step_timeout if timeout is None else timeout
+        self.ask_for(future)
         while not future.is_settled:
             if not self._finalizer.alive:
                 self._fail_calls(EngineDeadError("The workers have been shut down."))
@@ -235,6 +241,13 @@ class RpcExecutor(Executor):
                 self._dispatch(self._replies.wait(0.0))
             except (PeerDiedError, QueueStoppedError) as e:
                 self._fail_calls(self._group.settle(e))
+
+    def ask_for(self, future: RpcFuture[Any]) -> None:
+        """Has the workers answer a step that they would answer only when another follows."""
+        if self._owed is future and not future.is_settled and self._finalizer.alive:
+            self._owed = None
+            with contextlib.suppress(QueueError):  # which the wait for the reply meets, too, and reports
+                self._writer.enqueue(Request(FLUSH_ID, "", b""), timeout=self._config.parallel.step_timeout)
 
     # --- inside
 

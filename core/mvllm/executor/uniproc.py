@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.executor.interface import Executor
+from mvllm.executor.late_output import start_step
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.interface import Platform
 from mvllm.platform.topology import WorkerContext
@@ -45,8 +46,8 @@ class InProcessExecutor(Executor):
         return finished(call) if non_block else call()
 
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Runs one step, to its end."""
-        return finished(lambda: self._worker.execute_model(plan))
+        """Runs one step, or submits it where the worker gives its output later. Errors are raised by the future."""
+        return start_step(self._worker, plan)
 
     def shutdown(self) -> None:
         """Ends the worker, which leaves the groups that it joined and no others."""
@@ -54,7 +55,7 @@ class InProcessExecutor(Executor):
 
 
 class UniProcExecutor(InProcessExecutor):
-    """The only worker of its engine. A step has run when `execute_model` returns; errors are raised by the future."""
+    """The only worker of its engine."""
 
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
         super().__init__(config, platform, WorkerContext(seed=config.model.seed))

@@ -1,16 +1,22 @@
 """A worker's loop: take a request, call the worker, answer; until told to stop.
 
+Where a step's tokens stay on the device, its answer comes after the launch of the next step, or as soon as it is asked
+for.
+
 The same in every kind of process that an executor runs workers in. Nothing heavy is imported before `build`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from mvllm.executor.rpc import STOP_ID, Reply, Request, codec_of, describe_failure
+from mvllm.executor.rpc import FLUSH_ID, STOP_ID, Reply, Request, codec_of, describe_failure
 from mvllm.executor.status_board import IDLE, StatusBoard
 from mvllm.logging import get_logger
 from mvllm.platform.topology import WorkerContext
@@ -49,6 +55,7 @@ class WorkerProc:
         self._requests = requests
         self._replies = replies
         self._board = board
+        self._owed: deque[tuple[Request, int]] = deque()  # steps launched, whose tokens are still on the device
 
     @classmethod
     def build(
@@ -96,13 +103,22 @@ class WorkerProc:
                 raise
             if request.id == STOP_ID:
                 return
-            if request.concerns(self._rank):
-                self._serve(request)
+            if request.method != "execute_model":
+                self._pay(0)
+            if request.id != FLUSH_ID and request.concerns(self._rank):
+                self._serve(request, self._execute)
+            self._pay(1)
 
-    def _serve(self, request: Request) -> None:
+    def _pay(self, but: int) -> None:
+        """Sends the replies that are owed, in order, but for the last so many: the device is busy with those."""
+        while len(self._owed) > but:
+            request, step = self._owed.popleft()
+            self._serve(request, functools.partial(self._collect, step=step))
+
+    def _serve(self, request: Request, work: Callable[[Request], Reply | None]) -> None:
         reply: Reply | None
         try:
-            reply = self._execute(request)
+            reply = work(request)
         except Exception as e:
             activity = str(self._board.read(self._rank))
             failure = describe_failure(e, rank=self._rank, pid=os.getpid(), name=self._name, activity=activity)
@@ -121,8 +137,19 @@ class WorkerProc:
         if request.method == "execute_model":
             self._board.write(self._rank, request.method, request.id, args[0].step)
             result = self._worker.execute_model(*args)
+            if result is None:
+                self._owed.append((request, args[0].step))
+                return None
         else:
             result = self._worker.call(request.method, *args)
+        return self._reply(request, result)
+
+    def _collect(self, request: Request, step: int) -> Reply | None:
+        """The answer to a step that has been launched before."""
+        self._board.write(self._rank, request.method, request.id, step)
+        return self._reply(request, self._worker.call("collect_output", step))
+
+    def _reply(self, request: Request, result: object) -> Reply | None:
         if request.reply_from not in (None, self._rank):
             return None
         return Reply(request.id, self._rank, msgspec.msgpack.encode(result))

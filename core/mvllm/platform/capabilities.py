@@ -22,7 +22,8 @@ class Capabilities:
         graphs: GraphBackend is there.
         compile: CompileBackend is there.
         pinned_memory: Host buffers may be page-locked for copies.
-        async_copies: `to_host` may return before the copy is done.
+        async_copies: `to_host` returns before the copy is done, and submitting work does not wait for earlier work.
+            With asynchronous scheduling, sampled tokens then stay on the device until the next step has been submitted.
         fork_safe: A process that has probed this platform may still be forked.
         unified_memory: The device uses the host's memory.
         devices_per_process: Most devices that one worker drives; None for any number.

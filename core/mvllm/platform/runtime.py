@@ -118,13 +118,16 @@ class DeviceRuntime(ABC):
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         """The same values on the device, ordered before later work.
 
-        The caller may change `host` only after the next `synchronize`, `to_host(...).wait()` or step. A device that
-        shares the host's memory may return `host` itself.
+        The caller may change `host` only when an event recorded after this call has been reached, or after the next
+        `synchronize` or `to_host(...).wait()`. A device that shares the host's memory may return `host` itself.
         """
 
     @abstractmethod
     def to_host(self, tensor: torch.Tensor) -> HostCopy:
-        """Starts copying `tensor` to the host, after the work submitted so far."""
+        """Starts copying `tensor` to the host, after the work submitted so far.
+
+        The caller may drop `tensor` at once, but changes it only after the copy is done.
+        """
 
     def from_numpy(self, array: np.ndarray) -> torch.Tensor:
         """`to_device` for a NumPy array."""

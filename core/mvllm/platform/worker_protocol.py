@@ -52,17 +52,20 @@ class WorkerProtocol(Protocol):
     def warm_up(self) -> None:
         """Compiles and captures what steps will need."""
 
-    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         """Runs one step. Plans come in the order of their `step`, and each must be applied.
 
-        Pipeline stages but the last answer an output without tokens; see `collect_output`.
+        Pipeline stages but the last answer an output without tokens. None says that the step has been submitted and
+        its tokens are still on the device, see `collect_output`; that is for platforms with `async_copies`, with
+        asynchronous scheduling and one pipeline stage.
         """
 
     def collect_output(self, step: int) -> ModelRunnerOutput:
-        """On a pipeline stage but the last: waits for what the last stage made of a step, and returns it.
+        """Waits for the output of a step, and returns it. Once for each such step, in order:
 
-        Only where `WorkerContext.every_rank_answers`; once for each step, in order. A class without pipelines may leave
-        this method out.
+        those that `execute_model` returned None for, perhaps after later steps have been submitted; and where
+        `WorkerContext.every_rank_answers`, on pipeline stages but the last, all steps. A class that does neither may
+        leave this method out.
         """
 
     def check_health(self) -> None:

@@ -52,8 +52,8 @@ def read_logprobs(gathered: np.ndarray, token_id: int, num_logprobs: int) -> Pos
     )
 
 
-def prompt_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> list[PositionLogprobs]:
-    """Returns the log-probabilities of given tokens.
+def gather_prompt_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> torch.Tensor:
+    """Gathers the log-probabilities of given tokens, without waiting for the device.
 
     Args:
         logits: [m, vocab], any floating dtype; row i predicts token i.
@@ -61,17 +61,19 @@ def prompt_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs:
         num_logprobs: Most probable tokens to add to each; -1, or more than there are, for the whole vocabulary.
 
     Returns:
-        One entry per row.
+        float32 [m, ...], as `gather_logprobs`.
     """
     vocab_size = logits.shape[1]
     count = vocab_size if num_logprobs == -1 else min(num_logprobs, vocab_size)
     chunk = max(1, _CHUNK_ELEMENTS // vocab_size)
-    found: list[PositionLogprobs] = []
-    for some_logits, some_ids in zip(logits.split(chunk), token_ids.split(chunk), strict=True):
-        gathered = gather_logprobs(some_logits, some_ids, count).cpu().numpy()
-        ids = some_ids.tolist()
-        found += [read_logprobs(row, token_id, count) for row, token_id in zip(gathered, ids, strict=True)]
-    return found
+    parts = zip(logits.split(chunk), token_ids.split(chunk), strict=True)
+    return torch.cat([gather_logprobs(some_logits, some_ids, count) for some_logits, some_ids in parts])
+
+
+def read_prompt_logprobs(gathered: np.ndarray, token_ids: np.ndarray) -> list[PositionLogprobs]:
+    """Makes the structs of what `gather_prompt_logprobs` returned for `token_ids`, both on the host."""
+    count = (gathered.shape[1] - 2) // 2
+    return [read_logprobs(row, token_id, count) for row, token_id in zip(gathered, token_ids.tolist(), strict=True)]
 
 
 def _most_probable(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,15 +1,21 @@
-"""The tokens of one step, still on the device until somebody looks."""
+"""The tokens of one step, still on the device until somebody looks.
+
+Who wants to look later says so with `send_to_host`: then the copies run beside whatever the device does next, and
+looking waits for them alone.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import torch
 
 from mvllm.messages.requests import PositionLogprobs
+from mvllm.platform.runtime import HostCopy
 from mvllm.sampling.logprobs import read_logprobs
 
 
@@ -28,7 +34,7 @@ class GatheredLogprobs:
     gathered: torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class SamplerOutput:
     """What was sampled. `token_ids` may be used on the device at once; the rest waits for it when first read.
 
@@ -40,6 +46,13 @@ class SamplerOutput:
     token_ids: torch.Tensor
     peaks: torch.Tensor
     gathered_logprobs: GatheredLogprobs | None = None
+    _copies: list[HostCopy] = field(default_factory=list, init=False, repr=False)
+
+    def send_to_host(self, to_host: Callable[[torch.Tensor], HostCopy]) -> None:
+        """Starts the copies of all that can be read here."""
+        self._copies = [to_host(self._packed())]
+        if self.gathered_logprobs is not None:
+            self._copies.append(to_host(self.gathered_logprobs.gathered))
 
     def tolist(self) -> list[int]:
         """Returns `token_ids` as Python integers."""
@@ -57,7 +70,8 @@ class SamplerOutput:
         found = self.gathered_logprobs
         if found is None:
             return {}
-        token_ids, host = self.tolist(), found.gathered.cpu().numpy()
+        gathered = self._copies[1].wait() if self._copies else found.gathered.cpu()
+        token_ids, host = self.tolist(), gathered.numpy()
         return {
             index: read_logprobs(row, token_ids[index], count)
             for index, count, row in zip(found.rows.tolist(), found.num_logprobs.tolist(), host, strict=True)
@@ -66,8 +80,12 @@ class SamplerOutput:
 
     @cached_property
     def _host(self) -> np.ndarray:
-        """float32 [2, n]: token ids and peaks, in one copy (ids are exact, see MAX_VOCAB_SIZE)."""
-        return torch.stack((self.token_ids.float(), self.peaks.float())).cpu().numpy()
+        """float32 [2, n]: token ids and peaks."""
+        return (self._copies[0].wait() if self._copies else self._packed().cpu()).numpy()
+
+    def _packed(self) -> torch.Tensor:
+        """float32 [2, n] on the device: token ids and peaks, for one copy (ids are exact, see MAX_VOCAB_SIZE)."""
+        return torch.stack((self.token_ids.float(), self.peaks.float()))
 
 
 def _complaint(peak: float) -> str:

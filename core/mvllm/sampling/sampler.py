@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from mvllm.platform.staging import StepStaging
 from mvllm.sampling.draw import draw
 from mvllm.sampling.filters import Filters, filtered_weights
 from mvllm.sampling.logprobs import gather_logprobs
@@ -31,7 +32,14 @@ _MAX_CANDIDATES = 1024
 
 
 class Sampler:
-    """Has no state of its own; see the module's text."""
+    """Has no state of its own; see the module's text.
+
+    Args:
+        staging: Buffers for what goes to the device, where a step must not wait for the one before.
+    """
+
+    def __init__(self, staging: StepStaging | None = None) -> None:
+        self._staging = staging
 
     def sample(
         self,
@@ -58,7 +66,7 @@ class Sampler:
         if mask is None and not flags.any():
             peaks, token_ids = logits.max(dim=1)
             return SamplerOutput(token_ids, peaks)
-        batch = _Batch(logits, rows, state, history, flags, mask)
+        batch = _Batch(logits, rows, state, history, flags, mask, self._staging)
         token_ids, peaks = batch.choose()
         return SamplerOutput(token_ids, peaks, batch.logprobs_of(token_ids))
 
@@ -86,6 +94,7 @@ class _Batch:
         history: TokenHistory,
         flags: np.ndarray,
         mask: torch.Tensor | None,
+        staging: StepStaging | None,
     ) -> None:
         self.logits, self.rows, self.state, self.history, self.mask = logits, rows, state, history, mask
         too_short = history.num_tokens[rows] < state.min_length[rows]
@@ -95,7 +104,7 @@ class _Batch:
         is_edited = is_blocked | is_penalized | (mask is not None)
         is_plain = ~(is_edited | is_random)
 
-        self.upload = upload = Upload()
+        self.upload = upload = Upload(staging)
         self.plain, self.work = upload.select(is_plain), upload.select(~is_plain)
         in_work = self.work.indices
         self.greedy, self.random = upload.select(~is_random[in_work]), upload.select(is_random[in_work])

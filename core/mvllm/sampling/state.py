@@ -6,6 +6,7 @@ A row's entry is written whole when a request takes the row, so that nothing of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,32 +24,62 @@ _DECISIVE = 1e6
 """Repetition penalties beyond this factor change no distribution any more, but would overflow float32."""
 
 
+@dataclass(frozen=True)
+class UnknownTokens:
+    """Where tokens are missing in a TokenHistory: arrays [n] of rows, positions in them, and their `begun`."""
+
+    rows: np.ndarray
+    positions: np.ndarray
+    begun: np.ndarray
+
+
 class TokenHistory:
     """All known tokens of each row: the prompt, then what was generated.
 
     Whoever runs the model owns it and writes it; sampling reads it.
 
+    A token that was sampled but has not come from the device yet is counted like any other. In its place stands a mark,
+    `-1 - row`, until it is filled in.
+
     Attributes:
         token_ids: int32 [max_rows, max_len]; only the first `num_tokens` of a row mean something.
         num_tokens: int32 [max_rows].
         num_prompt_tokens: int32 [max_rows]; how many of them are the prompt.
+        begun: int64 [max_rows]; how many requests have had the row.
     """
 
     def __init__(self, max_rows: int, max_len: int) -> None:
         self.token_ids = np.zeros((max_rows, max_len), dtype=np.int32)
         self.num_tokens = np.zeros(max_rows, dtype=np.int32)
         self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)
+        self.begun = np.zeros(max_rows, dtype=np.int64)
 
     def set_row(self, row: int, token_ids: Sequence[int] | np.ndarray, num_prompt_tokens: int) -> None:
         """Begins a row with its known tokens."""
         self.token_ids[row, : len(token_ids)] = token_ids
         self.num_tokens[row] = len(token_ids)
         self.num_prompt_tokens[row] = num_prompt_tokens
+        self.begun[row] += 1
 
     def append(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
         """Adds one token to each of `rows`, which are distinct."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
+
+    def append_unknown(self, rows: np.ndarray) -> UnknownTokens:
+        """Adds to each of `rows`, which are distinct, a token that only the device knows. `fill` takes the result."""
+        places = UnknownTokens(rows, self.num_tokens[rows], self.begun[rows])
+        self.append(rows, -1 - rows)
+        return places
+
+    def fill(self, places: UnknownTokens, token_ids: np.ndarray) -> None:
+        """Puts the tokens where their marks are; rows that another request has by now are left alone."""
+        same = self.begun[places.rows] == places.begun
+        self.token_ids[places.rows[same], places.positions[same]] = token_ids[same]
+
+    def ends_unknown(self, rows: np.ndarray) -> bool:
+        """Whether the last token of any of `rows` is not known here."""
+        return bool((self.token_ids[rows, self.num_tokens[rows] - 1] < 0).any())
 
     def clear_row(self, row: int) -> None:
         """Forgets a row."""
@@ -130,6 +161,10 @@ class SamplingState:
         self.min_length[row] = 0
         self.end_tokens.pop(row, None)
         self.counts.pop(row, None)
+
+    def reading_history(self, rows: np.ndarray) -> np.ndarray:
+        """Those of `rows` whose next token depends on which tokens they have, not only on how many."""
+        return rows[(self.flags[rows] & PENALTIES) != 0]
 
     def _flags(self, params: SamplingParams) -> int:
         penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty

@@ -5,15 +5,21 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from mvllm.platform.staging import StepStaging
+
 
 class Upload:
     """Collects arrays of numbers, sends them as one float32 tensor, and hands out the parts.
 
     float32 holds integers exactly up to 2**24, which is enough for rows and token ids. One dtype keeps it to one copy
     without reinterpreting bits, which not every device can.
+
+    Args:
+        staging: Buffers to copy from without waiting for the device; None where an ordinary copy is as good.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, staging: StepStaging | None = None) -> None:
+        self._staging = staging
         self._parts: list[np.ndarray] = []
         self._tensors: tuple[torch.Tensor, ...] = ()
 
@@ -32,9 +38,16 @@ class Upload:
         """Copies everything to `device`."""
         if not self._parts:
             return
-        flat = np.concatenate(self._parts, dtype=np.float32, casting="unsafe")
         sizes = [len(part) for part in self._parts]
-        self._tensors = torch.from_numpy(flat).to(device, non_blocking=True).split(sizes)
+        if self._staging is None:
+            flat = np.concatenate(self._parts, dtype=np.float32, casting="unsafe")
+            self._tensors = torch.from_numpy(flat).to(device, non_blocking=True).split(sizes)
+        elif total := sum(sizes):
+            host = self._staging.buffer(total, torch.float32)[:total]
+            np.concatenate(self._parts, out=host.numpy(), casting="unsafe")
+            self._tensors = self._staging.send(host).split(sizes)
+        else:
+            self._tensors = torch.empty(0, dtype=torch.float32, device=device).split(sizes)
 
     def get(self, key: int) -> torch.Tensor:
         """Returns the array added under `key`: float32 [m] on the device."""

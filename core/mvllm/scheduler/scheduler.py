@@ -162,6 +162,20 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plans the next step: who runs catches up, then who waits joins, as far as budget, rows and blocks go."""
+        plan, batch = self._plan()
+        return self._promise(plan, batch)
+
+    def schedule_unless_empty(self) -> SchedulerOutput | None:
+        """Plans the next step if anybody can compute in it.
+
+        Otherwise there is no such step: the rows freed meanwhile are named by the next plan, and the next results bring
+        the outputs that are due. Only while some results are still to come.
+        """
+        plan, batch = self._plan()
+        return self._promise(plan, batch) if batch else None
+
+    def _plan(self) -> tuple[SchedulerOutput, list[Request]]:
+        """Decides who computes what, and in which blocks. Also returns the requests, parallel to the plan's rows."""
         plan = SchedulerOutput(step=self._next_step)
         batch: list[Request] = []
         num_preemptions = self._stats.num_preemptions
@@ -169,7 +183,11 @@ class Scheduler:
         budget = self._schedule_running(plan, batch, self._config.max_num_batched_tokens)
         if num_preemptions == self._stats.num_preemptions:  # nobody takes the place of one who had to give way
             self._schedule_waiting(plan, batch, budget)
+        assert batch or not plan.new_block_rows, "blocks were planned for a row that does not compute"
+        return plan, batch
 
+    def _promise(self, plan: SchedulerOutput, batch: list[Request]) -> SchedulerOutput:
+        """Completes a plan that will be executed."""
         plan.freed_rows = self._rows.pop_freed()
         plan.total_num_scheduled_tokens = sum(plan.num_scheduled_tokens)
         self._next_step += 1

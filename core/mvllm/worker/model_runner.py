@@ -4,6 +4,9 @@
 has reached the end of its known tokens, remember the samples. It is the same for every platform; what differs comes in
 through the runtime, the attention backends and the op providers.
 
+Where the platform copies asynchronously, and steps are planned ahead, a step ends when its work is submitted: its
+tokens stay on the device, the next step finds them there (DeviceTokens), and `collect_output` reads them later.
+
 Tensor parallel: all ranks of a group see the same logits, bit for bit (each band is computed once and copied to all),
 draw with the same numbers, and so sample the same tokens; nothing has to be told. Pipeline parallel: the last stage
 samples, and `Pipeline` tells the others.
@@ -22,7 +25,6 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.distributed.group import GroupCoordinator
 from mvllm.errors import CacheError, ModelError, MvllmError
 from mvllm.layers.context import BuildContext, ForwardStep
-from mvllm.messages.requests import PositionLogprobs
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.models.registry import resolve_model_class
@@ -34,13 +36,17 @@ from mvllm.platform.attention import AttentionBackend, AttentionSpec
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.shapes import ShapePolicy
+from mvllm.platform.tokens_on_device import keeps_tokens_on_device
 from mvllm.platform.worker_protocol import KVCacheNeeds
-from mvllm.sampling.logprobs import prompt_logprobs
+from mvllm.sampling.logprobs import gather_prompt_logprobs
+from mvllm.sampling.output import SamplerOutput
 from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.state import SamplingState, TokenHistory
+from mvllm.worker.device_tokens import DeviceTokens
 from mvllm.worker.pipeline import Pipeline
 from mvllm.worker.rows import RowTable
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs, profile_inputs
+from mvllm.worker.step_result import PromptPiece, StepResult
 
 if TYPE_CHECKING:
     from mvllm.layers.attention import Attention
@@ -77,6 +83,7 @@ class ModelRunner:
         self._backends: dict[AttentionSpec, AttentionBackend] = {}
         self._layers: list[Attention] = []
         self._sampler = Sampler()
+        self._device_tokens: DeviceTokens | None = None
         self._pipeline = Pipeline(
             pp,
             runtime,
@@ -132,6 +139,7 @@ class ModelRunner:
         scheduler, model = self._config.scheduler, self._config.model
         state = SamplingState(scheduler.max_num_seqs, model.vocab_size, model.seed)
         self.rows = RowTable(scheduler.max_num_seqs, model.max_model_len, block_size, state)
+        on_device = keeps_tokens_on_device(self._config, self._platform.capabilities)
         self._inputs = StepInputBuilder(
             self.rows,
             block_size=block_size,
@@ -140,30 +148,44 @@ class ModelRunner:
             runtime=self._runtime,
             shapes=ask(self._platform, "shapes", returns=ShapePolicy),
             with_prompt_lens=self.model.uses_prompt_lens,
+            with_sample_rows=on_device,
         )
+        if on_device:
+            self._device_tokens = DeviceTokens(self._runtime, self.rows.history)
+            self._sampler = Sampler(self._inputs.staging)
 
     @torch.inference_mode()
-    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Runs one step. On a pipeline stage but the last, the output has no tokens."""
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Runs one step, or submits it and returns None, see `collect_output`.
+
+        On a pipeline stage but the last, the output has no tokens.
+        """
         self._pipeline.catch_up(plan, self.rows)
         self.rows.apply(plan)
-        output = ModelRunnerOutput(step=plan.step)
+        output: ModelRunnerOutput | None = ModelRunnerOutput(step=plan.step)
         if not plan.rows:
             self._pipeline.skip(plan.step)
             return output
         inputs = self._inputs.build(plan)
+        if self._device_tokens is not None:
+            inputs.token_ids = self._device_tokens.resolve(inputs.token_ids)
         hidden = self._forward(inputs, self._pipeline.receive_hidden(len(inputs.token_ids)))
         if self._pipeline.is_last:
-            self._finish_last_stage(inputs, hidden, output)
+            output = self._finish_last_stage(plan.step, inputs, hidden)
         else:
             self._pipeline.send_hidden(hidden)
             self._pipeline.expect(plan.step, inputs.rows, inputs.sampling)
         self.rows.num_computed[inputs.rows] += inputs.num_scheduled
         self._runtime.step_mark()
+        self._inputs.staging.end_step()
         return output
 
     def collect_output(self, step: int) -> ModelRunnerOutput:
-        """On a pipeline stage but the last: what the last one made of `step`."""
+        """The output of a step that `execute_model` returned None for; or, on a pipeline stage but the last, what the
+        last one made of `step`.
+        """
+        if self._device_tokens is not None:
+            return self._device_tokens.collect(step)
         return self._pipeline.collect(step, self.rows)
 
     @torch.inference_mode()
@@ -216,30 +238,39 @@ class ModelRunner:
         hidden: torch.Tensor = self.model(inputs.token_ids, inputs.positions, step, intermediate)
         return hidden
 
-    def _finish_last_stage(self, inputs: StepInputs, hidden: torch.Tensor, output: ModelRunnerOutput) -> None:
-        """Turns hidden states into tokens and whatever else was asked for."""
+    def _finish_last_stage(self, step: int, inputs: StepInputs, hidden: torch.Tensor) -> ModelRunnerOutput | None:
+        """Turns hidden states into tokens and whatever else was asked for, and reads them unless that can wait."""
+        result = StepResult(step, inputs.rows, inputs.sampling)
         if self.rows.prompt_logprobs:
-            output.prompt_logprobs = self._prompt_logprobs(inputs, hidden)
-        self._sample(inputs, hidden, output)
+            result.prompt_pieces = self._prompt_logprobs(inputs, hidden)
+        if len(inputs.sampling):
+            result.sampled = self._sample(inputs, hidden)
+        if self._device_tokens is not None:
+            self._device_tokens.add(result)
+            return None
+        output, tokens = result.read()
+        self.rows.history.append(inputs.rows[inputs.sampling], tokens)
         if not self._pipeline.is_first:
-            self._pipeline.send_back(output, any_sampled=len(inputs.sampling) > 0)
+            self._pipeline.send_back(output, any_sampled=len(tokens) > 0)
+        return output
 
-    def _sample(self, inputs: StepInputs, hidden: torch.Tensor, output: ModelRunnerOutput) -> None:
-        """Samples for the rows that have reached the end of their known tokens, and appends the tokens to them."""
-        tokens = np.full(len(inputs.rows), -1, dtype=np.int64)
-        at = inputs.sampling
-        if len(at):
-            rows = inputs.rows[at]
-            everything = len(at) == hidden.shape[0]
-            logits = self.model.compute_logits(hidden if everything else hidden.index_select(0, inputs.logits_at))
-            sampled = self._sampler.sample(logits[: len(at)], rows, self.rows.sampling, self.rows.history)
-            tokens[at] = sampled.tolist()
-            self.rows.history.append(rows, tokens[at])
-            output.logprobs = {int(at[i]): entry for i, entry in sampled.logprobs.items()}
-            output.errors = {int(at[i]): text for i, text in sampled.errors.items()}
-        output.sampled_token_ids = tokens.tolist()
+    def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> SamplerOutput:
+        """Samples for the rows that have reached the end of their known tokens."""
+        state, history = self.rows.sampling, self.rows.history
+        rows = inputs.rows[inputs.sampling]
+        everything = len(rows) == hidden.shape[0]
+        logits = self.model.compute_logits(hidden if everything else hidden.index_select(0, inputs.logits_at))
+        logits = logits[: len(rows)]
+        if self._device_tokens is None:
+            return self._sampler.sample(logits, rows, state, history)
+        if history.ends_unknown(state.reading_history(rows)):
+            self._device_tokens.read_all()
+        sampled = self._sampler.sample(logits, rows, state, history)
+        assert inputs.sample_rows is not None
+        self._device_tokens.keep(sampled, inputs.sample_rows)
+        return sampled
 
-    def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, list[PositionLogprobs]]:
+    def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, list[PromptPiece]]:
         """Log-probabilities of the prompt tokens that this step's positions predict, for the rows that asked."""
         history, found = self.rows.history, {}
         starts = inputs.layout.query_start_loc
@@ -249,16 +280,19 @@ class ModelRunner:
             last = min(first + int(inputs.num_scheduled[i]), prompt_len - 1)
             if wanted is None or first >= last:
                 continue
-            targets = torch.from_numpy(history.token_ids[row, first + 1 : last + 1].astype(np.int64))
+            targets = history.token_ids[row, first + 1 : last + 1].astype(np.int64)
             states = hidden[int(starts[i]) : int(starts[i]) + last - first]
             found[i] = [
-                entry
-                for chunk, ids in zip(
-                    states.split(_PROMPT_LOGPROB_CHUNK), targets.split(_PROMPT_LOGPROB_CHUNK), strict=True
-                )
-                for entry in prompt_logprobs(self.model.compute_logits(chunk), self._runtime.to_device(ids), wanted)
+                self._prompt_piece(states[begin : begin + _PROMPT_LOGPROB_CHUNK], ids, wanted)
+                for begin in range(0, len(targets), _PROMPT_LOGPROB_CHUNK)
+                for ids in (targets[begin : begin + _PROMPT_LOGPROB_CHUNK],)
             ]
         return found
+
+    def _prompt_piece(self, states: torch.Tensor, token_ids: np.ndarray, num_logprobs: int) -> PromptPiece:
+        logits = self.model.compute_logits(states)
+        gathered = gather_prompt_logprobs(logits, self._runtime.from_numpy(token_ids), num_logprobs)
+        return PromptPiece(self._runtime.to_host(gathered), token_ids)
 
 
 @contextmanager

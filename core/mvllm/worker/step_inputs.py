@@ -1,10 +1,12 @@
 """Builds one step's inputs on the host, in one buffer, and copies them to the device once.
 
     | token_ids T | positions T | slots T | query_start_loc R+1 | seq_lens R | logits_at S | block_table R*P |
-    | prompt_lens T, for models that need it |                                                     all int32
+    | prompt_lens T, for models that need it | sample_rows S, where tokens stay on the device |  all int32
 
 T tokens, R requests, S rows that sample, P pages (width of the block table): each padded up to the platform's buckets,
 S to those of requests.
+
+Token ids may be marks of tokens that only the device knows, see TokenHistory; DeviceTokens puts the tokens there.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.platform.attention import BatchLayout
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.shapes import ShapePolicy
+from mvllm.platform.staging import StepStaging
 from mvllm.worker.rows import RowTable
 
 
@@ -36,6 +39,7 @@ class StepInputs:
             (with index 0).
         layout: For the attention backends.
         prompt_lens: int32 [T], device: length of the prompt that each token's request began with, or None.
+        sample_rows: int32 [S], device: the rows of `sampling`, padded with a row that no request has, or None.
     """
 
     rows: np.ndarray
@@ -47,6 +51,7 @@ class StepInputs:
     logits_at: torch.Tensor
     layout: BatchLayout
     prompt_lens: torch.Tensor | None = None
+    sample_rows: torch.Tensor | None = None
 
 
 class StepInputBuilder:
@@ -60,6 +65,10 @@ class StepInputBuilder:
         runtime: The device.
         shapes: The platform's buckets.
         with_prompt_lens: Whether the model reads `prompt_lens`.
+        with_sample_rows: Whether `sample_rows` is wanted.
+
+    Attributes:
+        staging: The buffers of the step that `build` has begun. Whoever submits its work ends it there.
     """
 
     def __init__(
@@ -72,19 +81,19 @@ class StepInputBuilder:
         runtime: DeviceRuntime,
         shapes: ShapePolicy,
         with_prompt_lens: bool = False,
+        with_sample_rows: bool = False,
     ) -> None:
         self._rows = rows
         self._block_size = block_size
-        self._runtime = runtime
         self._shapes = shapes
         self._with_prompt_lens = with_prompt_lens
+        self._with_sample_rows = with_sample_rows
         max_tokens = _largest("max_num_batched_tokens", max_tokens, "tokens", shapes.tokens)
         max_rows = _largest("max_num_seqs", max_rows, "requests", shapes.requests)
         max_pages = _largest("max_model_len in blocks", rows.max_pages, "pages", shapes.pages)
-        capacity = 4 * max_tokens + 3 * max_rows + 1 + max_rows * max_pages
-        # Two buffers in turn: a copy of the step before may still be under way while this step's is filled.
-        self._buffers = [runtime.host_buffer((capacity,), torch.int32) for _ in range(2)]
-        self._turn = 0
+        capacity = 4 * max_tokens + 4 * max_rows + 1 + max_rows * max_pages
+        self.staging = StepStaging(runtime)
+        self.staging.reserve(capacity, torch.int32)
 
     def build(self, plan: SchedulerOutput) -> StepInputs:
         """The inputs of `plan`, whose changes have been applied to the rows already."""
@@ -104,12 +113,13 @@ class StepInputBuilder:
 
         sizes = [padded_tokens] * 3 + [padded_requests + 1, padded_requests, padded_sampling, padded_requests * pages]
         sizes.append(padded_tokens if self._with_prompt_lens else 0)
+        sizes.append(padded_sampling if self._with_sample_rows else 0)
         ends = np.cumsum(sizes).tolist()
-        self._turn ^= 1
-        buffer = self._buffers[self._turn]
+        self.staging.begin_step()
+        buffer = self.staging.buffer(ends[-1], torch.int32)
         host = buffer.numpy()
         begins = [0, *ends[:-1]]
-        token_ids, positions, slots, query_start_loc, lens, logits_at, block_table, prompt_lens = (
+        token_ids, positions, slots, query_start_loc, lens, logits_at, block_table, prompt_lens, sample_rows = (
             host[a:b] for a, b in zip(begins, ends, strict=True)
         )
         block_table = block_table.reshape(padded_requests, pages)
@@ -135,6 +145,9 @@ class StepInputBuilder:
         if self._with_prompt_lens:
             prompt_lens[:num_tokens] = history.num_prompt_tokens[row_of_token]
             prompt_lens[num_tokens:] = 0
+        if self._with_sample_rows:
+            sample_rows[: len(sampling)] = rows[sampling]
+            sample_rows[len(sampling) :] = len(table.num_blocks)
         if padded_tokens > num_tokens:
             token_ids[num_tokens:] = 0
             positions[num_tokens:] = 0
@@ -144,7 +157,7 @@ class StepInputBuilder:
             lens[num_requests:] = 0
             block_table[num_requests:] = 0
 
-        device = self._runtime.to_device(buffer[: ends[-1]])
+        device = self.staging.send(buffer[: ends[-1]])
         views = [device[a:b] for a, b in zip(begins, ends, strict=True)]
         layout = BatchLayout(
             num_requests=padded_requests,
@@ -171,6 +184,7 @@ class StepInputBuilder:
             logits_at=views[5],
             layout=layout,
             prompt_lens=views[7] if self._with_prompt_lens else None,
+            sample_rows=views[8] if self._with_sample_rows else None,
         )
 
 

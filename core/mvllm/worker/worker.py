@@ -74,7 +74,7 @@ class Worker:
     def warm_up(self) -> None:
         """Nothing to prepare: no graphs are captured and nothing is compiled ahead of the first step."""
 
-    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         return self.runner.execute_model(plan)
 
     def collect_output(self, step: int) -> ModelRunnerOutput:

@@ -61,8 +61,8 @@ class WorkerWrapper:
         except BaseException as e:  # a plugin may raise anything, SystemExit included
             raise PlatformError(f"{self._name} failed in {method}: {type(e).__name__}: {e}") from e
 
-    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Runs one step."""
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Runs one step; None where its output is to be had from `collect_output`."""
         try:
             with enter_phase(Phase.WORKER):
                 return self._worker.execute_model(plan)

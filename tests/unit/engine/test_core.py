@@ -169,14 +169,41 @@ class TestSteps:
     @pytest.mark.parametrize("num_stages", [2, 3])
     def test_a_pipeline_is_given_a_step_for_each_stage(self, make_core, num_stages, async_scheduling):
         core = make_core(num_stages=num_stages, async_scheduling=async_scheduling)
-        for name in "abcd":
+        names = "abcd"[: num_stages * (4 // num_stages)]
+        for name in names:
             core.add_request(request(name, max_tokens=3))
+        core.step()  # one step holds all prompts
         core.step()
-        plans = make_core.executors[0].plans
+        _, *plans = make_core.executors[0].plans
         assert len(plans) == num_stages
-        assert not set(plans[0].rows) & set(plans[1].rows), "a request is in two steps under way"
+        rows = [row for plan in plans for row in plan.rows]
+        assert sorted(rows) == list(range(len(names))), "each request is in one of the steps under way"
+        run(core)
+        core.scheduler.check_integrity()
+
+    @pytest.mark.parametrize(("num_stages", "async_scheduling"), [(1, True), (3, False)])
+    def test_no_step_in_which_nobody_computes_is_started_while_another_is_under_way(
+        self, make_core, num_stages, async_scheduling
+    ):
+        core = make_core(num_stages=num_stages, async_scheduling=async_scheduling)
+        core.add_request(request(max_tokens=5))
         tokens, _ = run(core)
-        assert [len(found) for found in tokens.values()] == [3 - 1] * 4, "the first step gave one to each"
+        plans = make_core.executors[0].plans
+        assert tokens == {"a": [0, 1, 2, 3, 4]}
+        assert [plan.step for plan in plans] == list(range(5)) and all(plan.rows for plan in plans)
+
+    def test_a_row_freed_where_no_step_was_started_is_named_by_the_next(self, make_core):
+        core = make_core(async_scheduling=True)
+        core.add_request(request("a", max_tokens=2))
+        core.step()  # plans 0 and 1
+        assert len(make_core.executors[0].plans) == 2
+        core.abort_requests(["a"])
+        core.step()  # nobody is left to compute; collects 1
+        assert len(make_core.executors[0].plans) == 2
+        core.add_request(request("b", max_tokens=2))
+        run(core)
+        plan = make_core.executors[0].plans[2]
+        assert plan.freed_rows == [0] and [new.request_id for new in plan.new_requests] == ["b"]
         core.scheduler.check_integrity()
 
     def test_without_requests_a_step_asks_nothing_of_the_workers(self, make_core):

@@ -6,7 +6,8 @@ import pytest
 
 from mvllm.config.engine_config import replace_field
 from mvllm.errors import ConfigError
-from mvllm.executor.external_launcher import LaunchedRank, _check_agreement, _OutputOfLastStage, _settings
+from mvllm.executor.external_launcher import LaunchedRank, _check_agreement, _settings
+from mvllm.executor.late_output import LateOutput
 from mvllm.messages.scheduler_output import ModelRunnerOutput
 from tests.unit.engine.builders import make_config
 
@@ -96,7 +97,7 @@ class TestOutputOfLastStage:
             calls.append(1)
             return ModelRunnerOutput(step=3)
 
-        future = _OutputOfLastStage(fetch)
+        future = LateOutput(fetch)
         assert not calls and not future.done()
         assert future.result().step == future.result().step == 3
         assert len(calls) == 1
@@ -105,7 +106,7 @@ class TestOutputOfLastStage:
         def fetch():
             raise OSError("gone")
 
-        future = _OutputOfLastStage(fetch)
+        future = LateOutput(fetch)
         for _ in range(2):
             with pytest.raises(OSError, match="gone"):
                 future.result()

@@ -6,7 +6,7 @@ import pytest
 
 from mvllm.errors import ConfigError
 from mvllm.executor.uniproc import UniProcExecutor
-from mvllm.messages.scheduler_output import SchedulerOutput
+from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from tests.unit.engine.builders import make_config
 from tests.unit.worker.fake_platform import FakePlatform
@@ -83,3 +83,19 @@ def test_a_step_that_fails_does_not_raise_before_its_result(started, monkeypatch
 def test_only_declared_methods_can_be_called(started):
     with pytest.raises(ConfigError, match="workers offer"):
         started[0].collective_rpc("__class__")
+
+
+def test_an_output_that_the_worker_gives_later_is_fetched_when_it_is_asked_for(started, monkeypatch):
+    executor, worker = started
+    collected = []
+
+    def collect(step):
+        collected.append(step)
+        return ModelRunnerOutput(step=step)
+
+    monkeypatch.setattr(worker, "execute_model", lambda plan: None)
+    monkeypatch.setattr(worker, "collect_output", collect, raising=False)
+    futures = [executor.execute_model(SchedulerOutput(step=step)) for step in range(2)]
+    assert not collected
+    assert [future.result().step for future in futures] == [future.result().step for future in futures] == [0, 1]
+    assert collected == [0, 1]

@@ -1,33 +1,22 @@
-"""A forward pass never asks the device for a value: such a question stalls the host and breaks recorded steps."""
+"""A forward pass never asks the device for a value: such a question stalls the host and breaks recorded steps.
+
+A whole step of the runner is watched with the same guards in tests/engine/test_tokens_on_device.py.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mvllm.layers.context import ForwardStep
 from mvllm.layers.moe import MoE
+from tests.helpers.host_sync import NoQuestions, NoReading
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.paged_driver import HOST, load_model, make_context, make_layout
-
-_ASK_THE_DEVICE = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero")
-
-
-class NoQuestions(TorchDispatchMode):
-    """Fails on operations whose result, or its shape, the host has to read from the device."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name = func.overloadpacket.__name__
-        by_mask = name.startswith("index") and any(
-            isinstance(index, torch.Tensor) and index.dtype == torch.bool
-            for index in (args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ())
-        )
-        assert name not in _ASK_THE_DEVICE and not by_mask, f"{func} makes the host wait for the device"
-        return func(*args, **(kwargs or {}))
 
 
 def test_the_guard_notices_questions() -> None:
@@ -35,6 +24,25 @@ def test_the_guard_notices_questions() -> None:
     for question in (lambda: x[0].item(), lambda: x[x > 0], lambda: bool(x.sum() > 0), lambda: x.nonzero()):
         with pytest.raises(AssertionError, match="makes the host wait"), NoQuestions():
             question()
+
+
+def test_the_other_guard_notices_reading_but_for_tensors_of_the_host() -> None:
+    host, device = torch.arange(3), torch.arange(3)
+    reads: list[Callable[[torch.Tensor], object]] = [
+        torch.Tensor.tolist,
+        torch.Tensor.numpy,
+        torch.Tensor.cpu,
+        lambda x: np.asarray(x),
+        lambda x: int(x[0]),
+        lambda x: x.sum().item(),
+    ]
+    with NoReading(lambda tensor: tensor.untyped_storage()._cdata == host.untyped_storage()._cdata):
+        for read in reads:
+            with pytest.raises(AssertionError, match="reads a tensor of the device"):
+                read(device)
+        for read in reads[:5]:
+            read(host)
+        assert (device + 1).shape == (3,)
 
 
 @pytest.mark.parametrize(

@@ -55,11 +55,17 @@ class Bench:
 
 
 def sample_batch(
-    logits: torch.Tensor, sequences: Sequence[Sampled], mask: torch.Tensor | None = None, *, engine_seed: int = 0
+    logits: torch.Tensor,
+    sequences: Sequence[Sampled],
+    mask: torch.Tensor | None = None,
+    *,
+    engine_seed: int = 0,
+    sampler: Sampler | None = None,
 ) -> SamplerOutput:
     """Samples one token for each of `sequences`, in rows 0, 1, ..."""
     longest = max(len(s.prompt) + len(s.output) for s in sequences) + 1
     bench = Bench(vocab_size=logits.shape[1], max_rows=len(sequences), max_len=longest, engine_seed=engine_seed)
+    bench.sampler = sampler or bench.sampler
     for row, sequence in enumerate(sequences):
         bench.set_row(row, sequence)
     return bench.sample(logits, range(len(sequences)), mask)

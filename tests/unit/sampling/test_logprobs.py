@@ -7,7 +7,7 @@ import torch
 
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.sampling import logprobs as logprobs_module
-from mvllm.sampling.logprobs import prompt_logprobs
+from mvllm.sampling.logprobs import gather_prompt_logprobs, read_prompt_logprobs
 from tests.unit.sampling.builders import Sampled, random_logits, sample_batch
 
 VOCAB = 500
@@ -19,6 +19,11 @@ def assert_right(entry, logits: torch.Tensor, token_id: int, num_logprobs: int) 
     assert entry.token_ids == [token_id, *order[:num_logprobs]]
     assert entry.logprobs == pytest.approx([float(exact[i]) for i in entry.token_ids], abs=1e-5)
     assert entry.rank == 1 + int((logits > logits[token_id]).sum())
+
+
+def prompt_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> list:
+    gathered = gather_prompt_logprobs(logits, token_ids, num_logprobs)
+    return read_prompt_logprobs(gathered.numpy(), token_ids.numpy())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

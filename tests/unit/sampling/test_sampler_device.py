@@ -7,8 +7,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mvllm.messages.sampling_params import SamplingParams
+from mvllm.platform.staging import StepStaging
+from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.state import MAX_VOCAB_SIZE, SamplingState
 from tests.unit.sampling.builders import Sampled, random_logits, sample_batch
+from tests.unit.worker.builders import HostRuntime
 
 VOCAB = 256
 
@@ -63,6 +66,33 @@ def test_sampling_copies_once_to_the_device_and_waits_for_nothing(with_mask):
     assert sampled.token_ids.device == logits.device
     with pytest.raises(NotImplementedError):
         sampled.tolist()
+
+
+def test_from_staging_buffers_the_same_is_sampled_and_one_copy_made():
+    runtime = HostRuntime()
+    staging = StepStaging(runtime)
+    logits = random_logits(len(MIXED), VOCAB)
+    expected = sample_batch(logits, MIXED)
+    for step in range(1, 4):
+        staging.begin_step()
+        sampled = sample_batch(logits, MIXED, sampler=Sampler(staging))
+        staging.end_step()
+        assert sampled.tolist() == expected.tolist() and sampled.logprobs == expected.logprobs
+        assert runtime.num_copies == step
+    only_greedy = [Sampled(SamplingParams(temperature=0, logprobs=1))] * 2
+    sample_batch(logits[:2], only_greedy, sampler=Sampler(staging))
+    assert runtime.num_copies == 3, "nothing to tell the device"
+
+
+def test_copies_that_were_started_are_what_is_read():
+    logits = random_logits(len(MIXED), VOCAB)
+    expected, sampled = sample_batch(logits, MIXED), sample_batch(logits, MIXED)
+    sampled.send_to_host(HostRuntime().to_host)
+    sampled.token_ids.fill_(0)
+    sampled.peaks.fill_(torch.nan)
+    assert sampled.gathered_logprobs is not None
+    sampled.gathered_logprobs.gathered.fill_(0)
+    assert sampled.tolist() == expected.tolist() and sampled.logprobs == expected.logprobs and not sampled.errors
 
 
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9}, {"min_p": 0.1}])

@@ -3,6 +3,7 @@
 import pytest
 
 from mvllm.messages.requests import FinishReason
+from mvllm.messages.scheduler_output import ModelRunnerOutput
 from tests.unit.scheduler.builders import Engine, make_request, make_scheduler
 from tests.unit.scheduler.fake_runner import expected_tokens
 
@@ -92,3 +93,21 @@ def test_every_plan_may_be_planned_before_any_result_is_back():
     engine = Engine(make_scheduler(), depth=50)
     [result] = engine.run(make_request(PROMPT, max_tokens=20))
     assert result.token_ids == expected_tokens(PROMPT, make_request(max_tokens=20).sampling_params, [], 64)
+
+
+def test_a_step_without_work_is_not_planned_and_its_freed_rows_go_to_the_next():
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request(PROMPT, request_id="a", max_tokens=1))
+    first = scheduler.schedule()
+    assert scheduler.schedule_unless_empty() is None, "its last token is in flight"
+    scheduler.abort_requests(["a"])
+    assert scheduler.schedule_unless_empty() is None
+    scheduler.add_request(make_request(PROMPT, request_id="b", max_tokens=1))
+    second = scheduler.schedule_unless_empty()
+    assert second is not None
+    assert (first.step, second.step) == (0, 1)
+    assert second.freed_rows == [0] and [new.row for new in second.new_requests] == [0]
+    for plan in (first, second):
+        scheduler.update_from_output(plan, ModelRunnerOutput(step=plan.step, sampled_token_ids=[9]))
+    assert not scheduler.has_requests()
+    scheduler.check_integrity()

@@ -1,0 +1,71 @@
+"""Host buffers that a step copies to the device from, filled again only when the device is done with them.
+
+Two sets in turn. The host may run ahead of the device: while step N runs, step N + 1 fills the other set. Before step
+N + 2 writes over the buffers of step N, it waits for the end of step N, which by then has nearly always passed.
+
+    host      fill A   launch 0   fill B   launch 1   (0 done?) fill A   launch 2
+    device             [ 0 reads A           ][ 1 reads B               ][ 2 reads A
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from mvllm.platform.runtime import DeviceRuntime, Event
+
+
+@dataclass
+class _Set:
+    """The buffers of every other step, and the end of the last step that used them."""
+
+    buffers: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+    end: Event | None = None
+
+
+class StepStaging:
+    """The staging buffers of one worker.
+
+    Args:
+        runtime: The device.
+    """
+
+    def __init__(self, runtime: DeviceRuntime) -> None:
+        self._runtime = runtime
+        self._sets = (_Set(), _Set())
+        self._turn = 0
+
+    def reserve(self, size: int, dtype: torch.dtype) -> None:
+        """Has buffers of `size` elements ready, for steps of which that is the most."""
+        for each in self._sets:
+            each.buffers[dtype] = self._runtime.host_buffer((size,), dtype)
+
+    def begin_step(self) -> None:
+        """Turns to the other set, once the step that used it last has ended on the device."""
+        self._turn ^= 1
+        end = self._sets[self._turn].end
+        if end is not None:
+            end.synchronize()
+
+    def end_step(self) -> None:
+        """All work that reads this step's buffers has been submitted."""
+        current = self._sets[self._turn]
+        if current.end is None:
+            current.end = self._runtime.event()
+        current.end.record()
+
+    def buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """A host tensor of at least `size` elements, to be filled once in a step; `send` takes it on."""
+        buffers = self._sets[self._turn].buffers
+        found = buffers.get(dtype)
+        if found is None or len(found) < size:
+            # Sizes that grow bit by bit should not cost a new buffer each time.
+            found = buffers[dtype] = self._runtime.host_buffer((1 << (size - 1).bit_length(),), dtype)
+        return found
+
+    def send(self, host: torch.Tensor) -> torch.Tensor:
+        """A (leading part of a) buffer of this step on the device."""
+        return self._runtime.to_device(host)

@@ -1,0 +1,60 @@
+"""What one step has computed, before anybody has looked at it: reading it is what waits for the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mvllm.messages.requests import PositionLogprobs
+from mvllm.messages.scheduler_output import ModelRunnerOutput
+from mvllm.platform.runtime import HostCopy
+from mvllm.sampling.logprobs import read_prompt_logprobs
+from mvllm.sampling.output import SamplerOutput
+
+
+@dataclass
+class PromptPiece:
+    """Log-probabilities of some tokens of one prompt: a copy under way, and the tokens, int64 [m] on the host."""
+
+    gathered: HostCopy
+    token_ids: np.ndarray
+
+    def read(self) -> list[PositionLogprobs]:
+        """The structs, once the copy is done."""
+        return read_prompt_logprobs(self.gathered.wait().numpy(), self.token_ids)
+
+
+@dataclass
+class StepResult:
+    """One step's samples and log-probabilities.
+
+    Attributes:
+        step: The plan's step.
+        rows: int64 [R]: the rows in batch order.
+        sampling: int64 [S]: positions among them of the rows that sample.
+        sampled: For those rows; None where there are none.
+        prompt_pieces: By position in the batch, for rows that asked for log-probabilities of their prompt.
+    """
+
+    step: int
+    rows: np.ndarray
+    sampling: np.ndarray
+    sampled: SamplerOutput | None = None
+    prompt_pieces: dict[int, list[PromptPiece]] = field(default_factory=dict)
+
+    def read(self) -> tuple[ModelRunnerOutput, np.ndarray]:
+        """The output, and the tokens of the sampling rows, int64 [S]."""
+        tokens = np.full(len(self.rows), -1, dtype=np.int64)
+        output, at = ModelRunnerOutput(step=self.step), self.sampling
+        if self.sampled is not None:
+            tokens[at] = self.sampled.tolist()
+            output.logprobs = {int(at[i]): entry for i, entry in self.sampled.logprobs.items()}
+            output.errors = {int(at[i]): text for i, text in self.sampled.errors.items()}
+        output.sampled_token_ids = tokens.tolist()
+        if self.prompt_pieces:
+            output.prompt_logprobs = {
+                position: [entry for piece in pieces for entry in piece.read()]
+                for position, pieces in self.prompt_pieces.items()
+            }
+        return output, tokens[at]

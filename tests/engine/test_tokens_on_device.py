@@ -1,0 +1,205 @@
+"""On a device whose results come late: steps are launched without waiting for tokens, and the tokens are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mvllm import LLM, SamplingParams
+from mvllm.config.engine_args import EngineArgs
+from mvllm.engine.core import EngineCore
+from mvllm.engine.planning import settle_config
+from mvllm.errors import EngineDeadError
+from mvllm.messages.requests import EngineCoreRequest
+from mvllm.platform.choose import choose_platform
+from tests.engine.test_async_scheduling import TIGHT, requests, told
+from tests.helpers import parity
+from tests.helpers.late_plugin import LOG, read_log
+from tests.helpers.plugins import late_platform_path, prepend
+from tests.helpers.processes import TAG, assert_nothing_left, new_tag, shared_memory_names
+
+EXECUTORS = {
+    "uni": {},
+    "mp": {"distributed_executor_backend": "mp"},
+    "mp-tp2": {"distributed_executor_backend": "mp", "tensor_parallel_size": 2},
+    "mp-pp2": {"distributed_executor_backend": "mp", "pipeline_parallel_size": 2},  # tokens go by way of the host
+}
+
+MakeLLM = Callable[..., LLM]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def make(checkpoint: Path, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeLLM]:
+    prepend(monkeypatch, late_platform_path(tmp_path / "plugins"))
+    monkeypatch.setenv(LOG, str(log))
+    tag = new_tag()
+    monkeypatch.setenv(TAG, tag)
+    before = shared_memory_names()
+    with ExitStack() as stack:
+
+        def build(executor: str = "uni", faults: str = "none", **settings: Any) -> LLM:
+            monkeypatch.setenv("FAULT_INJECTION", faults)
+            log.write_text("")
+            given: dict[str, Any] = {"platform": "late", "async_scheduling": True, **EXECUTORS[executor], **settings}
+            return stack.enter_context(parity.engine(given.pop("model", checkpoint), **given))
+
+        yield build
+    assert_nothing_left(tag, before)
+
+
+def generate(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
+    prompts = [{"prompt_token_ids": [5 + i, 6, 7, 8]} for i in range(len(params))]
+    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def waits_before_launch(events: list[tuple[str, int]]) -> list[int]:
+    """Steps whose tokens were waited for before the next step had been launched, though there was one."""
+    at = {event: i for i, event in reversed(list(enumerate(events)))}
+    steps = [step for event, step in events if event == "launched"]
+    return [step for step in steps[:-1] if at["waited", step] < at["launched", step + 1]]
+
+
+@pytest.mark.parametrize("executor", ["uni", "mp", "mp-tp2"])
+def test_a_step_is_launched_before_the_tokens_of_the_last_are_waited_for(
+    make: MakeLLM, log: Path, executor: str
+) -> None:
+    llm = make(executor)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"seed": 1},
+        {"seed": 2, "top_k": 9},
+        {"seed": 3, "top_p": 0.8, "min_p": 0.01},
+        {"temperature": 0, "min_tokens": 9, "logprobs": 2, "prompt_logprobs": 1},
+    ]
+    params = [SamplingParams(max_tokens=20, ignore_eos=True, **kind) for kind in kinds]
+    tokens = generate(llm, params)
+    logs = read_log(log)
+    assert len(logs) == EXECUTORS[executor].get("tensor_parallel_size", 1)
+    for events in logs.values():
+        assert [step for event, step in events if event == "launched"] == list(range(20))
+        assert {step for event, step in events if event == "waited"} == set(range(20))
+        assert waits_before_launch(events) == []
+    assert generate(make(async_scheduling=False), params) == tokens
+
+
+@pytest.mark.parametrize("executor", ["uni", "mp-tp2"])
+def test_only_a_batch_with_penalties_waits_and_does_so_while_the_device_computes(
+    make: MakeLLM, log: Path, executor: str
+) -> None:
+    llm = make(executor)
+    params = [
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, repetition_penalty=1.5),
+    ]
+    tokens = generate(llm, params)
+    for events in read_log(log).values():
+        assert waits_before_launch(events) == [0, 1, 2, 3], "the penalized request samples in steps 0 to 4"
+        for step in range(4):
+            assert events.index(("submitted", step + 1)) < events.index(("waited", step))
+    assert generate(make(async_scheduling=False), params) == tokens
+
+
+@pytest.mark.parametrize(
+    ("executor", "settings"),
+    [
+        ("uni", {"max_num_batched_tokens": 17}),
+        ("uni", {"max_num_seqs": 1, "max_num_batched_tokens": 16}),
+        ("uni", {**TIGHT, "enable_chunked_prefill": False}),
+        ("uni", {"max_num_batched_tokens": 33, "scheduling_policy": "priority", **TIGHT}),
+        ("mp-tp2", {"max_num_batched_tokens": 33, **TIGHT}),
+        ("mp-pp2", {"max_num_batched_tokens": 33}),
+    ],
+)
+def test_every_token_is_the_same(make: MakeLLM, executor: str, settings: dict[str, Any]) -> None:
+    prompts, params = requests(seed=5)
+    expected = [told(output) for output in make(async_scheduling=False).generate(prompts, params, use_tqdm=False)]
+    if "tensor_parallel_size" in EXECUTORS[executor] and "kv_cache_memory_bytes" in settings:
+        settings = {**settings, "kv_cache_memory_bytes": settings["kv_cache_memory_bytes"] // 2}  # half of it per rank
+    llm = make(executor, **settings)
+    for _ in range(2):  # the second time with prefixes in the cache
+        assert [told(output) for output in llm.generate(prompts, params, use_tqdm=False)] == expected
+    stats = llm.llm_engine.stats
+    assert stats is not None and (stats.num_preemptions > 0) == ("kv_cache_memory_bytes" in settings)
+    assert stats.prefix_cache_hits > 0
+
+
+@pytest.mark.parametrize("executor", ["uni", "mp-tp2"])
+def test_tokens_and_log_probabilities_are_those_of_transformers(make: MakeLLM, executor: str) -> None:
+    expected = parity.oracle("llama-gqa")
+    llm = make(executor, model=expected.folder, max_num_seqs=8, max_num_batched_tokens=32)
+    parity.check(expected, parity.generate(llm, expected.prompts))
+    again = parity.generate(llm, expected.prompts[:4], prompt_logprobs=2)
+    parity.check(expected, again)
+    parity.check_prompt_logprobs(expected, again)
+
+
+@pytest.mark.parametrize("executor", ["uni", "mp-tp2"])
+def test_a_row_is_anothers_while_its_last_token_is_still_on_the_device(make: MakeLLM, executor: str) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    penalized = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, presence_penalty=2.0)
+    wanted = {"prompt_token_ids": [30, 31]}
+    fresh = make(async_scheduling=False, max_num_seqs=1)
+    expected = [fresh.generate(wanted, p, use_tqdm=False)[0].outputs[0].token_ids for p in (greedy, penalized)]
+    llm = make(executor, max_num_seqs=1)
+    engine = llm.llm_engine
+    for i, params in enumerate((greedy, penalized)):
+        # Aborted with a step under way that samples for the only row; the next request samples at the same position.
+        engine.add_request(f"dropped-{i}", {"prompt_token_ids": [7]}, greedy)
+        engine.step()
+        engine.abort_request(f"dropped-{i}")
+        assert llm.generate(wanted, params, use_tqdm=False)[0].outputs[0].token_ids == expected[i]
+    assert engine.stats is not None and engine.stats.kv_cache_usage == 0
+
+
+@pytest.mark.parametrize("executor", ["uni", "mp-tp2"])
+def test_a_request_with_nan_logits_ends_with_an_error_and_the_engine_goes_on(make: MakeLLM, executor: str) -> None:
+    llm = make(executor, "nan@execute:rank=-1,step=3")
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompt = {"prompt_token_ids": [5, 6, 7]}
+    [failed] = llm.generate(prompt, params, use_tqdm=False)
+    assert failed.outputs[0].finish_reason == "error"
+    assert len(failed.outputs[0].token_ids) == 3
+    [good] = llm.generate(prompt, params, use_tqdm=False)
+    assert good.outputs[0].token_ids[:3] == failed.outputs[0].token_ids
+    assert good.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("executor", ["mp-tp2"])
+def test_a_step_that_raises_after_another_was_left_unread_ends_the_engine_with_its_error(
+    make: MakeLLM, executor: str
+) -> None:
+    llm = make(executor, "raise@execute:rank=0,step=3")
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match=r"execute_model of step 3: .*InjectedFault"):
+            generate(llm, [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)])
+
+
+@pytest.mark.parametrize("executor", ["mp-tp2"])
+def test_other_calls_come_between_steps_whose_tokens_are_owed(make: MakeLLM, checkpoint: Path, executor: str) -> None:
+    expected = generate(make(), [SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)])[0]
+    args = {"max_model_len": 64, "kv_cache_memory_bytes": 1 << 22, "dtype": "float32", "use_tqdm_on_load": False}
+    config = EngineArgs.from_kwargs(
+        model=str(checkpoint), platform="late", async_scheduling=True, **EXECUTORS[executor], **args
+    ).create_engine_config()
+    platform = choose_platform("late").platform
+    core = EngineCore(settle_config(config, platform), platform)
+    try:
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        core.add_request(EngineCoreRequest(request_id="r", prompt_token_ids=[5, 6, 7, 8], sampling_params=params))
+        found: list[int] = []
+        while core.has_requests():
+            for output in core.step().outputs:
+                found += output.new_token_ids
+            core.check_health()
+        assert found == expected
+    finally:
+        core.shutdown()

@@ -1,0 +1,57 @@
+"""Catches questions to the device: operations and calls for which the host would have to wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_ASK_THE_DEVICE = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero")
+_READ_HERE = (
+    "numpy",
+    "tolist",
+    "item",
+    "cpu",
+    "__array__",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "data_ptr",
+)
+
+
+class NoQuestions(TorchDispatchMode):
+    """Fails on operations whose result, or its shape, the host has to read from the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = func.overloadpacket.__name__
+        by_mask = name.startswith("index") and any(
+            isinstance(index, torch.Tensor) and index.dtype == torch.bool
+            for index in (args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ())
+        )
+        assert name not in _ASK_THE_DEVICE and not by_mask, f"{func} makes the host wait for the device"
+        return func(*args, **(kwargs or {}))
+
+
+class NoReading(TorchFunctionMode):
+    """Fails on calls that read a tensor's values here, but for tensors of the host.
+
+    Needed beside NoQuestions where device tensors are really host tensors: `tolist` of those is no operation.
+
+    Args:
+        is_host: Whether a tensor may be read.
+    """
+
+    def __init__(self, is_host: Callable[[torch.Tensor], bool]) -> None:
+        super().__init__()
+        self._is_host = is_host
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _READ_HERE and not self._is_host(args[0]):
+            raise AssertionError(f"Tensor.{name} reads a tensor of the device that was not copied to the host")
+        return func(*args, **(kwargs or {}))

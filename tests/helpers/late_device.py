@@ -1,0 +1,158 @@
+"""A device that gives its results late: what was computed can be read only from copies that somebody has waited for.
+
+Built on the platform that fails on demand, so faults may be asked for, too. Tensors are really the host's; but between
+the start and the end of `execute_model`, whoever reads one that is not a host buffer fails. Workers note in a file what
+they do:
+
+    0 began 3         rank 0, step 3: a plan has come
+    0 submitted 3     its model has been run (what an accelerator would do later)
+    0 launched 3      execute_model has returned
+    0 waited 3        somebody has waited for a copy of step 3
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from mvllm.platform.tokens_on_device import keeps_tokens_on_device
+from mvllm.plugin_api import (
+    Capabilities,
+    DeviceRuntime,
+    EngineConfig,
+    HostCopy,
+    ModelRunnerOutput,
+    Platform,
+    PlatformSpec,
+    SchedulerOutput,
+    WorkerContext,
+)
+from mvllm.worker.worker import Worker
+from mvllm_fault_injection.platform import FaultyPlatform, FaultyRuntime
+from tests.helpers.host_sync import NoQuestions, NoReading
+from tests.helpers.late_plugin import LOG, SPEC
+
+
+class LateCopy:
+    """A copy whose values nobody has before `wait`; what it was made from may change meanwhile."""
+
+    def __init__(self, tensor: torch.Tensor, runtime: LateRuntime) -> None:
+        self._values = tensor.clone()
+        self._runtime, self._step = runtime, runtime.step
+
+    def wait(self) -> torch.Tensor:
+        self._runtime.note("waited", self._step)
+        self._runtime.host_storages.add(self._values.untyped_storage()._cdata)
+        return self._values
+
+
+class LateEvent:
+    """Fails when it is waited for without having been recorded: nothing would be waited for."""
+
+    def __init__(self) -> None:
+        self._is_recorded = False
+
+    def record(self) -> None:
+        self._is_recorded = True
+
+    def wait(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        assert self._is_recorded
+
+
+class LateRuntime(FaultyRuntime):
+    """The device.
+
+    Attributes:
+        step: The step under way.
+        host_storages: Whose values may be read.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+        self._log = os.environ[LOG]
+        self._kept: list[torch.Tensor] = []
+        self.step = -1
+        self.host_storages: set[int] = set()
+
+    def note(self, event: str, step: int) -> None:
+        with open(self._log, "a", encoding="utf-8") as file:
+            file.write(f"{self._rank} {event} {step}\n")
+
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        buffer = torch.empty(shape, dtype=dtype)
+        self._kept.append(buffer)  # so that no storage takes its place
+        self.host_storages.add(buffer.untyped_storage()._cdata)
+        return buffer
+
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        return host.clone()
+
+    def to_host(self, tensor: torch.Tensor) -> HostCopy:
+        copy = LateCopy(tensor, self)
+        self._kept.append(copy._values)
+        return copy
+
+    def event(self) -> LateEvent:
+        return LateEvent()
+
+    @contextmanager
+    def guarded(self, step: int) -> Iterator[None]:
+        """Nothing of the device is read within."""
+        self.step = step
+        self.note("began", step)
+        with NoQuestions(), NoReading(lambda tensor: tensor.untyped_storage()._cdata in self.host_storages):
+            yield
+        self.note("launched", step)
+
+
+class LatePlatform(FaultyPlatform):
+    """The platform."""
+
+    @property
+    def spec(self) -> PlatformSpec:
+        return SPEC
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, async_copies=True)
+
+    def worker_class(self) -> str:
+        return "tests.helpers.late_device:LateWorker"
+
+    def init_device(self, ctx: WorkerContext) -> DeviceRuntime:
+        super().init_device(ctx)
+        return LateRuntime(ctx.rank)
+
+
+class LateWorker(Worker):
+    """Core's worker, watched."""
+
+    def __init__(self, config: EngineConfig, platform: Platform, ctx: WorkerContext) -> None:
+        super().__init__(config, platform, ctx)
+        self._reads_later = keeps_tokens_on_device(config, platform.capabilities)
+
+    def load_model(self) -> None:
+        super().load_model()
+        compute_logits = self.runner.model.compute_logits
+
+        def noted(hidden: torch.Tensor) -> torch.Tensor:
+            assert isinstance(self.runtime, LateRuntime)
+            self.runtime.note("submitted", self.runtime.step)
+            return compute_logits(hidden)
+
+        self.runner.model.compute_logits = noted  # type: ignore[method-assign]
+
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
+        assert isinstance(self.runtime, LateRuntime)
+        if not self._reads_later:  # it reads its tokens at the end of each step, as it should
+            return super().execute_model(plan)
+        with self.runtime.guarded(plan.step):
+            return super().execute_model(plan)
