@@ -147,6 +147,11 @@ class DeviceRuntime(ABC):
     def step_mark(self) -> None:
         """Ends a step: a lazy device runs what it has recorded."""
 
+    def end_warm_up(self) -> None:
+        """Says that the steps which warm up are over. Where `Capabilities.static_shapes`, they have had every shape that
+        the engine's limits and ShapePolicy allow, and a compilation later on is worth a warning, or an error.
+        """
+
     def health(self) -> None:
         """Returns if the device answers.
 

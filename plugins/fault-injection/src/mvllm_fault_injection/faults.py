@@ -3,14 +3,15 @@
     FAULT_INJECTION="raise@execute:rank=1,step=3"     one fault; several are separated by semicolons
     FAULT_INJECTION="none"                            the platform is there, and nothing goes wrong
 
-    what      raise | hang | spin | exit | nan | slow
+    what      raise | hang | spin | exit | nan | oom | slow
     phase     init_device | load | execute
     rank      the worker that fails (default 0; -1 means all)
     step      for execute: which step, counting from 0 (default 0)
     seconds   for slow: how long each step from then on waits (default 1); for hang: how long (default an hour)
     status    for exit: the exit status (default 3)
 
-`hang` sleeps, `spin` burns the processor in Python; `nan` makes the attention of that step give NaN.
+`hang` sleeps, `spin` burns the processor in Python; `nan` makes the attention of that step give NaN, `oom` leaves it no
+memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 
 VARIABLE = "FAULT_INJECTION"
 
-_KINDS = ("raise", "hang", "spin", "exit", "nan", "slow")
+_KINDS = ("raise", "hang", "spin", "exit", "nan", "oom", "slow")
 _PHASES = ("init_device", "load", "execute")
 
 
@@ -65,7 +66,7 @@ class Fault:
         return step == self.step or (self.kind == "slow" and step > self.step)
 
     def happen(self, rank: int) -> None:
-        """Does it; returns for `slow` and `nan`."""
+        """Does it; returns for `slow`, and for what the platform does itself: `nan`, `oom`."""
         if self.kind == "raise":
             raise InjectedFault(f"injected into {self.phase} of rank {rank}")
         if self.kind == "exit":
@@ -84,13 +85,14 @@ class FaultPlan:
 
     Attributes:
         rank: Set when the device is bound.
+        poisoned, starved: Whether this step is to give NaN, or to find no memory.
     """
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         self._faults = faults
         self._next_step = 0
         self.rank = 0
-        self.poisoned = False
+        self.poisoned = self.starved = False
 
     @classmethod
     def from_environment(cls) -> FaultPlan:
@@ -101,6 +103,7 @@ class FaultPlan:
         """Lets happen what is to happen here."""
         due = [fault for fault in self._faults if fault.applies(phase, self.rank, step)]
         self.poisoned = any(fault.kind == "nan" for fault in due)
+        self.starved = any(fault.kind == "oom" for fault in due)
         for fault in due:
             fault.happen(self.rank)
 
