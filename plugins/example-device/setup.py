@@ -1,4 +1,4 @@
-"""Compiles the device against the installed torch. Unlike kernels, it is not optional: without it there is no platform."""
+"""Compiles the device against the installed torch. It is not optional: without it there is no platform."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEVICE = CppExtension("mvllm_example_device._device", ["csrc/device.cpp"], extra
 
 
 class BuildDevice(BuildExtension):
-    """Says in one line what is missing where there is no compiler, and leaves no older library behind in the sources."""
+    """Says what is missing where there is no compiler, and leaves no older library behind in the sources."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{**options, "use_ninja": False, "no_python_abi_suffix": True})
@@ -30,7 +30,7 @@ class BuildDevice(BuildExtension):
             super().build_extensions()
         except Exception as e:
             raise SystemExit(
-                f"error: mvllm-example-device needs a C++17 compiler (g++ or clang++), which failed: {e}\n"
+                f"error: mvllm-example-device needs a C++ compiler (g++ or clang++), which failed: {e}\n"
                 "remedy: install one (Debian, Ubuntu: apt install g++) or name it with the environment variable CXX"
             ) from e
 

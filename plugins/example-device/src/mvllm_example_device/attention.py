@@ -8,26 +8,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mvllm.plugin_api import AttentionMetadata, AttentionSpec, BatchLayout, KVCache, OpCase, OpProvider
-from mvllm.plugin_api import ReferenceAttention as Reference
+import mvllm.plugin_api as api
 from mvllm_example_device.faults import FaultPlan
+from mvllm_example_device.plugin import DTYPES
 from mvllm_example_device.runtime import ExampleRuntime
 from mvllm_example_device.strict import Strict
 
-DTYPES = ("float32", "bfloat16")
 MAX_HEAD_SIZE = 256
 
 
-class ExampleAttention(Strict, Reference):
+class ExampleAttention(Strict, api.ReferenceAttention):
     """The reference on this device: begins steps, counts shapes, and gives NaN where that was asked for."""
 
-    def __init__(self, spec: AttentionSpec, runtime: ExampleRuntime, faults: FaultPlan) -> None:
+    def __init__(self, spec: api.AttentionSpec, runtime: ExampleRuntime, faults: FaultPlan) -> None:
         super().__init__(spec)
         self._runtime, self._faults = runtime, faults
 
     @classmethod
-    def validate(cls, spec: AttentionSpec) -> list[str]:
-        reasons = Reference.validate(spec)
+    def validate(cls, spec: api.AttentionSpec) -> list[str]:
+        reasons = api.ReferenceAttention.validate(spec)
         if spec.head_size > MAX_HEAD_SIZE:
             reasons.append(f"heads have at most {MAX_HEAD_SIZE} elements, not {spec.head_size}")
         return reasons
@@ -37,12 +36,12 @@ class ExampleAttention(Strict, Reference):
         shape = (2, num_blocks, block_size, spec.num_kv_heads, spec.head_size)
         return self._runtime.empty(shape, getattr(torch, spec.kv_dtype)).zero_()
 
-    def build_metadata(self, batch: BatchLayout) -> AttentionMetadata:
+    def build_metadata(self, batch: api.BatchLayout) -> api.AttentionMetadata:
         self._runtime.begin_step(batch)
         return super().build_metadata(batch)
 
     def forward(
-        self, query: torch.Tensor, kv: KVCache, metadata: AttentionMetadata, sinks: torch.Tensor | None = None
+        self, query: torch.Tensor, kv: api.KVCache, metadata: api.AttentionMetadata, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         self._runtime.check()
         self._runtime.compile("attention", *query.shape)
@@ -50,7 +49,7 @@ class ExampleAttention(Strict, Reference):
         return output * torch.nan if self._faults.poisoned else output
 
 
-def providers(compiled: Callable[..., None]) -> Sequence[OpProvider]:
+def providers(compiled: Callable[..., None]) -> Sequence[api.OpProvider]:
     """The operations that it has.
 
     Args:
@@ -65,17 +64,16 @@ def providers(compiled: Callable[..., None]) -> Sequence[OpProvider]:
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The weight is kept transposed: `prepare` does that once."""
         compiled("linear", *x.shape, *weight.shape)
-        product = F.linear(x, weight.t(), bias)
-        return product
+        return F.linear(x, weight.t(), bias)
 
     def transposed(weight: Any) -> Any:
         return weight.t().contiguous()
 
     return [
-        OpProvider("rms_norm", "example_rms_norm", rms_norm, _supports),
-        OpProvider("linear", "example_linear", linear, _supports, prepare=transposed),
+        api.OpProvider("rms_norm", "example_rms_norm", rms_norm, _supports),
+        api.OpProvider("linear", "example_linear", linear, _supports, prepare=transposed),
     ]
 
 
-def _supports(case: OpCase) -> list[str]:
+def _supports(case: api.OpCase) -> list[str]:
     return [] if case.dtype in DTYPES else [f"dtype {case.dtype} is not among {', '.join(DTYPES)}"]

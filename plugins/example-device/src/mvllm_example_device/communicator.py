@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from mvllm.plugin_api import Communicator, ContractError, GroupSpec, TorchCommunicator
+import mvllm.plugin_api as api
 from mvllm_example_device.strict import Strict, in_worker
 
 
-class ExampleCommunicator(Strict, Communicator):
+class ExampleCommunicator(Strict, api.Communicator):
     """Copies to the host, lets the host's communicator do it, copies back.
 
     Args:
@@ -18,10 +18,10 @@ class ExampleCommunicator(Strict, Communicator):
         device: This rank's device.
     """
 
-    def __init__(self, spec: GroupSpec, device: torch.device) -> None:
+    def __init__(self, spec: api.GroupSpec, device: torch.device) -> None:
         in_worker()
         self._device = device
-        self._host = TorchCommunicator(spec, backend="gloo", device=torch.device("cpu"))
+        self._host = api.TorchCommunicator(spec, backend="gloo", device=torch.device("cpu"))
         self.rank, self.world_size = self._host.rank, self._host.world_size
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -62,5 +62,5 @@ class ExampleCommunicator(Strict, Communicator):
     def _out(self, tensor: torch.Tensor) -> torch.Tensor:
         in_worker()
         if tensor.device != self._device:
-            raise ContractError(f"A collective of {self._device} was given a tensor of {tensor.device}.")
+            raise api.ContractError(f"A collective of {self._device} was given a tensor of {tensor.device}.")
         return tensor.cpu()

@@ -10,22 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from mvllm.plugin_api import (
-    BatchLayout,
-    ContractError,
-    DeviceRuntime,
-    HostCopy,
-    MemoryInfo,
-    PlatformError,
-    WorkerContext,
-    get_logger,
-)
+import mvllm.plugin_api as api
 from mvllm_example_device.faults import FaultPlan
 from mvllm_example_device.plugin import LIBRARY
 from mvllm_example_device.settings import Settings
 from mvllm_example_device.strict import Strict, in_worker
 
-logger = get_logger("mvllm.example_device")
+logger = api.get_logger("mvllm.example_device")
 
 _bound: list[ExampleRuntime] = []
 """The runtime that this process has open: one at a time."""
@@ -35,12 +26,12 @@ def _load_library(settings: Settings) -> None:
     """Makes torch know the device; once per process."""
     owner = torch._C._get_privateuse1_backend_name()
     if owner not in ("privateuseone", "example"):
-        raise PlatformError(f"torch has one place for a foreign device (PrivateUse1), and {owner!r} has taken it.")
+        raise api.PlatformError(f"torch has one place for a foreign device (PrivateUse1), and {owner!r} has taken it.")
     if owner != "example":
         try:
             torch.ops.load_library(str(LIBRARY))
         except OSError as e:
-            raise PlatformError(
+            raise api.PlatformError(
                 f"{LIBRARY} does not load into torch {torch.__version__}: {e}. It was compiled against another torch: "
                 "reinstall mvllm-example-device."
             ) from e
@@ -71,7 +62,7 @@ class PendingCopy(Strict):
         return tensor
 
 
-class ExampleRuntime(Strict, DeviceRuntime):
+class ExampleRuntime(Strict, api.DeviceRuntime):
     """The device that `local_rank` says. What is public beside the contract is for this package.
 
     Args:
@@ -80,12 +71,14 @@ class ExampleRuntime(Strict, DeviceRuntime):
         faults: What is to go wrong.
     """
 
-    def __init__(self, ctx: WorkerContext, settings: Settings, faults: FaultPlan) -> None:
+    def __init__(self, ctx: api.WorkerContext, settings: Settings, faults: FaultPlan) -> None:
         in_worker()
         if _bound:
-            raise PlatformError(f"This process has {_bound[0].device} open already: a process binds one device, once.")
+            raise api.PlatformError(
+                f"This process has {_bound[0].device} open already: a process binds one device, once."
+            )
         if ctx.local_rank >= settings.devices:
-            raise PlatformError(
+            raise api.PlatformError(
                 f"Rank {ctx.rank} is worker {ctx.local_rank} of this machine, which has {settings.devices} devices. "
                 "Use fewer workers, or raise MVLLM_EXAMPLE_DEVICES."
             )
@@ -93,7 +86,7 @@ class ExampleRuntime(Strict, DeviceRuntime):
         self._settings, self._faults = settings, faults
         self._process, self._thread = os.getpid(), None if ctx.in_engine_process else threading.get_ident()
         self._lent: list[tuple[torch.Tensor, bytes]] = []
-        self._batch: BatchLayout | None = None
+        self._batch: api.BatchLayout | None = None
         self._compiled: set[Hashable] = set()
         self._warm = False
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="example-device-copies")
@@ -108,10 +101,10 @@ class ExampleRuntime(Strict, DeviceRuntime):
         self.check()
         self._end_step()
 
-    def memory(self) -> MemoryInfo:
+    def memory(self) -> api.MemoryInfo:
         self.check()
         total, used, peak = torch.ops.mvllm_example_device.memory(self.device.index)
-        return MemoryInfo(total=total, free=max(0, total - used), used_by_me=used, peak_by_me=peak)
+        return api.MemoryInfo(total=total, free=max(0, total - used), used_by_me=used, peak_by_me=peak)
 
     def reset_peak_memory(self) -> None:
         self.check()
@@ -131,14 +124,14 @@ class ExampleRuntime(Strict, DeviceRuntime):
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         self.check()
         if host.device.type != "cpu":
-            raise ContractError(f"to_device takes a tensor of the host, not of {host.device}.")
+            raise api.ContractError(f"to_device takes a tensor of the host, not of {host.device}.")
         self._lent.append((host, _bytes_of(host)))
         return host.to(self.device)
 
-    def to_host(self, tensor: torch.Tensor) -> HostCopy:
+    def to_host(self, tensor: torch.Tensor) -> api.HostCopy:
         self.check()
         if tensor.device != self.device:
-            raise ContractError(f"to_host takes a tensor of {self.device}, not of {tensor.device}.")
+            raise api.ContractError(f"to_host takes a tensor of {self.device}, not of {tensor.device}.")
         source = tensor.detach().clone()  # later work may overwrite what was submitted before this copy
         return PendingCopy(self, self._copier.submit(source.cpu))
 
@@ -173,19 +166,19 @@ class ExampleRuntime(Strict, DeviceRuntime):
         """Fails unless the call comes from where the contract allows it: this worker, its process, its thread."""
         in_worker()
         if not self._open:
-            raise ContractError(f"{self.device} was used after shutdown.")
+            raise api.ContractError(f"{self.device} was used after shutdown.")
         if os.getpid() != self._process:
-            raise ContractError(f"{self.device} was opened by process {self._process} and used by {os.getpid()}.")
+            raise api.ContractError(f"{self.device} was opened by process {self._process} and used by {os.getpid()}.")
         if self._thread not in (None, threading.get_ident()):
-            raise ContractError(f"{self.device} was used from another thread than the worker's.")
+            raise api.ContractError(f"{self.device} was used from another thread than the worker's.")
 
-    def begin_step(self, batch: BatchLayout) -> None:
+    def begin_step(self, batch: api.BatchLayout) -> None:
         """A step begins with the first metadata that is built for it; its faults happen here."""
         self.check()
         if batch is self._batch:
             return
         if self._batch is not None and self._settings.mode == "lazy":
-            raise ContractError("A step began before step_mark or synchronize ended the one before.")
+            raise api.ContractError("A step began before step_mark or synchronize ended the one before.")
         self._batch = batch
         self.compile("step", batch.num_tokens, batch.num_requests, *batch.block_table_device.shape)
         if self._warm:
@@ -199,14 +192,14 @@ class ExampleRuntime(Strict, DeviceRuntime):
         if self._settings.mode != "static" or shape in self._compiled:
             return
         if self._warm:
-            raise PlatformError(f"A step after the warm-up needed a compilation: {shape} is a new shape.")
+            raise api.PlatformError(f"A step after the warm-up needed a compilation: {shape} is a new shape.")
         self._compiled.add(shape)
 
     def settle_lent(self) -> None:
         """Earlier copies to the device are done: until now their sources had to stay as they were."""
         for host, content in self._lent:
             if _bytes_of(host) != content:
-                raise ContractError("A host tensor was changed before the copy of it to the device was done.")
+                raise api.ContractError("A host tensor was changed before the copy of it to the device was done.")
         self._lent.clear()
 
     def _end_step(self) -> None:
