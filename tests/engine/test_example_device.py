@@ -23,6 +23,7 @@ from tests.helpers.processes import TAG, assert_nothing_left, new_tag, shared_me
 PROMPTS = [{"prompt_token_ids": [5 + i, 6, 7, 8]} for i in range(4)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
 TIGHT = {"max_num_seqs": 8, "max_num_batched_tokens": 32}  # cuts prompts into chunks
+MANY = {"max_num_seqs": 64, "max_num_batched_tokens": 64, "max_model_len": 256}  # would use 12 MiB of cache
 BYTES_PER_BLOCK = 16 * 3 * 2 * 2 * 16 * 4  # tokens, layers, key and value, heads, head size, float32
 
 Make = Callable[..., LLM]
@@ -99,7 +100,7 @@ def test_modes_give_the_same_tokens_and_their_rules_are_kept(make: Make, mode: s
 
 def test_the_cache_is_what_the_devices_memory_leaves(make: Make) -> None:
     limit = 4 << 20
-    llm = make(MVLLM_EXAMPLE_MEMORY=limit, kv_cache_memory_bytes=None, max_num_seqs=32, max_model_len=4096)
+    llm = make(MVLLM_EXAMPLE_MEMORY=limit, kv_cache_memory_bytes=None, **MANY)
     summary = llm.llm_engine.cache_summary
     assert limit // 4 < summary.num_blocks * BYTES_PER_BLOCK < limit, "this device's memory, not the machine's"
     assert all(len(tokens) == 12 for tokens in run(llm)), "and it is really there"
@@ -109,7 +110,7 @@ def test_what_does_not_fit_the_device_is_an_error_in_the_users_terms(make: Make)
     with pytest.raises(ModelError, match=r"cannot be allocated on the device: out of memory on example:0"):
         make(MVLLM_EXAMPLE_MEMORY=20_000)
     with pytest.raises(CacheError, match=r"KV cache of \d+ blocks .* cannot be allocated .*out of memory on example:0"):
-        make(MVLLM_EXAMPLE_MEMORY=2 << 20, kv_cache_memory_bytes=3 << 20, max_num_seqs=32, max_model_len=1024)
+        make(MVLLM_EXAMPLE_MEMORY=2 << 20, kv_cache_memory_bytes=3 << 20, **MANY)
 
 
 # ----------------------------------------------------------------------------------------------------------------- faults
