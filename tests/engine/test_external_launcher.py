@@ -19,6 +19,7 @@ import pytest
 from tests.engine import launched_rank
 from tests.helpers import parity
 from tests.helpers.parity import BLOCK_SIZE, LOGPROB_TOLERANCE, MAX_LEN
+from tests.helpers.plugins import fault_platform_path
 
 NAMES = (
     "llama-gqa",
@@ -127,6 +128,30 @@ def test_every_family_gives_the_tokens_of_one_process_on_every_rank(
         check_against_oracle(name, found["again"])
         for kind in ("drawn", "prompts"):
             check_close(found[kind], alone[name][kind])
+
+
+@pytest.mark.parametrize("poor", [0, 1])
+def test_the_rank_with_the_least_memory_decides_for_every_engine(poor: int, tmp_path: Path) -> None:
+    free = (4 << 30) // 10 + (200 << 20)  # the reserve of the platform, and 100 MiB for each of two ranks
+    paths = [*fault_platform_path(tmp_path / "plugins"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {"FAULT_INJECTION": f"poor@memory:rank={poor},free={free}", "PYTHONPATH": os.pathsep.join(paths)}
+    settings = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher", "platform": "faulty"}
+    memory = {
+        "kv_cache_memory_bytes": None,
+        "memory_utilization": 0.9,
+        "max_num_seqs": 2048,
+        "max_num_batched_tokens": None,
+    }
+    described = job_of("llama-gqa", **settings, **memory)
+    del described["blocks"]
+    job = tmp_path / "job.json"
+    job.write_text(json.dumps({"engines": [described]}))
+    code, text = launch(2, [str(SCRIPT), str(job), str(tmp_path)], env)
+    assert code == 0, text
+    [first], [second] = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert 0 < first["num_blocks"] < 2048 * MAX_LEN // BLOCK_SIZE
+    check_against_oracle("llama-gqa", first["greedy"])
 
 
 def test_ranks_that_do_not_make_up_the_sizes_are_refused(tmp_path: Path) -> None:

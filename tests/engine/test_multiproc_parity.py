@@ -1,31 +1,92 @@
-"""Several worker processes give the tokens of transformers: shards, stages, and both; one model per family."""
+"""Several worker processes give the tokens of transformers: shards, stages, and both.
+
+Each engine is under every pressure at once: a step budget that cuts prompts into chunks, a cache that is too small for
+the sequences that run, so that they are preempted and recomputed, and prompts whose beginnings are in the cache.
+"""
 
 from __future__ import annotations
 
 import pytest
+from transformers import AutoConfig
 
 from tests.helpers import parity
+from tests.helpers.parity import BLOCK_SIZE, Oracle
 
-# A small budget cuts prompts into chunks.
-TIGHT = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
+FAMILIES = ["llama-gqa", "mistral-window", "qwen2", "qwen3", "opt", "gpt2"]
+WHICH = (0, 5, 6, 8, 10, 11, 15)
+"""Prompts of the oracle, of 1 to 97 tokens. Some share prefixes."""
+NUM_TOKENS = 24
+SETTINGS = {"max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 32}
+NUM_BLOCKS = 11
+"""A few more than the longest sequence needs, where six would run."""
+
+# Why each stands here: what it cuts in a way of its own. As (checkpoint, shards, stages).
+LAYOUTS = {
+    "one embedding serves the first stage and the head of the last": ("llama-mha-tied", 2, 2),
+    "one key/value head is copied to both ranks; a bias is added by one rank alone": ("llama-mqa-biases", 2, 2),
+    "the heads together are wider than the hidden state": ("llama-head-dim", 2, 1),
+    "names without the first component": ("llama-without-prefix", 1, 2),
+    "stages find their layers in different files": ("llama-many-files", 1, 2),
+    "a vocabulary that two ranks cannot halve, tied": ("llama-odd-vocabulary-tied", 2, 2),
+    "a vocabulary that leaves the last of four ranks fewer rows": ("qwen2-odd-vocabulary", 4, 1),
+    "a window and a copied head": ("mistral-window-yarn", 2, 1),
+    "copied heads, biases on queries, keys and values, and tied embeddings": ("qwen2-mqa-tied", 2, 2),
+    "a window in the later layers only: a stage counts layers from the model's first": ("qwen2-window", 1, 2),
+    "a window in every other layer, one layer per stage": ("qwen2-layer-types", 1, 3),
+    "norms of each head, biases, and a window by layer": ("qwen3-biases-window", 2, 2),
+    "norms of each head, wide heads, tied": ("qwen3-head-dim-tied", 2, 1),
+    "projections around the layers that no rank shares, norms after": ("opt-norm-after-projected", 2, 2),
+    "a projection after the last norm": ("opt-projected", 1, 2),
+    "a head of its own, norms without weights": ("opt-untied-plain-norms", 2, 1),
+    "attention that is scaled by the number of the layer in the whole model": ("gpt2-scaled-by-layer", 1, 2),
+    "a head of its own beside a fused projection": ("gpt2-untied", 2, 1),
+    "an inner width that is not four times the hidden one": ("gpt2-inner-relu", 2, 1),
+    "four ranks for two key/value heads": ("llama-gqa", 4, 1),
+    "four ranks for one key/value head and norms of each head": ("qwen3-mqa", 4, 1),
+}
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "qwen2", "qwen3", "opt", "gpt2"])
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
-def test_worker_processes_give_the_tokens_of_transformers(name: str, tensor: int, pipeline: int) -> None:
-    expected = parity.oracle(name)
-    with parity.engine(expected.folder, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **TIGHT) as llm:
-        parity.check(expected, parity.generate(llm, expected.prompts))
-        again = parity.generate(llm, expected.prompts)
-        parity.check(expected, again)
-        assert max(output.num_cached_tokens for output in again) > 0
+def block_bytes(expected: Oracle, tensor: int, pipeline: int) -> int:
+    """What one block of the cache takes on the rank that holds most."""
+    config = AutoConfig.from_pretrained(expected.folder)
+    heads = config.num_attention_heads
+    kv_heads = max(1, (getattr(config, "num_key_value_heads", None) or heads) // tensor)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return -(-config.num_hidden_layers // pipeline) * 2 * kv_heads * head_size * 4 * BLOCK_SIZE
 
 
-def test_shards_and_stages_together_survive_preemption() -> None:
-    expected = parity.oracle("llama-gqa")
-    with parity.engine(
-        expected.folder, tensor_parallel_size=2, pipeline_parallel_size=2, kv_cache_memory_bytes=200_000, **TIGHT
-    ) as llm:
-        parity.check(expected, parity.generate(llm, expected.prompts))
+def check_under_pressure(name: str, tensor: int, pipeline: int, **settings: object) -> None:
+    expected = parity.oracle(name, WHICH, NUM_TOKENS)
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    memory = NUM_BLOCKS * block_bytes(expected, tensor, pipeline)
+    with parity.engine(expected.folder, kv_cache_memory_bytes=memory, **sizes, **SETTINGS, **settings) as llm:
+        # A platform may round heads up, so that fewer fit.
+        assert NUM_BLOCKS - 2 <= llm.llm_engine.cache_summary.num_blocks <= NUM_BLOCKS
+        assert max(map(len, expected.prompts)) > SETTINGS["max_num_batched_tokens"]
+        parity.check(expected, parity.generate(llm, expected.prompts, max_tokens=NUM_TOKENS))
         stats = llm.llm_engine.stats
         assert stats is not None and stats.num_preemptions > 0
+
+        backwards = list(range(len(expected.prompts)))[::-1]  # what came last is what the cache still has
+        again = parity.generate(llm, [expected.prompts[i] for i in backwards], max_tokens=NUM_TOKENS)
+        parity.check(expected, again, backwards)
+        assert sum(output.num_cached_tokens for output in again) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
+def test_every_family_gives_the_tokens_of_transformers_under_pressure(name: str, tensor: int, pipeline: int) -> None:
+    check_under_pressure(name, tensor, pipeline)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "tensor", "pipeline"), LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_so_does_every_way_of_cutting_a_checkpoint(name: str, tensor: int, pipeline: int) -> None:
+    check_under_pressure(name, tensor, pipeline)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (2, 2)])
+def test_so_do_plans_that_are_made_ahead(tensor: int, pipeline: int) -> None:
+    check_under_pressure("qwen3", tensor, pipeline, async_scheduling=True)

@@ -67,6 +67,7 @@ _GPT2 = {
     "bos_token_id": BOS_TOKEN_ID,
     "eos_token_id": EOS_TOKEN_ID,
 }
+_ODD = VOCAB_SIZE + 3  # tokens that neither two nor four ranks share evenly
 _HALF = 8  # pairs of elements in a head of 16
 
 
@@ -188,6 +189,7 @@ ZOO: dict[str, ZooEntry] = {
     "llama-without-prefix": ZooEntry(_llama(tie_word_embeddings=True), edit_tensors=_drop_prefix("model.")),
     "llama-rotary-buffers": ZooEntry(_llama(), edit_tensors=_with_rotary_buffers),
     "llama-many-files": ZooEntry(_llama(), max_shard_size="100KB"),
+    "llama-odd-vocabulary-tied": ZooEntry(_llama(vocab_size=_ODD, tie_word_embeddings=True)),
     "mistral-window": ZooEntry(_mistral(sliding_window=11)),
     "mistral-no-window": ZooEntry(_mistral(sliding_window=None, head_dim=32)),
     "mistral-window-yarn": ZooEntry(_mistral(sliding_window=24, num_key_value_heads=1, **_YARN)),
@@ -203,7 +205,9 @@ ZOO: dict[str, ZooEntry] = {
         )
     ),
     "qwen2-yarn": ZooEntry(_qwen2(**_YARN)),
+    "qwen2-odd-vocabulary": ZooEntry(_qwen2(vocab_size=_ODD)),
     "qwen3": ZooEntry(_qwen3()),
+    "qwen3-mqa": ZooEntry(_qwen3(num_key_value_heads=1)),
     "qwen3-head-dim-tied": ZooEntry(_qwen3(head_dim=32, tie_word_embeddings=True)),
     "qwen3-biases-window": ZooEntry(
         _qwen3(attention_bias=True, use_sliding_window=True, sliding_window=9, max_window_layers=2)

@@ -33,8 +33,8 @@ class Oracle:
     Attributes:
         folder: The checkpoint.
         prompts: Token ids; some share prefixes of several blocks.
-        tokens: [prompts][NUM_TOKENS]: greedy continuations.
-        logprobs: [prompts] of float32 [NUM_TOKENS, vocabulary].
+        tokens: [prompts][num_tokens]: greedy continuations.
+        logprobs: [prompts] of float32 [num_tokens, vocabulary].
         prompt_logprobs: [prompts] of float32 [length - 1, vocabulary]: row i predicts token i + 1.
     """
 
@@ -51,10 +51,17 @@ def names_of(*families: str) -> list[str]:
 
 
 @functools.cache
-def oracle(name: str) -> Oracle:
-    """Runs transformers on checkpoint `name`; kept for the life of the process."""
+def oracle(name: str, which: tuple[int, ...] | None = None, num_tokens: int = NUM_TOKENS) -> Oracle:
+    """Runs transformers on checkpoint `name`; kept for the life of the process.
+
+    Args:
+        name: A key of ZOO.
+        which: Prompts to keep, by their place in PROMPT_LENGTHS; None for all.
+        num_tokens: How far to continue each.
+    """
     folder = make_checkpoint(name, Path(tempfile.mkdtemp(prefix="mvllm-parity-")) / name)
     prompts = _prompts(name)
+    prompts = prompts if which is None else [prompts[i] for i in which]
     model = load_reference(folder)
     remembers = ZOO[name].max_prompt_len < MAX_LEN  # its RoPE keeps what the sequence before was scaled to
     tokens, logprobs, prompt_logprobs = [], [], []
@@ -66,7 +73,7 @@ def oracle(name: str) -> Oracle:
             result = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=NUM_TOKENS,
+                max_new_tokens=num_tokens,
                 do_sample=False,
                 eos_token_id=None,
                 pad_token_id=0,

@@ -36,7 +36,7 @@ def dev(frame, monkeypatch):
     module.commands = []
     module.failing = None
 
-    def capture(command, cwd):
+    def capture(command, cwd, **extra):
         words = [str(word) for word in command]
         module.commands.append(" ".join(words))
         if module.failing and module.failing in module.commands[-1]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -71,7 +72,8 @@ def unnamed_file(name: str) -> int:
         name: For people who read /proc.
     """
     if _HAS_MEMFD:
-        return os.memfd_create(f"mvllm-{name}", os.MFD_CLOEXEC)
+        with contextlib.suppress(OSError):  # a sandbox may forbid the call
+            return os.memfd_create(f"mvllm-{name}", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile(buffering=0) as file:
         return os.dup(file.fileno())
 

@@ -64,7 +64,7 @@ class StatusBoard:
     def create(cls, num_ranks: int) -> StatusBoard:
         """A board on which every rank is starting."""
         fd = unnamed_file("status")
-        os.ftruncate(fd, max(mmap.PAGESIZE, num_ranks * _LINE.size))
+        os.write(fd, bytes(max(mmap.PAGESIZE, num_ranks * _LINE.size)))  # claimed now, or an error now
         board = cls(fd)
         for rank in range(num_ranks):
             board.write(rank, STARTING)

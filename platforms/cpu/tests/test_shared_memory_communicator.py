@@ -13,7 +13,7 @@ import torch
 import torch.multiprocessing as mp
 
 from mvllm.plugin_api import GroupSpec, PlatformError
-from mvllm_cpu import kernels
+from mvllm_cpu import kernels, machine
 from mvllm_cpu import shared_memory_communicator as module
 from mvllm_cpu.shared_memory_communicator import SharedMemoryCommunicator
 
@@ -101,6 +101,42 @@ def without_memory(rank: int, world_size: int, address: str) -> None:
 
 def test_ranks_that_cannot_share_memory_agree_on_sockets() -> None:
     spawn(without_memory, 2)
+
+
+def refused(*_: object) -> None:
+    raise PermissionError
+
+
+def short_of_memory(rank: int, world_size: int, address: str) -> None:
+    if rank == 0:  # the one that makes it
+        machine.memory_free = lambda: 10_000
+    comm = join(rank, world_size, address)
+    assert not comm.uses_shared_memory
+    assert comm.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
+    comm.close()
+
+
+def not_allowed_memory(rank: int, world_size: int, address: str) -> None:
+    os.memfd_create = refused
+    comm = join(rank, world_size, address)
+    assert not comm.uses_shared_memory
+    assert comm.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
+    comm.close()
+
+
+@pytest.mark.parametrize("body", [short_of_memory, not_allowed_memory])
+def test_where_memory_cannot_be_had_all_ranks_use_sockets(body: Callable[..., None]) -> None:
+    spawn(body, 2)
+
+
+def test_every_page_is_claimed_and_nobody_can_take_one_back() -> None:
+    fd = module._claim(64 << 10, bytes(16))
+    try:
+        assert os.fstat(fd).st_blocks * 512 >= 64 << 10
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, 0)
+    finally:
+        os.close(fd)
 
 
 def deserted(rank: int, world_size: int, address: str) -> None:

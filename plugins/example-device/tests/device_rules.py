@@ -77,7 +77,12 @@ def rule_phases_are_asserted():
 
 def rule_nothing_is_offered_beside_the_contract():
     with opened() as (platform, runtime):
-        for thing in (platform, runtime, platform.attention_backend(SPEC), runtime.to_host(runtime.empty((1,), torch.int32))):
+        for thing in (
+            platform,
+            runtime,
+            platform.attention_backend(SPEC),
+            runtime.to_host(runtime.empty((1,), torch.int32)),
+        ):
             refused(lambda thing=thing: getattr(thing, "is_cuda_alike", None), ContractError, "is_cuda_alike")
             assert not hasattr(thing, "__deepcopy__")
 

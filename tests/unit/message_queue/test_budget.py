@@ -13,7 +13,9 @@ from mvllm.executor.message_queue import (
     QueueSettings,
     RingShape,
     SharedMemoryError,
+    budget,
     plan_rings,
+    segment,
     shared_memory_space,
 )
 from mvllm.executor.message_queue.budget import SharedMemorySpace
@@ -89,3 +91,58 @@ def test_planned_rings_fit_and_every_byte_of_them_can_be_written(small_filesyste
                 writer.enqueue({}, [bytes(shape.slot_bytes - 128)], timeout=0)
             assert writer._overflow is None
     assert os.listdir(small_filesystem) == []
+
+
+def limit_memory(monkeypatch, root, line, folders):
+    """A machine whose control groups have these files: {folder: {file: content}}."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(line)
+    for folder, files in folders.items():
+        (root / "cgroup" / folder).mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (root / "cgroup" / folder / name).write_text(f"{content}\n")
+    monkeypatch.setattr(budget, "PROC", root / "proc")
+    monkeypatch.setattr(budget, "CGROUPS", root / "cgroup")
+
+
+@pytest.mark.parametrize("where", ["its own group", "a group above"])
+def test_the_limit_of_any_control_group_above_counts(monkeypatch, tmp_path, where):
+    limited = {"memory.max": 64 * MIB, "memory.current": 4 * MIB, "memory.stat": "anon 9\ninactive_file 0"}
+    free = {"memory.max": "max", "memory.current": 4 * MIB}
+    inner, outer = (limited, free) if where == "its own group" else (free, limited)
+    limit_memory(monkeypatch, tmp_path, "0::/pods/one\n", {"pods": outer, "pods/one": inner})
+    assert shared_memory_space().free_bytes == 60 * MIB
+
+
+def test_files_that_the_kernel_has_cached_are_not_in_the_way(monkeypatch, tmp_path):
+    """After reading weights a container's memory is full of them, and every byte of that can be had."""
+    usage = {
+        "memory.limit_in_bytes": 64 * MIB,
+        "memory.usage_in_bytes": 64 * MIB - 1,
+        "memory.stat": f"cache {50 * MIB}\ninactive_file 5\ntotal_inactive_file {50 * MIB}",
+    }
+    limit_memory(monkeypatch, tmp_path, "7:cpu,cpuacct:/\n4:memory:/box\n", {"memory/box": usage})
+    assert shared_memory_space().free_bytes == 50 * MIB + 1
+    assert total(plan_rings([RingShape(2)] * 9, shared_memory_space())) <= 50 * MIB
+
+
+def test_a_limit_that_is_reached_refuses_and_names_the_limit(monkeypatch, tmp_path):
+    usage = {"memory.max": 64 * MIB, "memory.current": 64 * MIB}
+    limit_memory(monkeypatch, tmp_path, "0::/\n", {".": usage})
+    with pytest.raises(SharedMemoryError, match=r"memory has 0 to spare.*--memory"):
+        plan_rings([RingShape(1)], shared_memory_space())
+
+
+def test_where_anonymous_memory_is_forbidden_the_plan_counts_what_the_file_system_has(monkeypatch, small_filesystem):
+    def forbidden(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    monkeypatch.setattr(segment, "FALLBACK_DIRECTORY", small_filesystem)
+    found = shared_memory_space()
+    assert (found.free_bytes, found.place) == (64 * MIB, small_filesystem) and "--shm-size" in found.remedy
+    with pytest.raises(SharedMemoryError, match=r"'big' needs .* bytes .*--shm-size"):
+        MessageQueue.create("big", ["r"], settings=QueueSettings(slot_bytes=8 * MIB))
+    with contextlib.closing(MessageQueue.create("small", ["r"])):
+        assert shared_memory_space().free_bytes < 64 * MIB
+    assert shared_memory_space().free_bytes == 64 * MIB

@@ -150,6 +150,40 @@ def test_a_group_notices_the_death_of_any_writer_once_it_has_read_what_is_there(
             reader.close()
 
 
+class PollInTheWorstOrder:
+    """poll() that looked at the data before a peer's last message came, and at the peer after it had ended."""
+
+    def __init__(self, real, peer_fd, last_act):
+        self._real, self._peer_fd, self._last_act = real, peer_fd, last_act
+        self.register, self.unregister = real.register, real.unregister
+
+    def poll(self, timeout):
+        if self._last_act is None:
+            return self._real.poll(timeout)
+        self._last_act()
+        self._last_act = None
+        return [(fd, event) for fd, event in self._real.poll(timeout) if fd == self._peer_fd()]
+
+
+def test_what_a_writer_sent_right_before_it_died_is_read_first():
+    with queue_of("Worker_TP0") as queue, contextlib.closing(queue.open_reader(0, dict)) as reader:
+        read_end, write_end = os.pipe()
+        reader.watch_writer(fd=read_end)
+        writer = queue.open_writer()
+
+        def send_and_die():
+            writer.enqueue({"last": True})
+            os.close(write_end)
+
+        waiter, peer = reader.source._in.waiter, reader.source._in.peer
+        waiter._poll = PollInTheWorstOrder(waiter._poll, lambda: peer.fd, send_and_die)
+        assert reader.dequeue(30)[0] == {"last": True}
+        with pytest.raises(PeerDiedError):
+            reader.dequeue(30)
+        writer.close()
+    os.close(read_end)
+
+
 def test_nothing_is_left_when_every_process_is_killed():
     before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     with queue_of("Worker_TP0") as queue:

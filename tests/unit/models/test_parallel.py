@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from mvllm.distributed.group import GroupCoordinator
 from mvllm.errors import ConfigError
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.registry import resolve_model_class
-from mvllm.models.safetensors_file import SafetensorsReader
+from mvllm.models.safetensors_file import SafetensorsReader, read_header
 from mvllm.models.weights import load_weights
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.paged_driver import PagedDriver, load_model, make_context, read_config
@@ -23,6 +25,8 @@ NAMES = [
     "llama-gqa",
     "llama-mha-tied",
     "llama-mqa-biases",
+    "llama-odd-vocabulary-tied",
+    "mistral-window-yarn",
     "qwen2-window",
     "qwen3-biases-window",
     "opt-norm-after-projected",
@@ -148,3 +152,40 @@ def test_no_rank_reads_more_bytes_than_its_parameters_take(
             num_read = 0
             load_weights(model, folder, use_tqdm=False)
             assert 0 < num_read <= held
+
+
+# What several ranks may hold alike, by its name in the checkpoint: small, or not to be cut.
+REPLICATED = re.compile(
+    r"norm|\.ln_|ln_f|embed_positions|wpe|project_(in|out)"  # norms, positions, OPT's outer projections
+    r"|(o_proj|down_proj|out_proj|fc2|c_proj)\.bias"  # added once, after the sum
+)
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_reads_its_share_of_every_tensor_that_can_be_cut(
+    name: str, tp_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that come from the file, per tensor: an even share, or one key/value head where ranks outnumber them."""
+    num_read: Counter[str] = Counter()
+    read_into = SafetensorsReader.read_into
+
+    def counted(self, target, entry, offset):
+        num_read[entry.name] += len(target)
+        read_into(self, target, entry, offset)
+
+    monkeypatch.setattr(SafetensorsReader, "read_into", counted)
+    folder = make_checkpoint(name, tmp_path, tokenizer=False)
+    sizes = {entry.name: entry for entry in read_header(folder / "model.safetensors")}
+    config = read_config(folder)
+    for rank in range(tp_size):
+        num_read.clear()
+        load_weights(build(folder, fake_group("tp", rank, tp_size)), folder, use_tqdm=False)
+        cut = [entry for tensor, entry in sizes.items() if not REPLICATED.search(tensor)]
+        assert len(cut) > len(sizes) // 3
+        for entry in cut:
+            copies = max(1, tp_size // config.num_kv_heads) if re.search(r"\.[kv]_proj\.", entry.name) else 1
+            rows = entry.shape[0]
+            most = entry.num_bytes * copies // tp_size + entry.num_bytes // rows  # an uneven vocabulary: one row more
+            assert num_read[entry.name] <= most, f"rank {rank} reads too much of {entry.name}"
+        assert sum(num_read.values()) < sum(entry.num_bytes for entry in sizes.values())

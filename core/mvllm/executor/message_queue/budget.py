@@ -16,9 +16,12 @@ import psutil  # type: ignore[import-untyped]
 
 from mvllm.executor.message_queue.errors import SharedMemoryError
 from mvllm.executor.message_queue.ring_buffer import RingShape
+from mvllm.executor.message_queue.segment import anonymous_directory
 
 MIN_SLOT_BYTES = 64 << 10
 MIN_SLOTS = 3
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
 USABLE = 7 / 8  # the rest is for others: communication libraries use shared memory too
 
 
@@ -38,6 +41,7 @@ class SharedMemorySpace(msgspec.Struct, frozen=True):
 
 def shared_memory_space(directory: str | None = None) -> SharedMemorySpace:
     """What is free in `directory`, or of anonymous memory for None (see SharedSegment.create)."""
+    directory = directory or anonymous_directory()
     if directory is not None:
         stat = os.statvfs(directory)
         return SharedMemorySpace(
@@ -93,10 +97,10 @@ def _cgroup_headrooms() -> list[int]:
     """What the memory limits of this process's control groups leave, from its own to the root's."""
     headrooms = []
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        for line in (PROC / "self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers in ("", "memory"):
-                root = Path("/sys/fs/cgroup") / controllers
+                root = CGROUPS / controllers
                 group = root / path.lstrip("/")
                 for folder in (group, *group.parents):
                     if folder.is_relative_to(root):
@@ -107,5 +111,14 @@ def _cgroup_headrooms() -> list[int]:
 def _headroom(folder: Path) -> list[int]:
     for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         with contextlib.suppress(OSError, ValueError):  # no limit reads "max"
-            return [max(0, int((folder / limit).read_text()) - int((folder / usage).read_text()))]
+            used = int((folder / usage).read_text()) - _droppable(folder)
+            return [max(0, int((folder / limit).read_text()) - used)]
     return []
+
+
+def _droppable(folder: Path) -> int:
+    """Bytes of cached files, which count as used, and which the kernel drops before it refuses memory."""
+    with contextlib.suppress(OSError, ValueError):
+        fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
+    return 0

@@ -19,6 +19,7 @@ from mvllm.executor.message_queue.errors import SharedMemoryError
 if sys.platform == "linux":
     import fcntl
 
+FALLBACK_DIRECTORY = "/dev/shm"  # noqa: S108
 _ZEROS = bytes(1 << 20)
 
 
@@ -50,7 +51,7 @@ class SharedSegment:
         Raises:
             SharedMemoryError: There is not enough room.
         """
-        fd = _open_anonymous(name) if directory is None else _open_unnamed(directory)
+        fd = _open(name, directory)
         try:
             _claim(fd, size)
             if directory is None:
@@ -60,7 +61,7 @@ class SharedSegment:
             os.close(fd)
             if e.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG):
                 raise
-            where = directory or "memory"
+            where = directory or anonymous_directory() or "memory"
             raise SharedMemoryError(
                 f"The queue {name!r} needs {size:,} bytes of shared memory, and {where} does not have them "
                 f"({e.strerror}). Use fewer or smaller slots, or give it more room: in a container start it with a "
@@ -78,11 +79,25 @@ class SharedSegment:
             self._map.close()
 
 
-def _open_anonymous(name: str) -> int:
+def anonymous_directory() -> str | None:
+    """Where anonymous memory comes from: None for the system's own, which no mount limits, else a file system's."""
+    fd = _memfd("probe")
+    if fd < 0:
+        return FALLBACK_DIRECTORY if os.path.isdir(FALLBACK_DIRECTORY) else tempfile.gettempdir()
+    os.close(fd)
+    return None
+
+
+def _memfd(name: str) -> int:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a sandbox may forbid the call
             return os.memfd_create(f"mvllm-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    return _open_unnamed("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())  # noqa: S108
+    return -1
+
+
+def _open(name: str, directory: str | None) -> int:
+    fd = _memfd(name) if directory is None else -1
+    return fd if fd >= 0 else _open_unnamed(directory or anonymous_directory() or tempfile.gettempdir())
 
 
 def _open_unnamed(directory: str) -> int:

@@ -77,9 +77,12 @@ class Waiter:
                 return data
             if stopped:
                 raise QueueStoppedError(f"Queue {self._queue} was stopped while it waited for {waiting_for}.")
-            for peer in self._peers:
-                if peer.is_dead and not peer.is_dropped:
-                    raise peer.death(self._queue, waiting_for)
+            for peer in dead:
+                raise peer.death(self._queue, waiting_for)
+            # One that was found dead just now is not reported yet: poll() looks at one descriptor after the other, so
+            # what the peer did last may have come after the look at the data and before the look at the peer.
+            if any(peer.is_dead and not peer.is_dropped for peer in self._peers):
+                continue
             if not events and remaining is not None and remaining == min(limits):
                 return []
 

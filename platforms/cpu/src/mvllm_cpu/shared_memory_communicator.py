@@ -9,7 +9,9 @@ The compiled half, `csrc/shared_sum.cpp`, says how a round works.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import secrets
@@ -136,9 +138,8 @@ class SharedMemoryCommunicator(TorchCommunicator):
         able = hasattr(os, "memfd_create") and hasattr(kernels.load().library, "mvllm_cpu_shared_wait")
         fd, token = -1, secrets.token_bytes(_TOKEN_BYTES)
         if self.rank == 0 and able:
-            fd = os.memfd_create("mvllm-ranks")
-            os.ftruncate(fd, size)
-            os.pwrite(fd, token, size - _TOKEN_BYTES)
+            fd = _claim(size, token)
+            able = fd >= 0
         mine = torch.tensor([able, os.getpid(), fd, *token], dtype=torch.int64)
         everyone = super().all_gather(mine.view(1, -1), dim=0)
         pids = everyone[:, 1].tolist()
@@ -154,6 +155,30 @@ class SharedMemoryCommunicator(TorchCommunicator):
             logger.info("The ranks of group %s share no memory; they talk through sockets.", self._ranks)
             memory = None
         return memory, pids
+
+
+def _claim(size: int, token: bytes) -> int:
+    """A descriptor of `size` bytes of memory that end with `token`, or -1 where they cannot be had.
+
+    Every page is claimed now: a rank that runs out of memory later, in the middle of a sum, would be killed for it.
+    """
+    free = machine.memory_free()
+    if size > free // 2:  # a control group does not refuse memory beyond its limit: it kills
+        logger.warning("Ranks talk through sockets: shared memory takes %d bytes, and %d are free.", size, free)
+        return -1
+    fd = -1
+    try:
+        fd = os.memfd_create("mvllm-ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.posix_fallocate(fd, 0, size)
+        os.pwrite(fd, token, size - _TOKEN_BYTES)
+    except OSError as e:
+        logger.warning("Ranks talk through sockets: %d bytes of shared memory cannot be had: %s", size, e)
+        if fd >= 0:
+            os.close(fd)
+        return -1
+    with contextlib.suppress(OSError):  # nobody can take back pages that others have mapped
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
 
 
 def _open(own: int, pid: int, fd: int, size: int, token: bytes) -> mmap.mmap | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,12 +65,9 @@ def providers(compiled: Callable[..., None]) -> Sequence[api.OpProvider]:
         compiled("linear", *x.shape, *weight.shape)
         return F.linear(x, weight.t(), bias)
 
-    def transposed(weight: Any) -> Any:
-        return weight.t().contiguous()
-
     return [
         api.OpProvider("rms_norm", "example_rms_norm", rms_norm, _supports),
-        api.OpProvider("linear", "example_linear", linear, _supports, prepare=transposed),
+        api.OpProvider("linear", "example_linear", linear, _supports, prepare=lambda weight: weight.t().contiguous()),
     ]
 
 

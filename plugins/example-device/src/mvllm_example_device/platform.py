@@ -119,10 +119,11 @@ class ExamplePlatform(Strict, api.Platform):
     def doctor(self) -> Sequence[api.Check]:
         api.require_phase(api.Phase.FRONTEND)
         built = LIBRARY.exists() and importlib.util.find_spec("torch") is not None
-        status = api.CheckStatus.OK if built else api.CheckStatus.BROKEN
         found = f"{LIBRARY.name} is {'there' if built else 'not there, or torch is not'}"
-        remedy = None if built else "Reinstall mvllm-example-device where there are torch and a C++ compiler."
-        return (api.Check("platform.example.library", status, found, remedy),)
+        if built:
+            return (api.Check("platform.example.library", api.CheckStatus.OK, found),)
+        remedy = "Reinstall mvllm-example-device where there are torch and a C++ compiler."
+        return (api.Check("platform.example.library", api.CheckStatus.BROKEN, found, remedy),)
 
     def _opened(self) -> ExampleRuntime:
         in_worker()

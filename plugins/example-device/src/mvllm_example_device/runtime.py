@@ -104,7 +104,8 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
     def memory(self) -> api.MemoryInfo:
         self.check()
         total, used, peak = torch.ops.mvllm_example_device.memory(self.device.index)
-        return api.MemoryInfo(total=total, free=max(0, total - used), used_by_me=used, peak_by_me=peak)
+        free = self._faults.free_memory(max(0, total - used))
+        return api.MemoryInfo(total=total, free=free, used_by_me=used, peak_by_me=peak)
 
     def reset_peak_memory(self) -> None:
         self.check()

@@ -3,15 +3,16 @@
     FAULT_INJECTION="raise@execute:rank=1,step=3"     one fault; several are separated by semicolons
     FAULT_INJECTION="none"                            the platform is there, and nothing goes wrong
 
-    what      raise | hang | spin | exit | nan | oom | slow
-    phase     init_device | load | execute
+    what      raise | hang | spin | exit | nan | oom | slow | poor
+    phase     init_device | load | execute | memory
     rank      the worker that fails (default 0; -1 means all)
     step      for execute: which step, counting from 0 (default 0)
     seconds   for slow: how long each step from then on waits (default 1); for hang: how long (default an hour)
     status    for exit: the exit status (default 3)
+    free      for poor: the bytes of memory that the rank says are free (default 0)
 
 `hang` sleeps, `spin` burns the processor in Python; `nan` makes the attention of that step give NaN, `oom` leaves it no
-memory.
+memory; `poor@memory` has a rank report less memory than the others.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from dataclasses import dataclass
 
 VARIABLE = "FAULT_INJECTION"
 
-_KINDS = ("raise", "hang", "spin", "exit", "nan", "oom", "slow")
-_PHASES = ("init_device", "load", "execute")
+_KINDS = ("raise", "hang", "spin", "exit", "nan", "oom", "slow", "poor")
+_PHASES = ("init_device", "load", "execute", "memory")
 
 
 class InjectedFault(RuntimeError):
@@ -41,6 +42,7 @@ class Fault:
     step: int = 0
     seconds: float | None = None
     status: int = 3
+    free: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Fault:
@@ -58,6 +60,7 @@ class Fault:
             step=int(values.pop("step", 0)),
             seconds=float(values.pop("seconds")) if "seconds" in values else None,
             status=int(values.pop("status", 3)),
+            free=int(values.pop("free", 0)),
         )
 
     def applies(self, phase: str, rank: int, step: int) -> bool:
@@ -106,6 +109,10 @@ class FaultPlan:
         self.starved = any(fault.kind == "oom" for fault in due)
         for fault in due:
             fault.happen(self.rank)
+
+    def free_memory(self, really: int) -> int:
+        """The free bytes that this rank reports."""
+        return min([really, *(f.free for f in self._faults if f.kind == "poor" and f.applies("memory", self.rank, 0))])
 
     def begin_step(self) -> None:
         """Counts one step and lets its faults happen."""

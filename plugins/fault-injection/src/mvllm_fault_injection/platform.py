@@ -42,9 +42,14 @@ def make_platform() -> Platform:
 
 
 class FaultyRuntime(DeviceRuntime):
-    """Tensors of the host; work is done when a call returns."""
+    """Tensors of the host; work is done when a call returns.
 
-    def __init__(self) -> None:
+    Args:
+        plan: This process' faults.
+    """
+
+    def __init__(self, plan: FaultPlan) -> None:
+        self._plan = plan
         self.device = torch.device("cpu")
 
     def synchronize(self) -> None:
@@ -52,7 +57,8 @@ class FaultyRuntime(DeviceRuntime):
 
     def memory(self) -> MemoryInfo:
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return MemoryInfo(total=MEMORY_BYTES, free=max(0, MEMORY_BYTES - used), used_by_me=used, peak_by_me=used)
+        free = self._plan.free_memory(max(0, MEMORY_BYTES - used))
+        return MemoryInfo(total=MEMORY_BYTES, free=free, used_by_me=used, peak_by_me=used)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
@@ -137,7 +143,7 @@ class FaultyPlatform(Platform):
     def init_device(self, ctx: WorkerContext) -> DeviceRuntime:
         self._plan.rank = ctx.rank
         self._plan.reach("init_device")
-        runtime = FaultyRuntime()
+        runtime = FaultyRuntime(self._plan)
         runtime.seed(ctx.seed)
         return runtime
 

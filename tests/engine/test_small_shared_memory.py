@@ -1,0 +1,75 @@
+"""Two ranks where /dev/shm is as small as in a container: the right tokens or a refusal with the remedy, no signal.
+
+Each engine runs in a mount namespace of its own with a file system of that size on /dev/shm.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine import small_memory_program
+from tests.helpers import parity
+
+WHICH = (0, 5, 6, 8, 10, 11, 15)
+MIB = 1 << 20
+OTHERS = 32 << 10
+"""Bytes that are not ours: libraries have semaphores there."""
+
+
+def mount(size: int) -> list[str]:
+    script = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
+    return ["unshare", "--mount", "sh", "-c", script, "sh"]
+
+
+def may_mount() -> bool:
+    return shutil.which("unshare") is not None and (
+        subprocess.run([*mount(MIB), "true"], capture_output=True, check=False).returncode == 0
+    )
+
+
+pytestmark = pytest.mark.skipif(
+    not may_mount(), reason="needs the right to mount a file system in a namespace of its own (root, or CAP_SYS_ADMIN)"
+)
+
+
+def run(size: int, *options: str) -> tuple[dict[str, Any], str]:
+    """What the engine's program said, and its stderr; it must end by itself, killed by no signal."""
+    expected = parity.oracle("llama-gqa", WHICH, 24)
+    program = [sys.executable, str(Path(small_memory_program.__file__)), str(expected.folder)]
+    done = subprocess.run(
+        [*mount(size), *program, json.dumps(expected.prompts), *options], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [64 * MIB, 1 * MIB])
+def test_anonymous_memory_does_not_depend_on_the_file_system(size: int) -> None:
+    found, _ = run(size)
+    assert found["tokens"] == parity.oracle("llama-gqa", WHICH, 24).tokens
+    assert max(found["while"], found["used"]) <= OTHERS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [64 * MIB, 1 * MIB])
+def test_without_anonymous_memory_rings_shrink_into_the_file_system(size: int) -> None:
+    found, _ = run(size, "--without-anonymous-memory")
+    assert found["tokens"] == parity.oracle("llama-gqa", WHICH, 24).tokens
+    assert OTHERS < found["while"] < size, "the rings lie there"
+    assert found["used"] <= OTHERS, "and nothing is left of them"
+
+
+@pytest.mark.slow
+def test_where_not_even_the_smallest_rings_fit_the_engine_refuses_with_the_remedy() -> None:
+    found, _ = run(MIB // 4, "--without-anonymous-memory")
+    assert "SharedMemoryError: 3 message queues want" in found["refusal"]
+    assert "/dev/shm has" in found["refusal"] and "--shm-size" in found["refusal"]
+    assert found["used"] <= OTHERS

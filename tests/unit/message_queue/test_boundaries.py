@@ -1,0 +1,65 @@
+"""An end that dies at any instruction boundary: nothing is lost, repeated, reordered, or waited for in vain.
+
+Every boundary between two instructions of the queue's own code is tried, and between two of its lines where a wait
+or a socket makes each try slow.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+NUM_SLOTS = 3
+LARGE = 5000  # bytes: more than a slot has
+
+
+def deaths(role: str, size: int, *options: str) -> list[dict[str, int]]:
+    """What the survivors saw of a death at each boundary, in the order of the boundaries."""
+    command = [sys.executable, "-m", "tests.helpers.queue_boundaries", role, str(size), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+CASES = pytest.mark.parametrize(
+    ("size", "options", "least"),
+    [(100, (), 200), (100, ("--line", "--wait"), 40), (LARGE, ("--line",), 40)],
+    ids=["in a slot", "while it waits", "through the socket"],
+)
+
+
+@pytest.mark.slow
+@CASES
+def test_a_reader_may_die_between_any_two_instructions_of_taking_a_message(
+    size: int, options: tuple[str, ...], least: int
+) -> None:
+    seen = deaths("reader", size, *options)
+    assert len(seen) >= least
+    sent = [death["sent"] for death in seen]
+    assert set(sent) == {1 + NUM_SLOTS, 2 + NUM_SLOTS}, "what it released made room, and nothing else"
+    if not options:  # every run takes the same way
+        assert sent == sorted(sent), "a message is released at one boundary, and from there on"
+    assert {death["after"] for death in seen} == {2 * NUM_SLOTS}
+
+
+@pytest.mark.slow
+@CASES
+def test_a_writer_may_die_between_any_two_instructions_of_sending_a_message(
+    size: int, options: tuple[str, ...], least: int
+) -> None:
+    seen = deaths("writer", size, *options)
+    assert len(seen) >= least
+    before = NUM_SLOTS if "--wait" in options else 1
+    got = [(death["first"], death["second"]) for death in seen]
+    together = {(before, before), (before + 1, before + 1)}
+    if size < LARGE:
+        assert set(got) == {*together, (before + 1, before)}, "readers are told one after the other"
+    else:  # what a socket had not passed on dies with its writer
+        assert (before, before) in got and set(got) <= {*together, (before + 1, before), (before, before + 1)}
+    if not options:
+        assert got == sorted(got), "the message is there for one reader, then for the other, and stays"

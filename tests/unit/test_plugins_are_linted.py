@@ -1,0 +1,40 @@
+"""Every platform and plugin of the repository stands under the same checks; forgetting a new one is noticed."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+SOURCES = sorted(path.relative_to(ROOT) for kind in ("platforms", "plugins") for path in ROOT.glob(f"{kind}/*/src"))
+PACKAGES = sorted(init.parent for source in SOURCES for init in (ROOT / source).glob("*/__init__.py"))
+
+
+def test_there_are_some() -> None:
+    assert {"mvllm_cpu", "mvllm_fault_injection"} <= {package.name for package in PACKAGES}
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+def test_types_and_imports_of_every_source_folder_are_checked(source: Path) -> None:
+    assert str(source) in TOOLS["mypy"]["files"] and str(source) in TOOLS["mypy"]["mypy_path"]
+    for patterns in (TOOLS["ruff"]["src"], [f"{member}/src" for member in TOOLS["uv"]["workspace"]["members"]]):
+        assert any(source in {path.relative_to(ROOT) for path in ROOT.glob(pattern)} for pattern in patterns)
+
+
+@pytest.mark.parametrize("package", [package.name for package in PACKAGES])
+def test_every_package_comes_through_the_front_door_only(package: str) -> None:
+    linter = TOOLS["importlinter"]
+    contracts = {contract["id"]: contract for contract in linter["contracts"]}
+    assert package in linter["root_packages"]
+    assert package in contracts["core-knows-no-platform"]["forbidden_modules"]
+    assert package in contracts["front-door"]["allowed_importers"]
+    assert package in contracts["one-front-door"]["source_modules"]
+    assert package in TOOLS["ruff"]["lint"]["isort"]["known-first-party"]
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_every_package_says_that_it_is_typed(package: Path) -> None:
+    assert (package / "py.typed").is_file()
