@@ -60,7 +60,7 @@ def run(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
-# ----------------------------------------------------------------------------------------------------------- right tokens
+# --------------------------------------------------------------------------------------------------------- right tokens
 
 
 def test_a_worker_in_the_engines_process_gives_the_tokens_of_transformers(plugin_path: list[str]) -> None:
@@ -95,7 +95,7 @@ def test_modes_give_the_same_tokens_and_their_rules_are_kept(make: Make, mode: s
     assert all(len(tokens) == 5 for tokens in run(llm, params))
 
 
-# ----------------------------------------------------------------------------------------------------------------- memory
+# --------------------------------------------------------------------------------------------------------------- memory
 
 
 def test_the_cache_is_what_the_devices_memory_leaves(make: Make) -> None:
@@ -113,7 +113,7 @@ def test_what_does_not_fit_the_device_is_an_error_in_the_users_terms(make: Make)
         make(MVLLM_EXAMPLE_MEMORY=2 << 20, kv_cache_memory_bytes=3 << 20, **MANY)
 
 
-# ----------------------------------------------------------------------------------------------------------------- faults
+# --------------------------------------------------------------------------------------------------------------- faults
 
 
 def test_a_worker_that_raises_ends_the_engine_with_its_error(make: Make) -> None:
@@ -154,7 +154,7 @@ def test_a_slow_rank_changes_no_token(make: Make) -> None:
     assert run(slow) == expected
 
 
-# ------------------------------------------------------------------------------------------------------------------ rules
+# ---------------------------------------------------------------------------------------------------------------- rules
 
 
 def test_more_workers_than_devices_are_refused_by_the_one_without(make: Make) -> None:

@@ -148,8 +148,10 @@ class DeviceRuntime(ABC):
         """Ends a step: a lazy device runs what it has recorded."""
 
     def end_warm_up(self) -> None:
-        """Says that the steps which warm up are over. Where `Capabilities.static_shapes`, they have had every shape that
-        the engine's limits and ShapePolicy allow, and a compilation later on is worth a warning, or an error.
+        """Says that the warm-up is over; once.
+
+        Where `Capabilities.static_shapes`, its steps had every shape that the engine's limits and ShapePolicy allow: a
+        compilation later on is worth a warning, or an error.
         """
 
     def health(self) -> None:

@@ -59,7 +59,7 @@ def layout(runtime, tokens=4, pages=2):
     return BatchLayout(1, tokens, tokens, tokens, 16, starts, lens, table, slots, *device)
 
 
-# ------------------------------------------------------------------------------------------------------ phase and process
+# ---------------------------------------------------------------------------------------------------- phase and process
 
 
 def rule_phases_are_asserted():
@@ -128,7 +128,7 @@ def caught(action):
     return "nothing"
 
 
-# ----------------------------------------------------------------------------------------------------------------- memory
+# --------------------------------------------------------------------------------------------------------------- memory
 
 
 def rule_memory_is_accounted_for_and_limited():
@@ -156,11 +156,11 @@ def rule_a_cache_that_does_not_fit_is_a_memory_error():
         assert not cache.any().item()
 
 
-# ---------------------------------------------------------------------------------------------------------------- tensors
+# -------------------------------------------------------------------------------------------------------------- tensors
 
 
 def rule_tensors_of_the_host_and_of_other_devices_do_not_mix_with_its_own():
-    with opened() as (_, runtime):
+    with opened():
         here, there = torch.ones(4, device="example:0"), torch.ones(4, device="example:1")
         refused(lambda: here + torch.ones(4), RuntimeError, "same device")
         refused(lambda: here + there, RuntimeError, "same device")
@@ -222,7 +222,7 @@ def rule_its_attention_and_operations_are_the_references():
         assert torch.allclose(found.cpu(), query @ matrix.cpu().t(), atol=1e-5)
 
 
-# ----------------------------------------------------------------------------------------------------------------- copies
+# --------------------------------------------------------------------------------------------------------------- copies
 
 
 def rule_a_copy_to_the_host_holds_what_was_there_when_it_was_asked_for():
@@ -246,7 +246,7 @@ def rule_a_source_may_be_changed_only_after_the_next_end_of_a_step():
         refused(runtime.step_mark, ContractError, "changed before the copy of it to the device was done")
 
 
-# ------------------------------------------------------------------------------------------------------------------ modes
+# ---------------------------------------------------------------------------------------------------------------- modes
 
 
 def rule_static_counts_shapes_until_the_warm_up_ends_and_then_refuses_new_ones():

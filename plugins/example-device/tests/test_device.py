@@ -82,7 +82,6 @@ def test_a_variable_without_meaning_makes_it_unavailable_and_is_named(platform, 
 
 def test_workers_elsewhere_get_this_process_settings(platform, monkeypatch):
     from mvllm.config.engine_config import ParallelConfig
-
     from mvllm_example_device.platform import ExamplePlatform
 
     given = {

@@ -35,7 +35,7 @@ def _load_library(settings: Settings) -> None:
                 f"{LIBRARY} does not load into torch {torch.__version__}: {e}. It was compiled against another torch: "
                 "reinstall mvllm-example-device."
             ) from e
-        torch.utils.rename_privateuse1_backend("example")
+        torch.utils.backend_registration.rename_privateuse1_backend("example")
         module = types.ModuleType("torch.example")  # what torch itself asks of a device's module, and no more
         vars(module).update(
             is_available=lambda: True,

@@ -89,7 +89,7 @@ class NullPlatform(Platform):
 
 
 class NullWorker:
-    """WorkerProtocol without a model: every row that reaches the end of its known tokens gets one and the same token."""
+    """WorkerProtocol without a model: rows that reach the end of their known tokens all get one and the same token."""
 
     def __init__(self, config: EngineConfig, platform: Platform, ctx: WorkerContext) -> None:
         self._left: dict[int, int] = {}  # known tokens still to be computed, of rows that have more than one
