@@ -33,6 +33,44 @@ def test_device(outcome, rule):
     assert outcome[rule] is None, outcome[rule]
 
 
+FOREIGN = """
+import sys
+from pathlib import Path
+import torch
+from mvllm.errors import PlatformError
+from mvllm.platform.topology import WorkerContext
+from mvllm_example_device import runtime
+from mvllm_example_device.platform import ExamplePlatform
+
+def refusal():
+    try:
+        ExamplePlatform().init_device(WorkerContext())
+    except PlatformError as e:
+        return str(e)
+
+runtime.LIBRARY = Path(sys.argv[1])
+print(refusal())
+torch.utils.rename_privateuse1_backend("acme")
+print(refusal())
+"""
+
+
+def test_another_owner_of_the_place_and_a_library_for_another_torch_are_said_to_be_that(tmp_path):
+    (tmp_path / "_device.so").write_bytes(b"not for this torch")
+    path = os.pathsep.join([str(EXAMPLE_SOURCE), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", FOREIGN, tmp_path / "_device.so"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    other_torch, other_owner = done.stdout.splitlines()
+    assert "does not load into torch" in other_torch and "reinstall mvllm-example-device" in other_torch
+    assert "'acme' has taken it" in other_owner
+
+
 @pytest.fixture
 def platform(tmp_path, monkeypatch):
     """The platform in this process, which opens no device."""
