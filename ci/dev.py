@@ -7,7 +7,7 @@
     python3 ci/dev.py lint     ruff, mypy, import-linter, and that the core names no hardware
     python3 ci/dev.py build    wheels and source archives of every distribution, into dist/
 
-The idea: an environment is a function of a few files. `setup` hashes them (both pyproject.toml, setup.py, the C++
+The idea: an environment is a function of a few files. `setup` hashes them (each pyproject.toml, setup.py, the C++
 sources, the constraints) and writes the hash into .venv as its very last act. A second run that finds the same hash has
 nothing to do; an environment without one was abandoned half-way and is made again.
 
@@ -40,6 +40,7 @@ PYTHON = BIN / "python"
 STAMP = VENV / "mvllm-setup.json"  # present from the first moment on, so that a half-made environment is known as one
 CONSTRAINTS = ROOT / "ci" / "constraints" / "cpu.txt"
 PLATFORM = ROOT / "platforms" / "cpu"
+EXAMPLE = ROOT / "plugins" / "example-device"
 DISTRIBUTIONS = (ROOT, PLATFORM)
 MINIMUM_PYTHON = (3, 11)
 TAIL = 25  # lines of a failed command's output that fit a screen
@@ -182,18 +183,29 @@ class Stamp:
     Attributes:
         inputs: Hash of all inputs: equal hashes, equal environments. "unfinished" in one that was abandoned half-way.
         kernels: Hash of those that the compiled kernels depend on; compiling is the slow part of an update.
+        device: The same for the example device; empty where no compiler can make it.
     """
 
     inputs: str
     kernels: str = ""
+    device: str = ""
 
 
 UNFINISHED = Stamp("unfinished")
 
 
 def wanted_stamp() -> Stamp:
-    kernels = [PLATFORM / "pyproject.toml", PLATFORM / "setup.py", *sorted((PLATFORM / "csrc").glob("**/*.*"))]
-    return Stamp(hash_of([CONSTRAINTS, ROOT / "pyproject.toml", *kernels]), hash_of(kernels))
+    kernels, device = compiled_from(PLATFORM), [CONSTRAINTS, *compiled_from(EXAMPLE)]  # which is bound to its torch
+    inputs = hash_of([ROOT / "pyproject.toml", *kernels, *device])
+    return Stamp(inputs, hash_of(kernels), hash_of(device) if compiler() else "")
+
+
+def compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "c++"))
+
+
+def compiled_from(folder: Path) -> list[Path]:
+    return [folder / "pyproject.toml", folder / "setup.py", *sorted((folder / "csrc").glob("**/*.*"))]
 
 
 def hash_of(files: Sequence[Path]) -> str:
@@ -260,13 +272,16 @@ def setup(*, fresh: bool = False) -> None:
             print(f"Making the environment in {VENV} (about 1.2 GB; two or three minutes)", flush=True)
             remove_environment()
             write_stamp(UNFINISHED)
-            steps = Steps(total=5)
+            steps = Steps(total=5 + bool(wanted.device))
             steps.run(f"virtual environment, Python {sys.version.split()[0]}", [sys.executable, "-m", "venv", VENV])
-            install(steps, kernels=True)
+            install(steps, kernels=True, device=bool(wanted.device))
         else:
             print(f"Bringing the environment in {VENV} up to date", flush=True)
-            stale = found is None or found.kernels != wanted.kernels
-            install(Steps(total=4 if stale else 3), kernels=stale)
+            kernels = found is None or found.kernels != wanted.kernels
+            device = bool(wanted.device) and (found is None or found.device != wanted.device)
+            install(Steps(total=3 + kernels + device), kernels=kernels, device=device)
+        if not wanted.device:
+            print("note: no C++ compiler: without the example device its tests fail, all else works", flush=True)
         write_stamp(wanted)
         print(f"Environment ready after {time.monotonic() - started:.0f} s", flush=True)
 
@@ -278,7 +293,7 @@ def remove_environment() -> None:
         shutil.rmtree(VENV)
 
 
-def install(steps: Steps, *, kernels: bool) -> None:
+def install(steps: Steps, *, kernels: bool, device: bool) -> None:
     pip: list[str | Path] = [PYTHON, "-m", "pip", "install", "--quiet", "--progress-bar", "off", "-c", CONSTRAINTS]
     # torch first, by its exact version: a range may fetch gigabytes of another build. What follows is satisfied by it.
     steps.run(f"torch {pinned('torch')}", [*pip, f"torch=={pinned('torch')}"])
@@ -286,11 +301,12 @@ def install(steps: Steps, *, kernels: bool) -> None:
     steps.run("build tools", [*pip, *build_tools])
     # No build isolation: the build tools are the pinned ones above, and nothing is downloaded twice.
     steps.run("mvllm and the tools", [*pip, "--no-build-isolation", "-e", f"{ROOT}[dev]"])
-    if not kernels:
-        return
-    steps.run("mvllm-cpu (compiles its kernels)", [*pip, "--no-build-isolation", "-e", PLATFORM])
-    if any(PLATFORM.glob("csrc/*.cpp")) and not any(PLATFORM.glob("src/mvllm_cpu/_kernels*")):
-        print("note: no C++ compiler built mvllm-cpu's kernels; it works without them, slower", flush=True)
+    if kernels:
+        steps.run("mvllm-cpu (compiles its kernels)", [*pip, "--no-build-isolation", "-e", PLATFORM])
+        if any(PLATFORM.glob("csrc/*.cpp")) and not any(PLATFORM.glob("src/mvllm_cpu/_kernels*")):
+            print("note: no C++ compiler built mvllm-cpu's kernels; it works without them, slower", flush=True)
+    if device:
+        steps.run("mvllm-example-device (compiles it)", [*pip, "--no-build-isolation", "-e", EXAMPLE])
 
 
 def pinned(name: str) -> str:

@@ -177,3 +177,9 @@ def test_where_no_rank_is_short_of_memory_all_have_what_could_be_used(make: Make
 def test_a_rank_without_room_for_one_sequence_refuses_for_all(make: MakeLLM) -> None:
     with pytest.raises(CacheError, match="max_model_len"):
         make(f"poor@memory:rank=1,free={RESERVE}", **WANTED)
+
+
+def test_a_step_that_finds_no_memory_ends_the_engine_with_the_reason(make: MakeLLM) -> None:
+    llm = make("oom@execute:rank=1,step=2")
+    with pytest.raises(EngineDeadError, match=r"Worker_TP1 .*execute_model of step 2: MemoryError: injected"):
+        run(llm)

@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FAULT_SOURCE = ROOT / "plugins" / "fault-injection" / "src"
+EXAMPLE_SOURCE = ROOT / "plugins" / "example-device" / "src"
+NULL_SOURCE = ROOT / "plugins" / "null-device" / "src"
 
 
 def write_metadata(folder: Path, name: str, entry_points: str) -> Path:
@@ -28,6 +30,22 @@ def fault_platform_path(folder: Path) -> list[str]:
         folder, "mvllm-fault-injection", "[mvllm.platforms]\nfaulty = mvllm_fault_injection.plugin\n"
     )
     return [str(metadata), str(FAULT_SOURCE)]
+
+
+def example_platform_path(folder: Path) -> list[str]:
+    """The same for mvllm-example-device, which must have been compiled where its sources are (an editable install)."""
+    library = EXAMPLE_SOURCE / "mvllm_example_device" / "_device.so"
+    assert library.exists(), f"{library} is not there: `python3 ci/dev.py setup` compiles it"
+    metadata = write_metadata(
+        folder, "mvllm-example-device", "[mvllm.platforms]\nexample = mvllm_example_device.plugin\n"
+    )
+    return [str(metadata), str(EXAMPLE_SOURCE)]
+
+
+def null_platform_path(folder: Path) -> list[str]:
+    """The same for mvllm-null-device."""
+    metadata = write_metadata(folder, "mvllm-null-device", "[mvllm.platforms]\nnull = mvllm_null_device.plugin\n")
+    return [str(metadata), str(NULL_SOURCE)]
 
 
 def puppet_platform_path(folder: Path) -> list[str]:

@@ -18,11 +18,13 @@ TOOLS = ("python", "mvllm", "pytest", "ruff", "mypy", "lint-imports")
 @pytest.fixture
 def frame(tmp_path):
     """A copy of what ci/dev.py reads, in a folder of its own."""
-    for name in ("ci/dev.py", "ci/constraints/cpu.txt", "pyproject.toml", "platforms/cpu/pyproject.toml"):
+    compiled = ("platforms/cpu", "plugins/example-device")
+    builds = [f"{folder}/{name}" for folder in compiled for name in ("pyproject.toml", "setup.py")]
+    for name in ("ci/dev.py", "ci/constraints/cpu.txt", "pyproject.toml", *builds):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
-    shutil.copy(REPOSITORY / "platforms/cpu/setup.py", tmp_path / "platforms/cpu/setup.py")
-    (tmp_path / "platforms/cpu/csrc").mkdir()
+    for folder in compiled:
+        (tmp_path / folder / "csrc").mkdir()
     return tmp_path
 
 
@@ -34,6 +36,7 @@ def dev(frame, monkeypatch):
     monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
     spec.loader.exec_module(module)
     module.commands = []
+    module.compiler = lambda: "/usr/bin/c++"
     module.failing = None
 
     def capture(command, cwd, **extra):
@@ -55,6 +58,12 @@ def made_anew(dev):
     return any("-m venv" in command for command in dev.commands)
 
 
+def built(dev):
+    """The compiled distributions that were installed."""
+    folders = ("platforms/cpu", "plugins/example-device")
+    return [folder for folder in folders for command in dev.commands if command.endswith(folder)]
+
+
 def test_a_first_setup_makes_the_environment_with_the_pinned_torch_first(dev):
     dev.setup()
     installs = [command for command in dev.commands if " pip install " in command]
@@ -74,9 +83,16 @@ def test_a_second_setup_does_nothing(dev, capsys):
 
 
 @pytest.mark.parametrize(
-    "file", ["pyproject.toml", "platforms/cpu/pyproject.toml", "platforms/cpu/setup.py", "ci/constraints/cpu.txt"]
+    ("file", "compiled"),
+    [
+        ("pyproject.toml", []),
+        ("platforms/cpu/pyproject.toml", ["platforms/cpu"]),
+        ("platforms/cpu/setup.py", ["platforms/cpu"]),
+        ("plugins/example-device/setup.py", ["plugins/example-device"]),
+        ("ci/constraints/cpu.txt", ["plugins/example-device"]),  # which may pin another torch
+    ],
 )
-def test_a_changed_input_brings_the_environment_up_to_date_without_making_it_anew(dev, frame, file):
+def test_a_changed_input_brings_the_environment_up_to_date_without_making_it_anew(dev, frame, file, compiled):
     dev.setup()
     dev.commands.clear()
     with open(frame / file, "a") as changed:
@@ -84,16 +100,30 @@ def test_a_changed_input_brings_the_environment_up_to_date_without_making_it_ane
     dev.setup()
     assert not made_anew(dev)
     assert any(" pip install " in command for command in dev.commands)
-    compiled = any(command.endswith("platforms/cpu") for command in dev.commands)
-    assert compiled == file.startswith("platforms/cpu/"), "the kernels are compiled when they changed, and only then"
+    assert built(dev) == compiled, "what is compiled is compiled when it changed, and only then"
 
 
-def test_a_new_source_file_of_the_kernels_rebuilds(dev, frame):
+@pytest.mark.parametrize("folder", ["platforms/cpu", "plugins/example-device"])
+def test_a_new_source_file_rebuilds_what_it_belongs_to(dev, frame, folder):
     dev.setup()
+    assert built(dev) == ["platforms/cpu", "plugins/example-device"]
     dev.commands.clear()
-    (frame / "platforms/cpu/csrc/new.cpp").write_text("int x;")
+    (frame / folder / "csrc/new.cpp").write_text("int x;")
     dev.setup()
-    assert any(command.endswith("platforms/cpu") for command in dev.commands)
+    assert built(dev) == [folder]
+
+
+def test_without_a_compiler_there_is_no_example_device_until_there_is_one(dev, monkeypatch, capsys):
+    monkeypatch.setattr(dev, "compiler", lambda: None)
+    dev.setup()
+    assert built(dev) == ["platforms/cpu"]
+    assert "no C++ compiler: without the example device its tests fail" in capsys.readouterr().out
+    dev.commands.clear()
+    dev.setup()
+    assert dev.commands == []
+    monkeypatch.setattr(dev, "compiler", lambda: "/usr/bin/c++")
+    dev.setup()
+    assert built(dev) == ["plugins/example-device"]
 
 
 def test_kernels_that_no_compiler_built_are_mentioned(dev, frame, capsys):
@@ -175,7 +205,7 @@ def test_it_works_from_any_folder_and_a_failed_step_ends_it_with_one_screen(fram
         text=True,
     )
     assert done.returncode == 1
-    assert "[2/5] torch" in done.stdout and "FAILED" in done.stdout
+    assert "] torch" in done.stdout and "FAILED" in done.stdout
     assert "command: " in done.stderr and "pip install" in done.stderr and "remedy: " in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     assert len(done.stderr.splitlines()) < 40

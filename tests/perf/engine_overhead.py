@@ -1,9 +1,10 @@
 """The engine around the model: output tokens per second with a model that computes next to nothing.
 
-    python tests/perf/engine_overhead.py [--runs 5]
+    python tests/perf/engine_overhead.py [--runs 5] [--platform null]
 
 256 requests of 32 prompt and 64 output tokens on a one-layer model of width 64, offline. Prints the median rate and the
-engine's time per step and per request and step. Run it on an idle machine.
+engine's time per step and per request and step. With `--platform null` there is no model at all (mvllm-null-device must
+be installed): what is left is the engine without a worker's preparation and sampling. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ REQUESTS, PROMPT, OUTPUT = 256, 32, 64
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--platform", help="The only available one by default.")
     args = parser.parse_args()
     from mvllm import LLM, SamplingParams
 
@@ -34,6 +36,7 @@ def main() -> None:
         skip_tokenizer_init=True,
         kv_cache_memory_bytes=2**28,
         max_num_batched_tokens=8192,
+        platform=args.platform,
     ) as llm:
         for run in range(args.runs + 1):
             rng = random.Random(run)

@@ -1,12 +1,11 @@
 """What a worker process costs per step, beside a worker in the engine's own: `python -m tests.perf.executor_overhead`.
 
-Both run a worker that computes nothing, on a plan of 64 generating requests, a fourth of which get a block. Figures are
-microseconds from `execute_model` to the result.
+Both run the worker of mvllm-null-device, which computes nothing, on a plan of 64 generating requests, a fourth of which
+get a block. Figures are microseconds from `execute_model` to the result.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from mvllm.executor.multiproc import MultiprocExecutor
 from mvllm.executor.uniproc import UniProcExecutor
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.platform.choose import choose_platform
-from tests.helpers.plugins import puppet_platform_path
+from tests.helpers.plugins import null_platform_path
 
 NUM_REQUESTS = 64
 WARM_UP = 500
@@ -53,11 +52,9 @@ def microseconds_per_step(executor: Executor, pause: float) -> list[float]:
 
 
 def main() -> None:
-    os.environ["PUPPET"] = "bench"
-    os.environ["PUPPET_DEVICE"] = "here"
     with tempfile.TemporaryDirectory() as folder:
-        sys.path[:0] = puppet_platform_path(Path(folder))
-        platform = choose_platform("puppet").platform
+        sys.path[:0] = null_platform_path(Path(folder))
+        platform = choose_platform("null").platform
         config = EngineArgs.from_kwargs(model="demo").create_engine_config()
         config = replace_field(config, "parallel.distributed_executor_backend", "mp")
         executors: dict[str, Executor] = {

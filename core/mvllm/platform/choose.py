@@ -95,8 +95,8 @@ def _single(candidates: Sequence[Candidate]) -> Candidate:
         raise PlatformError(
             f"No platform plugin is installed, so there is nothing to run on. Install one{example}.{choices}"
         )
-    available = [c for c in candidates if c.available]
-    broken = [c for c in candidates if c.failure]
+    available = [c for c in candidates if c.available and not _by_name_only(c)]
+    broken = [c for c in candidates if c.failure and not _by_name_only(c)]
     if broken:
         way_on = (
             f"To go on without {'it' if len(broken) == 1 else 'them'}: "
@@ -108,13 +108,19 @@ def _single(candidates: Sequence[Candidate]) -> Candidate:
             0
         ].failure.error  # type: ignore[union-attr]
     if not available:
-        raise PlatformError(f"None of the installed platforms can be used on this machine:\n{listing}")
+        named = [c.name for c in candidates if c.available]
+        way_on = f"\nOnly if you name it: {' or '.join(f'--platform {name}' for name in named)}." if named else ""
+        raise PlatformError(f"None of the installed platforms can be used on this machine:\n{listing}{way_on}")
     if len(available) > 1:
         names = " or ".join(f"--platform {c.name}" for c in available)
         raise PlatformError(
             f"Several platforms are available; choose one with {names} (or {ENVIRONMENT_VARIABLE}):\n{listing}"
         )
     return available[0]
+
+
+def _by_name_only(candidate: Candidate) -> bool:
+    return candidate.spec is not None and candidate.spec.by_name_only
 
 
 def _build(candidate: Candidate) -> Platform:

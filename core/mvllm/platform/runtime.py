@@ -150,6 +150,13 @@ class DeviceRuntime(ABC):
     def step_mark(self) -> None:
         """Ends a step: a lazy device runs what it has recorded."""
 
+    def end_warm_up(self) -> None:
+        """Says that the warm-up is over; once.
+
+        Where `Capabilities.static_shapes`, its steps had every shape that the engine's limits and ShapePolicy allow: a
+        compilation later on is worth a warning, or an error.
+        """
+
     def health(self) -> None:
         """Returns if the device answers.
 

@@ -27,6 +27,8 @@ class PlatformSpec:
         factory: `package.module:function` returning a Platform.
         torch_floor: Lowest torch version it works with, or None if it needs no torch.
         priority: Order in listings, higher first. It never decides a choice.
+        by_name_only: It runs only where a user names it, and is no choice where nobody names one (a device for tests,
+            say, that is installed beside real ones).
     """
 
     name: str
@@ -36,6 +38,7 @@ class PlatformSpec:
     factory: str
     torch_floor: str | None = None
     priority: int = 0
+    by_name_only: bool = False
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,9 @@ from mvllm.sampling.state import SamplingState, TokenHistory
 from mvllm.worker.device_tokens import DeviceTokens
 from mvllm.worker.pipeline import Pipeline
 from mvllm.worker.rows import RowTable
-from mvllm.worker.step_inputs import StepInputBuilder, StepInputs, profile_inputs
+from mvllm.worker.step_inputs import StepInputBuilder, StepInputs, dry_inputs, profile_inputs
 from mvllm.worker.step_result import PromptPiece, StepResult
+from mvllm.worker.warm_up import sample_sizes, step_shapes
 
 if TYPE_CHECKING:
     from mvllm.layers.attention import Attention
@@ -136,6 +137,7 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
         """Claims the KV cache of every layer and readies the rows."""
         self._allocate_layers(num_blocks, block_size)
+        self._block_size = block_size
         scheduler, model = self._config.scheduler, self._config.model
         state = SamplingState(scheduler.max_num_seqs, model.vocab_size, model.seed)
         self.rows = RowTable(scheduler.max_num_seqs, model.max_model_len, block_size, state)
@@ -212,6 +214,42 @@ class ModelRunner:
         for layer in self._layers:
             layer.kv_cache = None
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Runs a step of every shape that there can be, where a new shape costs a compilation.
+
+        They read block 0 and write nothing. The shapes within the sampler depend on what requests ask for; a batch that
+        asks for nothing is run.
+        """
+        if self._platform.capabilities.static_shapes:
+            self._run_every_shape(ask(self._platform, "shapes", returns=ShapePolicy))
+        self._runtime.end_warm_up()
+
+    def _run_every_shape(self, shapes: ShapePolicy) -> None:
+        scheduler, block_size = self._config.scheduler, self._block_size
+        limits = {"max_tokens": scheduler.max_num_batched_tokens, "max_rows": scheduler.max_num_seqs}
+        hidden = None
+        for shape in step_shapes(shapes, **limits, max_pages=self.rows.max_pages, block_size=block_size):
+            inputs = dry_inputs(
+                shape.num_tokens,
+                shape.num_requests,
+                padded_tokens=shape.tokens,
+                padded_requests=shape.requests,
+                pages=shape.pages,
+                block_size=block_size,
+                runtime=self._runtime,
+            )
+            hidden = self._forward(inputs, self._pipeline.placeholder(shape.tokens))
+            self._runtime.step_mark()
+        if hidden is None or not self._pipeline.is_last:
+            return
+        for size in sample_sizes(shapes, scheduler.max_num_seqs):
+            at = self._runtime.from_numpy(np.zeros(size, dtype=np.int32))
+            rows = np.arange(min(size, scheduler.max_num_seqs))
+            logits = self.model.compute_logits(hidden.index_select(0, at))
+            self._sampler.sample(logits[: len(rows)], rows, self.rows.sampling, self.rows.history)
+            self._runtime.step_mark()
+
     def _profile_sampling(self, logits: torch.Tensor) -> None:
         """Samples from every row in the way that takes most memory."""
         num_rows, vocab_size = logits.shape
@@ -258,7 +296,7 @@ class ModelRunner:
         """Samples for the rows that have reached the end of their known tokens."""
         state, history = self.rows.sampling, self.rows.history
         rows = inputs.rows[inputs.sampling]
-        everything = len(rows) == hidden.shape[0]
+        everything = len(rows) == len(inputs.logits_at) == hidden.shape[0]
         logits = self.model.compute_logits(hidden if everything else hidden.index_select(0, inputs.logits_at))
         logits = logits[: len(rows)]
         if self._device_tokens is None:

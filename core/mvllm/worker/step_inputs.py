@@ -198,9 +198,29 @@ def profile_inputs(
     num_tokens = min(max_tokens, max_rows * max_model_len)
     query_len = -(-num_tokens // max_rows)
     num_requests = -(-num_tokens // query_len)
-    padded_tokens = ShapePolicy.pad(num_tokens, shapes.tokens)
-    padded_requests = ShapePolicy.pad(num_requests, shapes.requests)
-    pages = ShapePolicy.pad(-(-query_len // block_size), shapes.pages)
+    return dry_inputs(
+        num_tokens,
+        num_requests,
+        padded_tokens=ShapePolicy.pad(num_tokens, shapes.tokens),
+        padded_requests=ShapePolicy.pad(num_requests, shapes.requests),
+        pages=ShapePolicy.pad(-(-query_len // block_size), shapes.pages),
+        block_size=block_size,
+        runtime=runtime,
+    )
+
+
+def dry_inputs(
+    num_tokens: int,
+    num_requests: int,
+    *,
+    padded_tokens: int,
+    padded_requests: int,
+    pages: int,
+    block_size: int,
+    runtime: DeviceRuntime,
+) -> StepInputs:
+    """Inputs of a step of given sizes, its tokens shared out evenly, that reads block 0 and writes nothing."""
+    query_len = -(-num_tokens // num_requests)
     starts = np.minimum(np.arange(padded_requests + 1, dtype=np.int32) * query_len, num_tokens).astype(np.int32)
     seq_lens = np.diff(starts).astype(np.int32)
     block_table = np.zeros((padded_requests, pages), dtype=np.int32)

@@ -72,7 +72,8 @@ class Worker:
         self.runner.allocate_kv_cache(num_blocks, block_size)
 
     def warm_up(self) -> None:
-        """Nothing to prepare: no graphs are captured and nothing is compiled ahead of the first step."""
+        """Runs every shape of a step where that compiles it. No graphs are captured."""
+        self.runner.warm_up()
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         return self.runner.execute_model(plan)

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from mvllm.errors import ContractError
+from mvllm.errors import ContractError, PlatformError
 from mvllm.platform import choose, discovery
 from mvllm.platform.discovery import PluginSource, check_contract, discover, load_attribute
 from mvllm.platform.hookspecs import hookimpl
+from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, current_phase
 from mvllm.platform.spec import CONTRACT, PlatformSpec, ProbeResult
 
@@ -200,3 +201,40 @@ def test_the_factory_runs_in_the_frontend_phase(installed):
 
 def test_attributes_are_found_by_module_and_name():
     assert load_attribute("mvllm.platform.spec:CONTRACT") is CONTRACT
+
+
+class TestByNameOnly:
+    """A platform that says so is chosen by its name, and changes nothing for whoever names none."""
+
+    @pytest.fixture
+    def add(self, installed):
+        class SomePlatform(Platform):
+            spec = capabilities = None
+            plan = topology = init_device = communicator = attention_backend = None
+
+        def add(name, *, by_name_only, probe=lambda: ProbeResult(True, "1 device")):
+            installed.module(f"{name}_device", make=SomePlatform, probe=probe)
+            spec = PlatformSpec(
+                name, "Acme", CONTRACT, f"{name}_device:probe", f"{name}_device:make", by_name_only=by_name_only
+            )
+            installed.add(PluginSource(name, f"{name}_plugin", f"mvllm-{name}", "1"), hook=lambda: spec)
+
+        return add
+
+    def test_it_does_not_compete(self, add):
+        add("real", by_name_only=False)
+        add("test", by_name_only=True)
+        assert choose.choose_platform().source.name == "real"
+        assert choose.choose_platform("test").source.name == "test"
+
+    def test_alone_it_is_mentioned_but_not_taken(self, add):
+        add("test", by_name_only=True)
+        with pytest.raises(PlatformError, match="Only if you name it: --platform test"):
+            choose.choose_platform()
+
+    def test_broken_it_stops_nobody(self, add):
+        add("real", by_name_only=False)
+        add("test", by_name_only=True, probe=raising(OSError("no such device")))
+        assert choose.choose_platform().source.name == "real"
+        with pytest.raises(PlatformError, match="no such device"):
+            choose.choose_platform("test")

@@ -3,7 +3,7 @@
     FAULT_INJECTION="raise@execute:rank=1,step=3"     one fault; several are separated by semicolons
     FAULT_INJECTION="none"                            the platform is there, and nothing goes wrong
 
-    what      raise | hang | spin | exit | nan | slow | poor
+    what      raise | hang | spin | exit | nan | oom | slow | poor
     phase     init_device | load | execute | memory
     rank      the worker that fails (default 0; -1 means all)
     step      for execute: which step, counting from 0 (default 0)
@@ -11,8 +11,8 @@
     status    for exit: the exit status (default 3)
     free      for poor: the bytes of memory that the rank says are free (default 0)
 
-`hang` sleeps, `spin` burns the processor in Python; `nan` makes the attention of that step give NaN; `poor@memory` has
-a rank report less memory than the others.
+`hang` sleeps, `spin` burns the processor in Python; `nan` makes the attention of that step give NaN, `oom` leaves it no
+memory; `poor@memory` has a rank report less memory than the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 VARIABLE = "FAULT_INJECTION"
 
-_KINDS = ("raise", "hang", "spin", "exit", "nan", "slow", "poor")
+_KINDS = ("raise", "hang", "spin", "exit", "nan", "oom", "slow", "poor")
 _PHASES = ("init_device", "load", "execute", "memory")
 
 
@@ -69,7 +69,7 @@ class Fault:
         return step == self.step or (self.kind == "slow" and step > self.step)
 
     def happen(self, rank: int) -> None:
-        """Does it; returns for `slow` and `nan`."""
+        """Does it; returns for `slow`, and for what the platform does itself: `nan`, `oom`."""
         if self.kind == "raise":
             raise InjectedFault(f"injected into {self.phase} of rank {rank}")
         if self.kind == "exit":
@@ -88,13 +88,14 @@ class FaultPlan:
 
     Attributes:
         rank: Set when the device is bound.
+        poisoned, starved: Whether this step is to give NaN, or to find no memory.
     """
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         self._faults = faults
         self._next_step = 0
         self.rank = 0
-        self.poisoned = False
+        self.poisoned = self.starved = False
 
     @classmethod
     def from_environment(cls) -> FaultPlan:
@@ -105,6 +106,7 @@ class FaultPlan:
         """Lets happen what is to happen here."""
         due = [fault for fault in self._faults if fault.applies(phase, self.rank, step)]
         self.poisoned = any(fault.kind == "nan" for fault in due)
+        self.starved = any(fault.kind == "oom" for fault in due)
         for fault in due:
             fault.happen(self.rank)
 

@@ -91,6 +91,8 @@ class FaultyAttention(ReferenceAttention):
 
     def build_metadata(self, batch: BatchLayout) -> AttentionMetadata:
         self._plan.begin_step()
+        if self._plan.starved:
+            raise MemoryError("injected: a step found no memory")
         return super().build_metadata(batch)
 
     def forward(

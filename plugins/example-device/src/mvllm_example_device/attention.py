@@ -1,0 +1,75 @@
+"""Attention and operations: the references, called on the device, with its own kernel for one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+import mvllm.plugin_api as api
+from mvllm_example_device.faults import FaultPlan
+from mvllm_example_device.plugin import DTYPES
+from mvllm_example_device.runtime import ExampleRuntime
+from mvllm_example_device.strict import Strict
+
+MAX_HEAD_SIZE = 256
+
+
+class ExampleAttention(Strict, api.ReferenceAttention):
+    """The reference on this device: begins steps, counts shapes, and gives NaN where that was asked for."""
+
+    def __init__(self, spec: api.AttentionSpec, runtime: ExampleRuntime, faults: FaultPlan) -> None:
+        super().__init__(spec)
+        self._runtime, self._faults = runtime, faults
+
+    @classmethod
+    def validate(cls, spec: api.AttentionSpec) -> list[str]:
+        reasons = api.ReferenceAttention.validate(spec)
+        if spec.head_size > MAX_HEAD_SIZE:
+            reasons.append(f"heads have at most {MAX_HEAD_SIZE} elements, not {spec.head_size}")
+        return reasons
+
+    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> torch.Tensor:
+        spec = self.spec
+        shape = (2, num_blocks, block_size, spec.num_kv_heads, spec.head_size)
+        return self._runtime.empty(shape, getattr(torch, spec.kv_dtype)).zero_()
+
+    def build_metadata(self, batch: api.BatchLayout) -> api.AttentionMetadata:
+        self._runtime.begin_step(batch)
+        return super().build_metadata(batch)
+
+    def forward(
+        self, query: torch.Tensor, kv: api.KVCache, metadata: api.AttentionMetadata, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        self._runtime.check()
+        self._runtime.compile("attention", *query.shape)
+        output = super().forward(query, kv, metadata, sinks)
+        return output * torch.nan if self._faults.poisoned else output
+
+
+def providers(compiled: Callable[..., None]) -> Sequence[api.OpProvider]:
+    """The operations that it has.
+
+    Args:
+        compiled: Called with what a compiler would know a shape by.
+    """
+
+    def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        compiled("rms_norm", *x.shape)
+        result: torch.Tensor = torch.ops.mvllm_example_device.rms_norm(x, weight, eps)
+        return result
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The weight is kept transposed: `prepare` does that once."""
+        compiled("linear", *x.shape, *weight.shape)
+        return F.linear(x, weight.t(), bias)
+
+    return [
+        api.OpProvider("rms_norm", "example_rms_norm", rms_norm, _supports),
+        api.OpProvider("linear", "example_linear", linear, _supports, prepare=lambda weight: weight.t().contiguous()),
+    ]
+
+
+def _supports(case: api.OpCase) -> list[str]:
+    return [] if case.dtype in DTYPES else [f"dtype {case.dtype} is not among {', '.join(DTYPES)}"]

@@ -1,0 +1,42 @@
+"""Found by mvllm through the entry point: who the platform is, and whether it can be used. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from mvllm.plugin_api import DeviceInfo, PlatformSpec, ProbeResult, hookimpl
+from mvllm_example_device.settings import Settings
+
+SPEC = PlatformSpec(
+    name="example",
+    vendor="mvllm",
+    contract=(1, 0),
+    probe="mvllm_example_device.plugin:probe",
+    factory="mvllm_example_device.platform:make_platform",
+    torch_floor="2.6",
+    by_name_only=True,
+)
+DTYPES = ("float32", "bfloat16")
+LIBRARY = Path(__file__).with_name("_device.so")
+
+
+@hookimpl
+def mvllm_platform() -> PlatformSpec:
+    """The identity card."""
+    return SPEC
+
+
+def probe() -> ProbeResult:
+    """Whether torch is installed, the device compiled, and the environment's settings make sense."""
+    try:
+        settings = Settings.from_environment()
+    except ValueError as e:
+        return ProbeResult(False, str(e), remedy="correct or unset the variable")
+    if importlib.util.find_spec("torch") is None:
+        return ProbeResult(False, "torch is not installed", remedy="install torch, then reinstall mvllm-example-device")
+    if not LIBRARY.exists():
+        remedy = "reinstall it where there is a C++ compiler: pip install --no-build-isolation mvllm-example-device"
+        return ProbeResult(False, "the device has not been compiled", remedy=remedy)
+    devices = tuple(DeviceInfo(i, "host memory", settings.memory) for i in range(settings.devices))
+    return ProbeResult(True, f"{settings.devices} devices in mode {settings.mode}", devices)

@@ -1,0 +1,212 @@
+"""One device, bound to this process: memory, copies, and the rules that core has to keep."""
+
+from __future__ import annotations
+
+import os
+import threading
+import types
+from collections.abc import Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+import mvllm.plugin_api as api
+from mvllm_example_device.faults import FaultPlan
+from mvllm_example_device.plugin import LIBRARY
+from mvllm_example_device.settings import Settings
+from mvllm_example_device.strict import Strict, in_worker
+
+logger = api.get_logger("mvllm.example_device")
+
+_bound: list[ExampleRuntime] = []
+"""The runtime that this process has open: one at a time."""
+
+
+def _load_library(settings: Settings) -> None:
+    """Makes torch know the device; once per process."""
+    owner = torch._C._get_privateuse1_backend_name()
+    if owner not in ("privateuseone", "example"):
+        raise api.PlatformError(f"torch has one place for a foreign device (PrivateUse1), and {owner!r} has taken it.")
+    if owner != "example":
+        try:
+            torch.ops.load_library(str(LIBRARY))
+        except OSError as e:
+            raise api.PlatformError(
+                f"{LIBRARY} does not load into torch {torch.__version__}: {e}. It was compiled against another torch: "
+                "reinstall mvllm-example-device."
+            ) from e
+        torch.utils.backend_registration.rename_privateuse1_backend("example")
+        module = types.ModuleType("torch.example")  # what torch itself asks of a device's module, and no more
+        vars(module).update(
+            is_available=lambda: True,
+            device_count=lambda: settings.devices,
+            current_device=lambda: 0,
+            manual_seed_all=lambda seed: None,
+            _is_in_bad_fork=lambda: False,
+        )
+        torch._register_device_module("example", module)
+    torch.ops.mvllm_example_device.open(settings.devices, settings.memory)
+
+
+class PendingCopy(Strict):
+    """A copy to the host that another thread makes."""
+
+    def __init__(self, runtime: ExampleRuntime, copy: Future[torch.Tensor]) -> None:
+        self._runtime, self._copy = runtime, copy
+
+    def wait(self) -> torch.Tensor:
+        """The host tensor, once it is there."""
+        self._runtime.check()
+        tensor = self._copy.result()
+        self._runtime.settle_lent()
+        return tensor
+
+
+class ExampleRuntime(Strict, api.DeviceRuntime):
+    """The device that `local_rank` says. What is public beside the contract is for this package.
+
+    Args:
+        ctx: The worker.
+        settings: What the environment says.
+        faults: What is to go wrong.
+    """
+
+    def __init__(self, ctx: api.WorkerContext, settings: Settings, faults: FaultPlan) -> None:
+        in_worker()
+        if _bound:
+            raise api.PlatformError(
+                f"This process has {_bound[0].device} open already: a process binds one device, once."
+            )
+        if ctx.local_rank >= settings.devices:
+            raise api.PlatformError(
+                f"Rank {ctx.rank} is worker {ctx.local_rank} of this machine, which has {settings.devices} devices. "
+                "Use fewer workers, or raise MVLLM_EXAMPLE_DEVICES."
+            )
+        _load_library(settings)
+        self._settings, self._faults = settings, faults
+        self._process, self._thread = os.getpid(), None if ctx.in_engine_process else threading.get_ident()
+        self._lent: list[tuple[torch.Tensor, bytes]] = []
+        self._batch: api.BatchLayout | None = None
+        self._compiled: set[Hashable] = set()
+        self._warm = False
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="example-device-copies")
+        self.device = torch.device("example", ctx.local_rank)
+        self._open = True
+        _bound.append(self)
+        self.seed(ctx.seed)
+
+    # --- the contract
+
+    def synchronize(self) -> None:
+        self.check()
+        self._end_step()
+
+    def memory(self) -> api.MemoryInfo:
+        self.check()
+        total, used, peak = torch.ops.mvllm_example_device.memory(self.device.index)
+        free = self._faults.free_memory(max(0, total - used))
+        return api.MemoryInfo(total=total, free=free, used_by_me=used, peak_by_me=peak)
+
+    def reset_peak_memory(self) -> None:
+        self.check()
+        torch.ops.mvllm_example_device.reset_peak(self.device.index)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.check()
+        try:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        except RuntimeError as e:
+            raise MemoryError(f"A tensor of shape {shape} and {dtype}: {str(e).splitlines()[0]}") from e
+
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.check()
+        return torch.empty(shape, dtype=dtype)
+
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        self.check()
+        if host.device.type != "cpu":
+            raise api.ContractError(f"to_device takes a tensor of the host, not of {host.device}.")
+        self._lent.append((host, _bytes_of(host)))
+        return host.to(self.device)
+
+    def to_host(self, tensor: torch.Tensor) -> api.HostCopy:
+        self.check()
+        if tensor.device != self.device:
+            raise api.ContractError(f"to_host takes a tensor of {self.device}, not of {tensor.device}.")
+        source = tensor.detach().clone()  # later work may overwrite what was submitted before this copy
+        return PendingCopy(self, self._copier.submit(source.cpu))
+
+    def seed(self, seed: int) -> None:
+        self.check()
+        torch.manual_seed(seed)
+
+    def step_mark(self) -> None:
+        self.check()
+        self._end_step()
+
+    def end_warm_up(self) -> None:
+        self.check()
+        self._warm = True
+        if self._settings.mode == "static":
+            logger.info("%s: %d shapes compiled; any other is an error from now on.", self.device, len(self._compiled))
+
+    def health(self) -> None:
+        self.check()
+
+    def shutdown(self) -> None:
+        in_worker()
+        if self._open:
+            self._open = False
+            self._copier.shutdown()
+            self._lent.clear()
+            _bound.remove(self)
+
+    # --- for the rest of this package
+
+    def check(self) -> None:
+        """Fails unless the call comes from where the contract allows it: this worker, its process, its thread."""
+        in_worker()
+        if not self._open:
+            raise api.ContractError(f"{self.device} was used after shutdown.")
+        if os.getpid() != self._process:
+            raise api.ContractError(f"{self.device} was opened by process {self._process} and used by {os.getpid()}.")
+        if self._thread not in (None, threading.get_ident()):
+            raise api.ContractError(f"{self.device} was used from another thread than the worker's.")
+
+    def begin_step(self, batch: api.BatchLayout) -> None:
+        """A step begins with the first metadata that is built for it; its faults happen here."""
+        self.check()
+        if batch is self._batch:
+            return
+        if self._batch is not None and self._settings.mode == "lazy":
+            raise api.ContractError("A step began before step_mark or synchronize ended the one before.")
+        self._batch = batch
+        self.compile("step", batch.num_tokens, batch.num_requests, *batch.block_table_device.shape)
+        if self._warm:
+            self._faults.begin_step()
+            if self._faults.starved:
+                used = torch.ops.mvllm_example_device.memory(self.device.index)[1]
+                torch.ops.mvllm_example_device.open(self._settings.devices, used)
+
+    def compile(self, *shape: Hashable) -> None:
+        """Counts a shape, in mode `static`; after the warm-up a new one is an error."""
+        if self._settings.mode != "static" or shape in self._compiled:
+            return
+        if self._warm:
+            raise api.PlatformError(f"A step after the warm-up needed a compilation: {shape} is a new shape.")
+        self._compiled.add(shape)
+
+    def settle_lent(self) -> None:
+        """Earlier copies to the device are done: until now their sources had to stay as they were."""
+        for host, content in self._lent:
+            if _bytes_of(host) != content:
+                raise api.ContractError("A host tensor was changed before the copy of it to the device was done.")
+        self._lent.clear()
+
+    def _end_step(self) -> None:
+        self._batch = None
+        self.settle_lent()
+
+
+def _bytes_of(host: torch.Tensor) -> bytes:
+    return host.reshape(-1).view(torch.uint8).numpy().tobytes()

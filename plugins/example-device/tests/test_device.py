@@ -1,0 +1,142 @@
+"""The device and its rules (device_rules.py), and what the package says of itself without opening one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.plugins import EXAMPLE_SOURCE, FAULT_SOURCE, ROOT, example_platform_path, prepend
+
+RULES = Path(__file__).with_name("device_rules.py")
+PACKAGE = EXAMPLE_SOURCE / "mvllm_example_device"
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """Runs all rules in one process of their own: who owns PrivateUse1 owns it for good."""
+    path = [*example_platform_path(tmp_path_factory.mktemp("plugins")), str(ROOT), *filter(None, sys.path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    environment.pop("MVLLM_EXAMPLE_DEVICES", None)
+    done = subprocess.run([sys.executable, RULES], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("rule", re.findall(r"^def (rule_\w+)", RULES.read_text("utf-8"), flags=re.MULTILINE))
+def test_device(outcome, rule):
+    assert outcome[rule] is None, outcome[rule]
+
+
+FOREIGN = """
+import sys
+from pathlib import Path
+import torch
+from mvllm.errors import PlatformError
+from mvllm.platform.topology import WorkerContext
+from mvllm_example_device import runtime
+from mvllm_example_device.platform import ExamplePlatform
+
+def refusal():
+    try:
+        ExamplePlatform().init_device(WorkerContext())
+    except PlatformError as e:
+        return str(e)
+
+runtime.LIBRARY = Path(sys.argv[1])
+print(refusal())
+torch.utils.rename_privateuse1_backend("acme")
+print(refusal())
+"""
+
+
+def test_another_owner_of_the_place_and_a_library_for_another_torch_are_said_to_be_that(tmp_path):
+    (tmp_path / "_device.so").write_bytes(b"not for this torch")
+    path = os.pathsep.join([str(EXAMPLE_SOURCE), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", FOREIGN, tmp_path / "_device.so"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    other_torch, other_owner = done.stdout.splitlines()
+    assert "does not load into torch" in other_torch and "reinstall mvllm-example-device" in other_torch
+    assert "'acme' has taken it" in other_owner
+
+
+@pytest.fixture
+def platform(tmp_path, monkeypatch):
+    """The platform in this process, which opens no device."""
+    prepend(monkeypatch, example_platform_path(tmp_path))
+    for name in ("FAULT_INJECTION", "MVLLM_EXAMPLE_DEVICES", "MVLLM_EXAMPLE_MEMORY", "MVLLM_EXAMPLE_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    from mvllm.platform.choose import choose_platform
+
+    return choose_platform("example").platform
+
+
+def test_choosing_planning_and_diagnosing_open_no_device(platform):
+    import torch
+
+    from mvllm.config.engine_args import EngineArgs
+    from mvllm.config.engine_config import replace_field
+    from mvllm.platform.phases import Phase, enter_phase
+
+    config = EngineArgs.from_kwargs(model="demo").create_engine_config()
+    with enter_phase(Phase.FRONTEND):
+        [change] = platform.plan(config).changes
+        assert (change.field, change.value) == ("cache.memory_utilization", 0.9)
+        assert platform.plan(replace_field(config, change.field, 0.5)).changes == ()
+        [refusal] = platform.plan(replace_field(config, "model.dtype", "float16")).reasons
+        assert "float16" in refusal.reason and "float32, bfloat16" in refusal.remedy
+        assert [check.status.value for check in platform.doctor()] == ["ok"]
+        assert platform.topology(config.parallel).num_workers == 1
+    assert torch._C._get_privateuse1_backend_name() == "privateuseone"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "complaint"),
+    [
+        ("MVLLM_EXAMPLE_MODE", "eagre", "one of eager, static, lazy"),
+        ("MVLLM_EXAMPLE_DEVICES", "0", "positive whole number"),
+        ("MVLLM_EXAMPLE_MEMORY", "2 GiB", "positive whole number"),
+    ],
+)
+def test_a_variable_without_meaning_makes_it_unavailable_and_is_named(platform, monkeypatch, name, value, complaint):
+    from mvllm_example_device.plugin import probe
+
+    assert probe().available and len(probe().devices) == 8
+    monkeypatch.setenv(name, value)
+    result = probe()
+    assert not result.available and name in result.reason and complaint in result.reason
+
+
+def test_workers_elsewhere_get_this_process_settings(platform, monkeypatch):
+    from mvllm.config.engine_config import ParallelConfig
+    from mvllm_example_device.platform import ExamplePlatform
+
+    given = {
+        "MVLLM_EXAMPLE_DEVICES": "3",
+        "MVLLM_EXAMPLE_MEMORY": "1000",
+        "MVLLM_EXAMPLE_MODE": "lazy",
+        "FAULT_INJECTION": "none",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert ExamplePlatform().topology(ParallelConfig(tensor_parallel_size=2)).env_per_worker == (given, given)
+
+
+def test_faults_are_read_as_the_fault_platform_reads_them():
+    assert (PACKAGE / "faults.py").read_bytes() == (FAULT_SOURCE / "mvllm_fault_injection" / "faults.py").read_bytes()
+
+
+def test_the_whole_plugin_stays_small_enough_to_read():
+    files = [*PACKAGE.glob("*.py"), EXAMPLE_SOURCE.parent / "setup.py"]
+    assert sum(bool(line.strip()) for file in files for line in file.read_text("utf-8").splitlines()) <= 600

@@ -1,0 +1,1 @@
+"""A platform that computes nothing: for measuring what the engine itself costs."""

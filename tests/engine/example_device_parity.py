@@ -1,0 +1,25 @@
+"""The engine with its worker in this process, on the example device, beside transformers: `<checkpoint> ...`.
+
+A program of its own, because a process has one place for a foreign torch device and gives it up to nobody.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from tests.helpers import parity
+
+
+def main() -> None:
+    for name in sys.argv[1:]:
+        expected = parity.oracle(name)
+        with parity.engine(expected.folder, platform="example", max_num_seqs=8, max_num_batched_tokens=32) as llm:
+            parity.check(expected, parity.generate(llm, expected.prompts[:8]))
+            again = parity.generate(llm, expected.prompts[:8])
+            parity.check(expected, again)
+            assert max(output.num_cached_tokens for output in again) > 0
+        print(name, "is equal", flush=True)
+
+
+if __name__ == "__main__":
+    main()

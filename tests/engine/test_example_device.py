@@ -1,0 +1,168 @@
+"""The whole engine on a device that is not the host: its own memory, its own rules, and no other names than those of
+the contract. What core assumes about devices beyond the contract fails here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from mvllm import LLM, SamplingParams
+from mvllm.errors import CacheError, EngineDeadError, ModelError, PlatformError, WorkerDiedError, WorkerStuckError
+from mvllm.platform.choose import choose_platform
+from tests.helpers import parity
+from tests.helpers.plugins import ROOT, example_platform_path, prepend
+from tests.helpers.processes import TAG, assert_nothing_left, new_tag, shared_memory_names
+
+PROMPTS = [{"prompt_token_ids": [5 + i, 6, 7, 8]} for i in range(4)]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+TIGHT = {"max_num_seqs": 8, "max_num_batched_tokens": 32}  # cuts prompts into chunks
+MANY = {"max_num_seqs": 64, "max_num_batched_tokens": 64, "max_model_len": 256}  # would use 12 MiB of cache
+BYTES_PER_BLOCK = 16 * 3 * 2 * 2 * 16 * 4  # tokens, layers, key and value, heads, head size, float32
+
+Make = Callable[..., LLM]
+
+
+@pytest.fixture
+def plugin_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    path = example_platform_path(tmp_path / "plugins")
+    prepend(monkeypatch, path)
+    for name in ("FAULT_INJECTION", "MVLLM_EXAMPLE_DEVICES", "MVLLM_EXAMPLE_MEMORY", "MVLLM_EXAMPLE_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    return path
+
+
+@pytest.fixture
+def make(checkpoint: Path, plugin_path: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Engines whose workers are processes, one for each device; capital letters set the plugin's variables."""
+    tag = new_tag()
+    monkeypatch.setenv(TAG, tag)
+    before = shared_memory_names()
+    with ExitStack() as stack:
+
+        def build(model: Path = checkpoint, **settings: object) -> LLM:
+            for name in [name for name in settings if name.isupper()]:
+                monkeypatch.setenv(name, str(settings.pop(name)))
+            given = {"platform": "example", "distributed_executor_backend": "mp", **TIGHT, **settings}
+            return stack.enter_context(parity.engine(model, **given))
+
+        yield build
+    assert_nothing_left(tag, before)
+
+
+def run(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+# --------------------------------------------------------------------------------------------------------- right tokens
+
+
+def test_a_worker_in_the_engines_process_gives_the_tokens_of_transformers(plugin_path: list[str]) -> None:
+    path = os.pathsep.join([*plugin_path, *(folder for folder in sys.path if folder)])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.example_device_parity", "llama-gqa", "gpt2"],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-2:] == ["llama-gqa is equal", "gpt2 is equal"]
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+def test_worker_processes_give_the_tokens_of_transformers(make: Make, name: str, tensor: int, pipeline: int) -> None:
+    expected = parity.oracle(name)
+    llm = make(expected.folder, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
+    parity.check(expected, parity.generate(llm, expected.prompts[:8]))
+
+
+@pytest.mark.parametrize("mode", ["static", "lazy"])
+def test_modes_give_the_same_tokens_and_their_rules_are_kept(make: Make, mode: str) -> None:
+    """In mode `static` a shape that the warm-up has not seen is an error, in mode `lazy` a step that nobody ended."""
+    expected = parity.oracle("llama-gqa")
+    llm = make(expected.folder, tensor_parallel_size=2, MVLLM_EXAMPLE_MODE=mode)
+    parity.check(expected, parity.generate(llm, expected.prompts[:8]))
+    params = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=5, ignore_eos=True, detokenize=False)
+    assert all(len(tokens) == 5 for tokens in run(llm, params))
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_the_cache_is_what_the_devices_memory_leaves(make: Make) -> None:
+    limit = 4 << 20
+    llm = make(MVLLM_EXAMPLE_MEMORY=limit, kv_cache_memory_bytes=None, **MANY)
+    summary = llm.llm_engine.cache_summary
+    assert limit // 4 < summary.num_blocks * BYTES_PER_BLOCK < limit, "this device's memory, not the machine's"
+    assert all(len(tokens) == 12 for tokens in run(llm)), "and it is really there"
+
+
+def test_what_does_not_fit_the_device_is_an_error_in_the_users_terms(make: Make) -> None:
+    with pytest.raises(ModelError, match=r"cannot be allocated on the device: out of memory on example:0"):
+        make(MVLLM_EXAMPLE_MEMORY=20_000)
+    with pytest.raises(CacheError, match=r"KV cache of \d+ blocks .* cannot be allocated .*out of memory on example:0"):
+        make(MVLLM_EXAMPLE_MEMORY=2 << 20, kv_cache_memory_bytes=3 << 20, **MANY)
+
+
+# --------------------------------------------------------------------------------------------------------------- faults
+
+
+def test_a_worker_that_raises_ends_the_engine_with_its_error(make: Make) -> None:
+    llm = make(tensor_parallel_size=2, FAULT_INJECTION="raise@execute:rank=1,step=3")
+    with pytest.raises(EngineDeadError, match=r"Worker_TP1 .*execute_model of step 3: .*InjectedFault"):
+        run(llm)
+
+
+def test_a_worker_that_exits_is_named_with_its_status(make: Make) -> None:
+    llm = make(FAULT_INJECTION="exit@execute:step=2,status=7")
+    with pytest.raises(EngineDeadError) as caught:
+        run(llm)
+    assert isinstance(caught.value.__cause__, WorkerDiedError) and "7" in str(caught.value.__cause__)
+
+
+def test_a_worker_that_hangs_is_found_by_the_steps_deadline(make: Make) -> None:
+    llm = make(tensor_parallel_size=2, step_timeout=3, FAULT_INJECTION="hang@execute:rank=1,step=2")
+    with pytest.raises(EngineDeadError) as caught:
+        run(llm)
+    assert isinstance(caught.value.__cause__, WorkerStuckError)
+
+
+def test_a_step_without_memory_ends_the_engine_and_says_so(make: Make) -> None:
+    llm = make(FAULT_INJECTION="oom@execute:step=2")
+    with pytest.raises(EngineDeadError, match=r"out of memory on example:0: \d+ bytes were asked for"):
+        run(llm)
+
+
+def test_nan_fails_the_requests_of_that_step_and_no_later_ones(make: Make) -> None:
+    llm = make(FAULT_INJECTION="nan@execute:step=2")
+    assert [len(tokens) for tokens in run(llm)] == [2] * 4, "two steps went well"
+    assert [len(tokens) for tokens in run(llm)] == [12] * 4
+
+
+def test_a_slow_rank_changes_no_token(make: Make) -> None:
+    expected = run(make())
+    slow = make(tensor_parallel_size=2, FAULT_INJECTION="slow@execute:rank=1,step=3,seconds=0.02")
+    assert run(slow) == expected
+
+
+# ---------------------------------------------------------------------------------------------------------------- rules
+
+
+def test_more_workers_than_devices_are_refused_by_the_one_without(make: Make) -> None:
+    with pytest.raises(PlatformError, match=r"Rank 1 is worker 1 of this machine, which has 1 devices"):
+        make(tensor_parallel_size=2, MVLLM_EXAMPLE_DEVICES=1)
+
+
+def test_it_runs_only_where_it_is_named(plugin_path: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MVLLM_PLATFORM", raising=False)
+    assert choose_platform().platform.spec.name == "cpu"
+    assert choose_platform("example").platform.spec.name == "example"
