@@ -43,7 +43,7 @@ class Footprint:
         found = []
         for process in self.processes():
             try:
-                if any(word.startswith("Worker_") for word in process.cmdline()):
+                if any(word == "Worker" or word.startswith("Worker_") for word in process.cmdline()):
                     found.append(process)
             except psutil.NoSuchProcess:
                 continue

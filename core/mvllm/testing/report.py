@@ -135,9 +135,11 @@ class Report:
     def table(self) -> str:
         """For the terminal: a line per clause."""
         lines = []
+        asked = {part for part in self.only if part in CLAUSES or part in FAMILIES}
         for family, title in FAMILIES.items():
-            lines.append(f"{family}  {title}")
-            for clause in _of(family):
+            wanted = [c for c in _of(family) if not asked or {c.id, family} & asked]
+            lines += [f"{family}  {title}"] if wanted else []
+            for clause in wanted:
                 tests, seconds = self._effort(clause)
                 note = self._note(clause)
                 lines.append(

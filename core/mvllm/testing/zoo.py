@@ -67,7 +67,7 @@ class Oracle:
     Attributes:
         folder: The checkpoint.
         prompts: Token ids.
-        tokens: [prompts][NUM_TOKENS]: greedy continuations.
+        tokens: [prompts][tokens]: greedy continuations.
     """
 
     folder: Path
@@ -85,19 +85,19 @@ class Zoo:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._models: dict[str, Any] = {}
-        self._oracles: dict[tuple[str, tuple[int, ...]], Oracle] = {}
+        self._oracles: dict[tuple[str, tuple[int, ...], int], Oracle] = {}
 
     def checkpoint(self, family: str) -> Path:
         """The folder of a family's checkpoint."""
         self._model(family)
         return self._folder / family
 
-    def oracle(self, family: str, lengths: tuple[int, ...] = LENGTHS) -> Oracle:
+    def oracle(self, family: str, lengths: tuple[int, ...] = LENGTHS, num_tokens: int = NUM_TOKENS) -> Oracle:
         """Prompts of these lengths and their greedy continuations."""
-        key = (family, lengths)
+        key = (family, lengths, num_tokens)
         if key not in self._oracles:
             rng = random.Random(family)
-            found = [self._clear_prompt(family, length, rng) for length in lengths]
+            found = [self._clear_prompt(family, length, num_tokens, rng) for length in lengths]
             prompts, tokens = [prompt for prompt, _ in found], [tokens for _, tokens in found]
             self._oracles[key] = Oracle(self.checkpoint(family), prompts, tokens)
         return self._oracles[key]
@@ -108,11 +108,13 @@ class Zoo:
         found: torch.Tensor = self._model(family)(torch.tensor([token_ids])).logits[0].float()
         return found
 
-    def _clear_prompt(self, family: str, length: int, rng: random.Random) -> tuple[list[int], list[int]]:
+    def _clear_prompt(
+        self, family: str, length: int, num_tokens: int, rng: random.Random
+    ) -> tuple[list[int], list[int]]:
         best: tuple[float, list[int], list[int]] | None = None
         for _ in range(12):
             prompt = [rng.randrange(2, VOCAB_SIZE) for _ in range(length)]
-            tokens, lead = self._generate(family, prompt)
+            tokens, lead = self._generate(family, prompt, num_tokens)
             if best is None or lead > best[0]:
                 best = (lead, prompt, tokens)
             if lead >= CLEAR:
@@ -121,11 +123,11 @@ class Zoo:
         return best[1], best[2]
 
     @torch.inference_mode()
-    def _generate(self, family: str, prompt: list[int]) -> tuple[list[int], float]:
+    def _generate(self, family: str, prompt: list[int], num_tokens: int) -> tuple[list[int], float]:
         """Greedy tokens, and the smallest lead that one of them had."""
         model, tokens, lead = self._model(family), [], math.inf
         ids, past = torch.tensor([prompt]), None
-        for _ in range(NUM_TOKENS):
+        for _ in range(num_tokens):
             output = model(ids, past_key_values=past, use_cache=True)
             past = output.past_key_values
             best = output.logits[0, -1].float().topk(2)
@@ -220,7 +222,7 @@ def assert_tokens(zoo: Zoo, family: str, expected: Oracle, outputs: list[Any], t
     assert len(outputs) == len(expected.prompts)
     for prompt, wanted, output in zip(expected.prompts, expected.tokens, outputs, strict=True):
         found, where = list(output.outputs[0].token_ids), f"{family}, prompt of {len(prompt)} tokens"
-        assert len(found) == NUM_TOKENS, where
+        assert len(found) == len(wanted), where
         if tie == 0:
             assert found == wanted, where
             continue

@@ -40,6 +40,11 @@ def worker_settings(subject: Examinee) -> dict[str, Any]:
     collectives = {"all_reduce", "all_gather"} <= subject.capabilities.collectives
     if "mp" in topology.executors and topology.num_workers == 2 and collectives and not why_not_ranks(subject, 2):
         return {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    return one_worker(subject)
+
+
+def one_worker(subject: Examinee) -> dict[str, Any]:
+    """An engine with one worker process."""
     if "mp" not in topology_of(subject, parallel_config()).executors:
         not_claimed("worker processes: the topology does not allow mp")
     return {"distributed_executor_backend": "mp"}
@@ -73,9 +78,9 @@ def test_a_killed_worker_is_named_and_nothing_is_left(
 def test_a_step_that_hangs_ends_the_engine_with_the_workers_name(
     subject: Examinee, free_device: None, zoo: Zoo, trace: Footprint
 ) -> None:
-    with make_llm(subject, zoo.checkpoint("llama"), step_timeout=4, **worker_settings(subject)) as llm:
+    with make_llm(subject, zoo.checkpoint("llama"), step_timeout=4, **one_worker(subject)) as llm:
         generate(llm, PROMPTS)
-        victim = trace.workers()[-1]
+        [victim] = trace.workers()
         victim.suspend()
         with pytest.raises(EngineDeadError, match=rf"pid {victim.pid}") as caught:
             generate(llm, PROMPTS, **LONG)
