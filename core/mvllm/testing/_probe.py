@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from mvllm.platform.discovery import load_attribute
 from mvllm.platform.phases import Phase, enter_phase
@@ -22,7 +22,8 @@ from mvllm.testing.children import say
 
 HEAVY = ("torch", "transformers", "jax", "tensorflow")
 ORDINARY_LIBRARIES = tuple(
-    f"lib{name}" for name in "c m dl rt pthread gcc_s stdc++ z bz2 lzma ffi ssl crypto expat uuid sqlite3 util".split()  # noqa: SIM905
+    f"lib{name}"
+    for name in "c m dl rt pthread gcc_s stdc++ z bz2 lzma ffi ssl crypto expat uuid sqlite3 util".split()  # noqa: SIM905
 )
 
 

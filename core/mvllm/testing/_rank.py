@@ -224,7 +224,9 @@ def barrier(world: World) -> str:
                 time.sleep(0.3)
             marks[world.context.rank].write_text(f"{os.getpid()} {turn}")
             world.group.barrier()
-            missing = [r for r, mark in enumerate(marks) if not mark.exists() or int(mark.read_text().split()[1]) < turn]
+            missing = [
+                r for r, mark in enumerate(marks) if not mark.exists() or int(mark.read_text().split()[1]) < turn
+            ]
             world.group.barrier()  # nobody goes on, and writes or removes its mark, before all have looked
             if missing:
                 return f"rank {world.context.rank} passed before rank {missing[0]} had come"

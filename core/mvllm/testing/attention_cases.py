@@ -193,7 +193,7 @@ class Bench:
 
     def on_device(self, layout: BatchLayout) -> BatchLayout:
         """The same layout with its device arrays there."""
-        arrays = {f"{name}_device": self.runtime.from_numpy(getattr(layout, name)) for name in _ARRAYS}
+        arrays: dict[str, Any] = {f"{name}_device": self.runtime.from_numpy(getattr(layout, name)) for name in _ARRAYS}
         return dataclasses.replace(layout, **arrays)
 
     def write(self, layout: BatchLayout, keys: torch.Tensor, values: torch.Tensor) -> Any:

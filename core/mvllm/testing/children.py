@@ -11,7 +11,21 @@ from typing import Any
 
 SIGN = "@mvllm-child "
 
-_NOT_DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "pts", "ptmx", "shm", "fd", "stdin", "stdout", "console")
+_NOT_DEVICES = (
+    "null",
+    "zero",
+    "full",
+    "random",
+    "urandom",
+    "tty",
+    "pts",
+    "ptmx",
+    "shm",
+    "fd",
+    "stdin",
+    "stdout",
+    "console",
+)
 
 
 def ask_child(module: str, order: dict[str, Any], *, seconds: float = 120.0) -> dict[str, Any]:

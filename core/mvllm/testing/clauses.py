@@ -1,7 +1,7 @@
 """The clauses of the contract, as docs/contract.md numbers and words them.
 
-One list, read by the suite (which clause does a test stand for, and is it due?), by the report and by `mvllm conformance
---clauses`. Loads neither torch nor pytest.
+One list, read by the suite (which clause does a test stand for, and is it due?), by the report and by
+`mvllm conformance --clauses`. Loads neither torch nor pytest.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ _ALL = (
     Clause("PRB-02", "It leaves the process able to fork."),
     Clause(
         "PRB-03",
-        "It loads no torch, and leaves no thread, no process and no changed environment variable behind; two probes in a "
-        "row answer the same.",
+        "It loads no torch, and leaves no thread, no process and no changed environment variable behind; two probes in "
+        "a row answer the same.",
     ),
     Clause("CFG-01", "`plan` is pure: it changes nothing, opens nothing, and answers equal questions equally."),
     Clause(
@@ -89,8 +89,8 @@ _ALL = (
     ),
     Clause(
         "CFG-06",
-        "`doctor` opens no device, and its checks have ids of the platform's own, what was found, and a remedy where not "
-        "all is well.",
+        "`doctor` opens no device, and its checks have ids of the platform's own, what was found, and a remedy where "
+        "not all is well.",
     ),
     Clause("DEV-01", "`init_device` binds the process to the device that `ctx.local_rank` says, once.", "torch_device"),
     Clause(
@@ -104,7 +104,9 @@ _ALL = (
         "`empty` and `host_buffer` give tensors of the shape and dtype asked for, on the device and on the host.",
         "torch_device",
     ),
-    Clause("DEV-05", "Events and streams order work, or are null objects where the order of calls does.", "torch_device"),
+    Clause(
+        "DEV-05", "Events and streams order work, or are null objects where the order of calls does.", "torch_device"
+    ),
     Clause("DEV-06", "`health` and `step_mark` are silent on a device that answers.", "torch_device"),
     Clause(
         "MEM-01",
@@ -119,7 +121,9 @@ _ALL = (
         "torch_device",
     ),
     Clause(
-        "KVL-01", "`kv_layout` names at least one block size, and the bytes one token takes in one layer.", "torch_device"
+        "KVL-01",
+        "`kv_layout` names at least one block size, and the bytes one token takes in one layer.",
+        "torch_device",
     ),
     Clause(
         "KVL-02",
@@ -134,8 +138,8 @@ _ALL = (
     Clause("KVL-04", "`copy_blocks` copies whole blocks of one layer.", "torch_device"),
     Clause(
         "KVL-05",
-        "What `write_kv` stores is what `forward` reads, rounded to the storage dtype: a query with one visible key gets "
-        "that key's value.",
+        "What `write_kv` stores is what `forward` reads, rounded to the storage dtype: a query with one visible key "
+        "gets that key's value.",
         "torch_device",
     ),
     Clause(
@@ -145,7 +149,8 @@ _ALL = (
     ),
     Clause(
         "ATT-02",
-        "A query at position p of a sequence sees keys at positions (p - sliding_window, p], or [0, p] without a window.",
+        "A query at position p of a sequence sees keys at positions (p - sliding_window, p], or [0, p] without a "
+        "window.",
         "torch_device",
     ),
     Clause(
@@ -160,7 +165,8 @@ _ALL = (
     ),
     Clause(
         "ATT-05",
-        "`validate` returns the reasons why a spec is not supported; `attention_backend` refuses it with those reasons.",
+        "`validate` returns the reasons why a spec is not supported; `attention_backend` refuses it with those "
+        "reasons.",
         "torch_device",
     ),
     Clause("ATT-06", "Rows of padding are finite.", "torch_device"),
@@ -232,7 +238,11 @@ _ALL = (
         "graphs",
     ),
     Clause("GRF-02", "`memory_bytes` counts what captured graphs hold.", "graphs"),
-    Clause("GRF-03", "A compiled function gives what the function gives; `cache_key` stays the same in a process.", "compile"),
+    Clause(
+        "GRF-03",
+        "A compiled function gives what the function gives; `cache_key` stays the same in a process.",
+        "compile",
+    ),
     Clause(
         "RUN-01",
         "A model of each family gives the log-probabilities of the oracle, within the suite's tolerance for the dtype.",
@@ -240,12 +250,13 @@ _ALL = (
     ),
     Clause(
         "RUN-02",
-        "The worker goes through the methods of `WorkerProtocol` in their order; what a profiling step leaves for the KV "
-        "cache is no more than the device has, and can be allocated.",
+        "The worker goes through the methods of `WorkerProtocol` in their order; what a profiling step leaves for the "
+        "KV cache is no more than the device has, and can be allocated.",
     ),
     Clause(
         "E2E-01",
-        "An engine with one worker generates the oracle's tokens: exactly in float32, and in any other dtype up to ties.",
+        "An engine with one worker generates the oracle's tokens: exactly in float32, and in any other dtype up to "
+        "ties.",
     ),
     Clause("E2E-02", "So does one with two tensor-parallel workers."),
     Clause("E2E-03", "So does one with two pipeline stages."),
@@ -254,7 +265,9 @@ _ALL = (
     Clause("E2E-06", "A request that was preempted and recomputed gives the same tokens."),
     Clause("LIF-01", "When a worker process is killed, the caller is told which, and nothing is left behind."),
     Clause("LIF-02", "When a step hangs, the engine ends after `step_timeout` with the name of the worker."),
-    Clause("LIF-03", "When a step raises, the engine ends with that error, and a new engine in the same process works."),
+    Clause(
+        "LIF-03", "When a step raises, the engine ends with that error, and a new engine in the same process works."
+    ),
     Clause("LIF-04", "A KV cache that does not fit is refused, and a new engine in the same process works."),
     Clause("LIF-05", "An engine may be closed twice, and leaves no process and no shared memory."),
     Clause("LIF-06", "When the caller is killed, its workers end."),

@@ -1,10 +1,10 @@
 """How a test of the suite says what it stands for.
 
-    @clause("ATT-02", needs="sliding_window")
-    def test_a_window_hides_what_lies_before_it(...): ...
+@clause("ATT-02", needs="sliding_window")
+def test_a_window_hides_what_lies_before_it(...): ...
 
-    @clause("ATT-08", refusal=True)              runs where soft_cap is *not* claimed: what is said to who asks for it?
-    def test_soft_cap_that_is_not_claimed_is_refused(...): ...
+@clause("ATT-08", refusal=True)              runs where soft_cap is *not* claimed: what is said to who asks for it?
+def test_soft_cap_that_is_not_claimed_is_refused(...): ...
 """
 
 from __future__ import annotations

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from mvllm.plugin_api import DeviceRuntime
     from mvllm.testing.zoo import Zoo
 
+# Failures show values also where the tests are imported into a file of the vendor's own.
+pytest.register_assert_rewrite("mvllm.testing.suite", "mvllm.testing.zoo", "mvllm.testing.processes")
+
 PROPERTY = "mvllm-conformance"
 """Under this name a test's report carries its clauses, also from a worker of xdist."""
 
@@ -163,7 +166,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Decides which tests are due, and gives each its clauses to carry."""
     run = _run(config)
-    due, left_out = [], []
+    due: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
     for item in items:
         marker = item.get_closest_marker(MARKER)
         (due if marker is None or _prepare(item, marker, run) else left_out).append(item)

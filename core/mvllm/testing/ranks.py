@@ -1,7 +1,7 @@
 """Worker processes without an engine: each binds a device, meets the others, and tries what it is told.
 
-    run_ranks(examinee, 2, ["all_reduce"]) ──> python -m mvllm.testing._rank, twice, as the platform's topology says
-                                          <── a line per thing tried: {"did": "all_reduce", "error": "", "digest": "..."}
+run_ranks(examinee, 2, ["all_reduce"]) ──> python -m mvllm.testing._rank, twice, as the platform's topology says
+                                      <── a line per thing tried: {"did": "all_reduce", "error": "", "digest": "..."}
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def parallel_config(tensor: int = 1, pipeline: int = 1) -> ParallelConfig:
     return ParallelConfig(tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
 
 
-def run_ranks(examinee: Examinee, world_size: int, what: list[str], *, local_ranks: list[int] | None = None) -> list[RankResult]:
+def run_ranks(
+    examinee: Examinee, world_size: int, what: list[str], *, local_ranks: list[int] | None = None
+) -> list[RankResult]:
     """Starts the ranks of one world and returns what they say, in rank order.
 
     Args:

@@ -1,9 +1,9 @@
 """What a run found: clause by clause, as a table, as JSON, and as a badge.
 
-    test outcomes ──add──> Report ──> table()      for the terminal
-                                  ──> as_json()    for machines; `from_json` reads it back
-                                  ──> markdown()   for a page
-                                  ──> badge()      a small SVG that says "mvllm 1.0 | conformant"
+test outcomes ──add──> Report ──> table()      for the terminal
+                              ──> as_json()    for machines; `from_json` reads it back
+                              ──> markdown()   for a page
+                              ──> badge()      a small SVG that says "mvllm 1.0 | conformant"
 """
 
 from __future__ import annotations
@@ -243,7 +243,8 @@ class Report:
             f'<rect width="{left}" height="20" fill="#444"/>'
             f'<rect x="{left}" width="{right}" height="20" fill="{colour}"/>'
             '<g fill="#fff" font-family="Verdana,sans-serif" font-size="11" text-anchor="middle">'
-            f'<text x="{left / 2}" y="14">{label}</text><text x="{left + right / 2}" y="14">{verdict}</text></g></svg>\n'
+            f'<text x="{left / 2}" y="14">{label}</text>'
+            f'<text x="{left + right / 2}" y="14">{verdict}</text></g></svg>\n'
         )
 
     def write(self, path: Path) -> None:

@@ -62,7 +62,7 @@ def run(settings: Settings) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"The conformance suite needs {' and '.join(missing)}, not installed here. Run: pip install 'mvllm[testing]'"
+            f"The conformance suite needs {' and '.join(missing)}. Run: pip install 'mvllm[testing]'"
             + (" and the torch of your platform's package" if "torch" in missing else "")
         )
     # Checkpoints are made here, and nothing is looked up.

@@ -7,8 +7,8 @@
     link = "https://example.com/acme/issues/17"
     expires = 2027-03-31                      # optional
 
-A waiver is strict. One that has expired, names no clause, or lacks its reason or link ends the run before it begins; one
-that nothing needs any more (no test that it covers fails) fails the run at its end.
+A waiver is strict. One that has expired, names no clause, or lacks its reason or link ends the run before it begins;
+one that nothing needs any more (no test that it covers fails) fails the run at its end.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ def read_waivers(path: Path, today: datetime.date) -> list[Waiver]:
     entries = content.get("waiver", [])
     if set(content) - {"waiver"} or not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
         raise ConfigError(f"{path} may hold [[waiver]] tables and nothing else, found {', '.join(sorted(content))}.")
-    problems = [
-        f"  waiver {i}: {problem}" for i, entry in enumerate(entries, 1) for problem in _problems(entry, today)
-    ]
+    problems = [f"  waiver {i}: {problem}" for i, entry in enumerate(entries, 1) for problem in _problems(entry, today)]
     if problems:
         raise ConfigError(f"Waivers in {path} are not acceptable:\n" + "\n".join(problems))
     return [Waiver(**entry) for entry in entries]
@@ -87,5 +85,7 @@ def _problems(entry: dict[str, object], today: datetime.date) -> list[str]:
     if expires is not None and (not isinstance(expires, datetime.date) or isinstance(expires, datetime.datetime)):
         found.append(f"expires must be a date like 2027-03-31, found {expires!r}")
     elif expires is not None and expires < today:
-        found.append(f"{clause} was waived until {expires}, which is over: mend the platform, or renew it with a reason")
+        found.append(
+            f"{clause} was waived until {expires}, which is over: mend the platform, or renew it with a reason"
+        )
     return found

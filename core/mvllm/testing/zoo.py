@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from mvllm.entrypoints.llm import LLM
+from mvllm.messages.inputs import PromptType, TokensPrompt
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.plugin_api import Capabilities
 from mvllm.testing.subject import Examinee
@@ -45,8 +46,14 @@ _SIZES: dict[str, Any] = {
 }
 _LLAMA = {**_SIZES, "intermediate_size": 192, "num_key_value_heads": 2}
 _GPT2 = {
-    **{"vocab_size": VOCAB_SIZE, "n_embd": 256, "n_inner": 192, "n_layer": 3, "n_head": 4, "n_positions": MAX_LEN},
-    **{"bos_token_id": 0, "eos_token_id": 1},
+    "vocab_size": VOCAB_SIZE,
+    "n_embd": 256,
+    "n_inner": 192,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": MAX_LEN,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
 }
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _LLAMA),
@@ -170,7 +177,7 @@ def draw_weights(model: Any, seed: int = 0) -> None:
         parameter.copy_(noise)
 
 
-# ----------------------------------------------------------------------------------------------------- engines beside it
+# ---------------------------------------------------------------------------------------------------- engines beside it
 
 
 def main_dtype(capabilities: Capabilities) -> str:
@@ -211,7 +218,8 @@ def generate(llm: LLM, prompts: list[list[int]], **settings: Any) -> list[Any]:
     params = SamplingParams(
         **{"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False, **settings}
     )
-    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    given: list[PromptType] = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+    return llm.generate(given, params, use_tqdm=False)
 
 
 def assert_tokens(zoo: Zoo, family: str, expected: Oracle, outputs: list[Any], tie: float) -> None:

@@ -14,7 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="IDS", help="Families or clauses to examine, for instance ATT,COM-03.")
     parser.add_argument("--quick", action="store_true", help="Thin out the grids. Proves no conformance.")
     parser.add_argument("--clauses", action="store_true", help="Print the clauses, and run nothing.")
-    parser.add_argument("--show", metavar="PATH", type=Path, help="Print a report that was written before, as Markdown.")
+    parser.add_argument(
+        "--show", metavar="PATH", type=Path, help="Print a report that was written before, as Markdown."
+    )
     parser.add_argument("further", nargs="*", metavar="-- ARGUMENT", help="Arguments for pytest, after `--`.")
 
 

@@ -74,7 +74,7 @@ def assert_near(found: torch.Tensor, case: Case) -> None:
     assert off < allowed, f"off by {off:.2g}, allowed {allowed:.2g}"
 
 
-# --------------------------------------------------------------------------------------------------- what may stand in a step
+# --------------------------------------------------------------------------------------------- what may stand in a step
 
 
 @clause("ATT-03")
@@ -119,7 +119,7 @@ def test_a_request_sees_blocks_that_another_request_of_the_same_step_writes(
     assert float((found - torch.cat([exact[size:], exact])).abs().max()) < allowed
 
 
-# -------------------------------------------------------------------------------------------------------- what a query sees
+# ---------------------------------------------------------------------------------------------------- what a query sees
 
 
 @clause("ATT-02")
@@ -181,7 +181,7 @@ def test_a_window_that_is_not_claimed_is_refused(subject: Examinee, bound_device
         ask_attention_backend(subject.platform, make_spec(dtype=subject.capabilities.dtypes[0], sliding_window=8))
 
 
-# ----------------------------------------------------------------------------------------------------------- every shape
+# ---------------------------------------------------------------------------------------------------------- every shape
 
 
 @clause("ATT-04")
@@ -226,7 +226,9 @@ def test_every_block_size_that_is_offered(subject: Examinee, bound_device: Devic
 
 
 @clause("ATT-07")
-def test_every_storage_dtype_that_is_claimed(subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str) -> None:
+def test_every_storage_dtype_that_is_claimed(
+    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+) -> None:
     tried = 0
     for kv_dtype in subject.capabilities.kv_dtypes:
         spec = make_spec(dtype=claimed_dtype, kv_dtype=kv_dtype)
@@ -240,7 +242,7 @@ def test_every_storage_dtype_that_is_claimed(subject: Examinee, bound_device: De
     assert tried, f"no storage dtype of {subject.capabilities.kv_dtypes} goes with {claimed_dtype}"
 
 
-# ------------------------------------------------------------------------------------------------- refusals, padding, ghosts
+# -------------------------------------------------------------------------------------------- refusals, padding, ghosts
 
 
 @clause("ATT-05")

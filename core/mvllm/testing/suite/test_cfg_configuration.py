@@ -146,7 +146,7 @@ def test_capabilities_name_what_there_is(frontend: Platform) -> None:
 @clause("CFG-03")
 def test_an_unknown_capability_is_an_error(frontend: Platform) -> None:
     with pytest.raises(TypeError):
-        dataclasses.replace(frontend.capabilities, time_travel=True)
+        dataclasses.replace(frontend.capabilities, time_travel=True)  # type: ignore[call-arg]
 
 
 @clause("CFG-03", "CFG-05")
@@ -182,7 +182,9 @@ def test_diagnostics_have_stable_ids_and_remedies(frontend: Platform) -> None:
     for check in checks:
         assert check.id.startswith(f"platform.{frontend.spec.name}."), check.id
         assert check.found.strip(), check.id
-        assert check.status is CheckStatus.OK or (check.remedy or "").strip(), f"{check.id} is not OK and says no remedy"
+        assert check.status is CheckStatus.OK or (check.remedy or "").strip(), (
+            f"{check.id} is not OK and says no remedy"
+        )
 
 
 # ------------------------------------------------------------------ what is not claimed is off, or refused, by the core

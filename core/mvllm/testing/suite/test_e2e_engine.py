@@ -56,7 +56,7 @@ def test_a_model_with_a_window_generates_the_oracles_tokens(subject: Examinee, f
 def check_parallel(subject: Examinee, zoo: Zoo, family: str, tensor: int, pipeline: int) -> None:
     """Two ranks; or, where the platform does not allow them, that the engine says so."""
     topology = topology_of(subject, parallel_config(tensor, pipeline))
-    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    sizes: dict[str, Any] = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
     wanted = ("all_reduce", "all_gather") if tensor > 1 else ("send_recv",)
     missing = [name for name in wanted if name not in subject.capabilities.collectives]
     possible = "mp" in topology.executors or topology.num_workers == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -104,7 +106,7 @@ def test_a_sequence_written_in_pieces_reads_as_one(
     keys, values = random_kv(bench.backend, length)
     table = np.array([order], dtype=np.int32)
     cuts = [0, 3, bench.block_size, bench.block_size + 1, length]
-    for begin, end in zip(cuts, cuts[1:], strict=False):
+    for begin, end in pairwise(cuts):
         layout = make_layout([(begin, end - begin)], table, bench.block_size)
         bench.write(layout, keys[begin:end], values[begin:end])
     means = values.double().cumsum(0) / torch.arange(1, length + 1).view(-1, 1, 1)
@@ -140,7 +142,9 @@ def test_a_write_touches_no_slot_that_it_was_not_given(
     for block, before in zip(others, untouched, strict=True):
         assert torch.equal(bench.look([block], size), before), f"block {block} changed"
     seen = bench.look([2], size)
-    sums = torch.cat([values[:length].double(), torch.full((size - length, *values.shape[1:]), 0.25).double()]).cumsum(0)
+    sums = torch.cat([values[:length].double(), torch.full((size - length, *values.shape[1:]), 0.25).double()]).cumsum(
+        0
+    )
     means = sums / torch.arange(1, size + 1).view(-1, 1, 1)
     assert float((seen - means).abs().max()) < tolerance(claimed_dtype, claimed_dtype)
 

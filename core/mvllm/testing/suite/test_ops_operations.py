@@ -26,8 +26,7 @@ def providers_of(subject: Examinee, op: str) -> list[OpProvider]:
 
 def taken(provider: OpProvider, dtype: str) -> list[OpTrial]:
     """The trials that the provider supports."""
-    found = [t for t in trials(provider.op, dtype) if not provider.supports(OpCase(provider.op, dtype, t.facts))]
-    return found
+    return [t for t in trials(provider.op, dtype) if not provider.supports(OpCase(provider.op, dtype, t.facts))]
 
 
 def move(runtime: DeviceRuntime, arguments: tuple[Any, ...]) -> list[Any]:
@@ -36,7 +35,9 @@ def move(runtime: DeviceRuntime, arguments: tuple[Any, ...]) -> list[Any]:
     for argument in arguments:
         if isinstance(argument, torch.Tensor) and not argument.is_contiguous():
             whole = torch.empty_strided(argument.size(), argument.stride(), dtype=argument.dtype).copy_(argument)
-            there = runtime.to_device(torch.as_strided(whole, (whole.untyped_storage().size() // whole.itemsize,), (1,)))
+            there = runtime.to_device(
+                torch.as_strided(whole, (whole.untyped_storage().size() // whole.itemsize,), (1,))
+            )
             argument = torch.as_strided(there, argument.size(), argument.stride())
         elif isinstance(argument, torch.Tensor):
             argument = runtime.to_device(argument.clone())

@@ -18,7 +18,7 @@ from mvllm.testing.marks import clause
 from mvllm.testing.subject import Examinee
 
 IMPORT_CPU_SECONDS = 2.0
-"""Time of the processor that the entry point's module may take, beyond `mvllm.plugin_api`. An ordinary one takes 0.01."""
+"""Processor time that the entry point's module may take beyond `mvllm.plugin_api`. An ordinary one takes 0.01."""
 
 FRONT_DOOR = "mvllm.plugin_api"
 OWN_TESTS = "mvllm.testing"
@@ -117,5 +117,3 @@ def allowed(name: str) -> bool:
     inside = name == "mvllm" or name.startswith("mvllm.")
     doors = (FRONT_DOOR, OWN_TESTS)
     return not inside or any(name == door or name.startswith(door + ".") for door in doors)
-
-

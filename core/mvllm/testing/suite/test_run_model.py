@@ -30,7 +30,12 @@ LIMITS = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 128
 def worker(subject: Examinee, folder: Path, dtype: str) -> Iterator[tuple[WorkerWrapper, int, int]]:
     """A worker that has gone through its start, with its number of blocks and their size."""
     args = EngineArgs.from_kwargs(
-        model=str(folder), platform=subject.name, dtype=dtype, skip_tokenizer_init=True, use_tqdm_on_load=False, **LIMITS
+        model=str(folder),
+        platform=subject.name,
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        use_tqdm_on_load=False,
+        **LIMITS,
     )
     config = settle_config(args.create_engine_config(), subject.platform)
     wrapper = WorkerWrapper(config, subject.platform, WorkerContext())
