@@ -26,7 +26,9 @@ def test_it_examines_a_platform_writes_a_report_and_shows_it(tmp_path, capfd):
 
 def test_what_is_missing_is_said_with_the_command_that_installs_it(monkeypatch, capsys):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "pytest" else find(name, *rest))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "pytest" else find(name, *rest)
+    )
     assert main(["conformance", "--platform", "cpu"]) == 1
     assert "pip install 'mvllm[testing]'" in capsys.readouterr().err
 
