@@ -230,7 +230,6 @@ _ALL = (
     Clause(
         "SHP-02",
         "After `warm_up`, every step has sizes among the buckets, and the compiler is not called again.",
-        "static_shapes",
     ),
     Clause(
         "GRF-01",

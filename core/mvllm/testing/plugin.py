@@ -160,7 +160,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs `claimed_dtype` through the compute dtypes that the platform claims."""
     if "claimed_dtype" in metafunc.fixturenames:
-        metafunc.parametrize("claimed_dtype", _run(metafunc.config).examinee.capabilities.dtypes, scope="session")
+        metafunc.parametrize("claimed_dtype", _run(metafunc.config).examinee.capabilities.dtypes)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
