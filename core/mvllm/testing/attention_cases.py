@@ -213,18 +213,20 @@ class Bench:
         content = torch.full((size, spec.num_kv_heads, spec.head_size), value).to(torch_dtype(spec.dtype))
         self.write(layout, content, content)
 
-    def look(self, blocks: Sequence[int], length: int) -> torch.Tensor:
+    def look(self, blocks: Sequence[int], length: int, *, as_prompt: bool = False) -> torch.Tensor:
         """What a request of `length` tokens in these blocks sees, without storing anything.
 
-        Queries of zero weigh all keys they see equally: position p gives the mean of the values at [0, p].
+        Queries of zero weigh all keys they see equally: position p gives the mean of the values at [0, p]. Each
+        position is a decode of its own, so that nothing but what is stored is looked at; or all are one prompt.
 
         Returns:
             float64 [length, num_kv_heads, head_size], on the host.
         """
         spec, dtype = self.backend.spec, torch_dtype(self.backend.spec.dtype)
-        table = np.full((1, len(blocks) + 1), OUT_OF_RANGE, dtype=np.int32)
-        table[0, : len(blocks)] = blocks
-        metadata = self.backend.build_metadata(self.on_device(make_layout([(0, length)], table, self.block_size)))
+        requests = [(0, length)] if as_prompt else [(position, 1) for position in range(length)]
+        table = np.full((len(requests), len(blocks) + 1), OUT_OF_RANGE, dtype=np.int32)
+        table[:, : len(blocks)] = blocks
+        metadata = self.backend.build_metadata(self.on_device(make_layout(requests, table, self.block_size)))
         query = self.runtime.to_device(torch.zeros(length, spec.num_heads, spec.head_size, dtype=dtype))
         answer = self.runtime.to_host(self.backend.forward(query, self.kv, metadata)).wait().double()
         heads = answer.view(length, spec.num_heads, spec.head_size)
