@@ -3,6 +3,7 @@
 
     python3 ci/dev.py run      set up, then generate text with the demo model
     python3 ci/dev.py test     set up, lint, then every test; the gate
+    python3 ci/dev.py conform  the whole conformance suite on a platform: conform cpu
     python3 ci/dev.py setup    only the environment: .venv at the top of the repository, pinned by ci/constraints
     python3 ci/dev.py lint     ruff, mypy, import-linter, and that the core names no hardware
     python3 ci/dev.py build    wheels and source archives of every distribution, into dist/
@@ -440,6 +441,16 @@ def closing_line(closings: list[str]) -> str:
     return f"{', '.join(f'{counts[word]} {word}' for word in words)} in {seconds:.2f}s"
 
 
+def conform(arguments: list[str]) -> int:
+    """Runs the whole conformance suite on the platform named first; the rest goes to `mvllm conformance`."""
+    setup()
+    command = [str(BIN / "mvllm"), "conformance"]
+    if arguments and not arguments[0].startswith("-"):
+        command += ["--platform", arguments[0]]
+        arguments = arguments[1:]
+    return subprocess.run([*command, *arguments], env=environment(OMP_NUM_THREADS="1")).returncode
+
+
 def build() -> int:
     """Builds a wheel and a source archive of each distribution into dist/."""
     setup()
@@ -459,7 +470,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="ci/dev.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="setup | run | lint | test | build")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="setup | run | lint | test | conform | build"
+    )
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=text, description=text, allow_abbrev=False)
@@ -472,9 +485,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("test", "lint, then every test; further arguments go to pytest").add_argument(
         "--fast", action="store_true", help="leave out tests/e2e and tests/packaging"
     )
+    add("conform", "the whole conformance suite on a platform; further arguments go to `mvllm conformance`")
     add("build", "build wheels and source archives into dist/")
     options, rest = parser.parse_known_args(argv)
-    if rest and options.command not in ("run", "test"):
+    if rest and options.command not in ("run", "test", "conform"):
         parser.error(f"{options.command} takes no argument {rest[0]!r}")
     return options, rest[1:] if rest[:1] == ["--"] else rest
 
@@ -499,6 +513,8 @@ def main(argv: Sequence[str]) -> int:
             return lint()
         if options.command == "test":
             return test(rest, fast=options.fast)
+        if options.command == "conform":
+            return conform(rest)
         return build()
     except StepFailed as failure:
         print(f"\n{failure}", file=sys.stderr)

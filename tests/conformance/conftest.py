@@ -1,32 +1,17 @@
-"""Contract checks: `pytest tests/conformance --platform NAME`; without a name, the platform that is available."""
+"""The conformance suite within the project's own tests: every clause, on thinned-out grids, for the CPU platform.
+
+`python3 ci/dev.py conform cpu` runs all of it; here `pytest tests/conformance --mvllm-platform NAME` examines another.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from mvllm.platform.choose import choose_platform
-from mvllm.platform.interface import Platform
-from mvllm.platform.phases import Phase, enter_phase
-from mvllm.platform.runtime import DeviceRuntime
-from mvllm.platform.topology import WorkerContext
+from mvllm.testing import plugin
+from mvllm.testing.plugin import *  # noqa: F403
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--platform", help="name of the platform whose conformance is tested")
-
-
-@pytest.fixture(scope="session")
-def platform(request: pytest.FixtureRequest) -> Platform:
-    """The platform under test."""
-    return choose_platform(request.config.getoption("--platform", default=None)).platform
-
-
-@pytest.fixture(scope="session")
-def runtime(platform: Platform) -> Iterator[DeviceRuntime]:
-    """Its device, bound once for the session."""
-    with enter_phase(Phase.WORKER):
-        runtime = platform.init_device(WorkerContext())
-    yield runtime
-    runtime.shutdown()
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.mvllm_platform = config.getoption("mvllm_platform", None) or "cpu"
+    config.option.mvllm_quick = True
+    plugin.pytest_configure(config)

@@ -241,3 +241,16 @@ def test_a_failing_linter_fails_the_command_and_is_named(dev, capsys):
     assert "mypy: FAILED" in capsys.readouterr().out.splitlines()[-1]
     dev.failing = None
     assert dev.lint() == 0
+
+
+def test_conform_runs_the_suite_on_the_platform_named(dev, monkeypatch):
+    dev.setup()
+    started = []
+
+    def run(command, **settings):
+        started.append((command[1:], settings["env"]["OMP_NUM_THREADS"]))
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr(dev.subprocess, "run", run)
+    assert dev.main(["conform", "cpu", "--only", "ATT"]) == 3
+    assert started == [(["conformance", "--platform", "cpu", "--only", "ATT"], "1")]

@@ -33,10 +33,10 @@ def toy_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "src"
 
 
-def run_mvllm(search_path: Path, *args: str) -> subprocess.CompletedProcess[str]:
+def run_mvllm(search_path: Path, *args: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     start = "from mvllm.entrypoints.cli.main import main; sys.exit(main())"
     code = f"import sys; sys.path.insert(0, {str(search_path)!r}); {start}"
-    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=timeout)
 
 
 def test_the_page_shows_every_file_that_it_speaks_of() -> None:
@@ -78,3 +78,10 @@ def test_the_plugin_of_the_page_generates_the_same_text_as_the_cpu_platform(toy_
     cpu = run_mvllm(toy_package, *command, "--platform", "cpu")
     assert cpu.returncode == 0, cpu.stderr
     assert toy.stdout.splitlines()[0] == cpu.stdout.splitlines()[0]
+
+
+def test_the_plugin_of_the_page_keeps_the_contract(toy_package: Path) -> None:
+    """And core refuses, or does without, what it does not claim: a soft cap, sinks, several ranks."""
+    examined = run_mvllm(toy_package, "conformance", "--platform", "toy", "--quick", timeout=900)
+    assert examined.returncode == 0, examined.stdout[-5000:] + examined.stderr[-2000:]
+    assert " not claimed (of " in examined.stdout and " failed" not in examined.stdout

@@ -77,7 +77,10 @@ class ReferenceAttention(AttentionBackend):
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> torch.Tensor:
         shape = (2, num_blocks, block_size, self.spec.num_kv_heads, self.spec.head_size)
-        return torch.zeros(shape, dtype=torch_dtype(self.spec.kv_dtype), device=device)
+        try:
+            return torch.zeros(shape, dtype=torch_dtype(self.spec.kv_dtype), device=device)
+        except RuntimeError as e:  # what torch's allocators raise, in many wordings
+            raise MemoryError(f"A KV cache of {num_blocks} blocks of {block_size} tokens does not fit: {e}") from e
 
     def build_metadata(self, batch: BatchLayout) -> ReferenceMetadata:
         window = self.spec.sliding_window

@@ -1,0 +1,3 @@
+"""Clauses COM; see the module imported."""
+
+from mvllm.testing.suite.test_com_communication import *  # noqa: F403

@@ -1,0 +1,85 @@
+"""The clauses, the page that words them and the suite that checks them are one list."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from mvllm import testing
+from mvllm.plugin_api import CONTRACT, Capabilities
+from mvllm.testing.clauses import CLAUSES, FAMILIES, claims
+
+PAGE = (Path(__file__).parents[3] / "docs" / "contract.md").read_text(encoding="utf-8")
+SUITE = Path(testing.__file__).parent / "suite"
+
+# What core never asks a platform for, so that there is nothing to refuse.
+NEVER_ASKED = {
+    "ATT-11",  # a promise about how, not about what
+    *("COM-05", "COM-06", "COM-08", "COM-09", "COM-10"),  # no layer uses these yet
+}
+
+
+def marks() -> list[tuple[str, list[str], dict[str, object]]]:
+    """(test, clauses, keywords) of every test of the suite, read from the source."""
+    found = []
+    for file in SUITE.glob("test_*.py"):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
+                continue
+            [mark] = [
+                d
+                for d in node.decorator_list
+                if isinstance(d, ast.Call) and isinstance(d.func, ast.Name) and d.func.id == "clause"
+            ]
+            ids = [ast.literal_eval(argument) for argument in mark.args]
+            found.append((node.name, ids, {str(k.arg): ast.literal_eval(k.value) for k in mark.keywords}))
+    return found
+
+
+def test_the_page_and_the_registry_have_the_same_clauses_in_the_same_words() -> None:
+    on_page = dict(re.findall(r"^- ([A-Z0-9]{3}-\d\d) (.*)$", PAGE, flags=re.MULTILINE))
+    assert on_page == {clause.id: clause.sentence for clause in CLAUSES.values()}
+    headings = re.findall(r"^\*\*(.+)\*\*$", PAGE.partition("## Clauses")[2], flags=re.MULTILINE)
+    assert headings == list(FAMILIES.values())
+
+
+def test_every_clause_has_a_test_and_every_test_a_clause() -> None:
+    tested = {clause for _, ids, keywords in marks() if not keywords.get("refusal") for clause in ids}
+    assert tested == set(CLAUSES)
+
+
+def test_what_is_not_claimed_has_a_refusal_that_is_tested() -> None:
+    refused = {clause for _, ids, keywords in marks() if keywords.get("refusal") for clause in ids}
+    conditional = {c.id for c in CLAUSES.values() if c.needs not in (None, "torch_device")}
+    assert conditional - NEVER_ASKED <= refused
+
+
+def test_a_clause_is_no_newer_than_the_contract_and_needs_what_there_is() -> None:
+    nothing = Capabilities(dtypes=("float32",), kv_dtypes=("float32",))
+    for clause in CLAUSES.values():
+        assert clause.since <= CONTRACT
+        assert claims(nothing, clause.needs) is (clause.needs in (None, "torch_device"))
+
+
+def test_without_torch_tensors_nothing_is_claimed_that_only_cores_worker_uses() -> None:
+    opaque = Capabilities(dtypes=("float32",), kv_dtypes=("float32",), torch_device=False, soft_cap=True, graphs=True)
+    assert not claims(opaque, "soft_cap") and not claims(opaque, "graphs")
+    everything_of_torch = Capabilities(
+        dtypes=("float32",), kv_dtypes=(), collectives=frozenset({"barrier"}), graphs=True
+    )
+    assert claims(everything_of_torch, "graphs")
+    assert claims(everything_of_torch, "collectives:barrier") and not claims(everything_of_torch, "collectives:gather")
+
+
+def test_one_file_can_import_all_tests() -> None:
+    names = [name for name, _, _ in marks()]
+    assert len(set(names)) == len(names), "two tests of one name: one would hide the other"
+    code = "import json\nfrom mvllm.testing.suite import everything as e\nprint(json.dumps([e.__all__, e.FILES]))"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    exported, files = json.loads(printed)
+    assert set(names) <= set(exported)
+    assert {path.stem for path in SUITE.glob("test_*.py")} == set(files)

@@ -1,0 +1,161 @@
+"""The pytest plugin, in a pytest of its own, on tests written for the purpose and the CPU platform."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SUITE = """
+from mvllm.testing.marks import clause, exhaustive, not_run
+
+@clause("ATT-03")
+def test_good(claimed_dtype): pass
+
+@clause("ATT-04")
+def test_bad(subject): assert subject.name == "another"
+
+@clause("ATT-11")
+def test_claimed_by_nobody(): assert False
+
+@clause("GRF-01", refusal=True)
+def test_refused(): pass
+
+@clause("ATT-02", needs="sliding_window", refusal=True)
+def test_refusal_of_what_is_claimed(): assert False
+
+@clause("COM-03")
+def test_impossible(): not_run("one device")
+
+@exhaustive
+@clause("ATT-01")
+def test_thorough(): pass
+
+def test_of_the_vendors_own(): pass
+"""
+WAIVER = '[[waiver]]\nclause = "{}"\nreason = "known"\nlink = "https://example.com/1"\n'
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "test_some.py").write_text(SUITE)
+
+    def start(*options: str, plugin: bool = True) -> tuple[subprocess.CompletedProcess[str], dict]:
+        where = os.pathsep.join([str(ROOT / "core"), str(ROOT / "platforms" / "cpu" / "src")])
+        report = tmp_path / "report.json"
+        report.unlink(missing_ok=True)
+        chosen = ["-p", "mvllm.testing.plugin", "--mvllm-platform", "cpu", "--mvllm-report", str(report)]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-rs", *(chosen if plugin else []), *options, "test_some.py"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": where},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        return done, json.loads(report.read_text()) if report.exists() else {}
+
+    return start
+
+
+def statuses(report):
+    return {name: entry["status"] for name, entry in report["clauses"].items() if entry["status"] != "not run"}
+
+
+@pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "xdist"])
+def test_outcomes_become_clauses(run, options):
+    done, report = run(*options)
+    assert done.returncode == 1, done.stdout
+    assert statuses(report) == {
+        "ATT-01": "passed",
+        "ATT-03": "passed",
+        "ATT-04": "failed",
+        "ATT-11": "not claimed",
+        "GRF-01": "not claimed",
+    }
+    assert report["clauses"]["ATT-03"]["tests"] == 3, "one for each dtype that is claimed"
+    assert "test_of_the_vendors_own" not in str(report["tests"])
+    assert "another" in next(t["reason"] for t in report["tests"] if t["status"] == "failed")
+    assert report["plugin"]["distribution"] == "mvllm-cpu" and report["devices"]
+    assert "ATT-04  failed" in done.stdout and "platform cpu: 2 passed, 1 failed" in done.stdout
+
+
+def test_a_waived_failure_is_no_failure(run, tmp_path):
+    (tmp_path / "w.toml").write_text(WAIVER.format("ATT-04"))
+    done, report = run("--mvllm-waivers", "w.toml")
+    assert done.returncode == 0, done.stdout
+    assert report["clauses"]["ATT-04"]["status"] == "waived" and report["waivers"][0]["needed"]
+
+
+def test_a_waiver_that_nothing_needs_fails_the_run(run, tmp_path):
+    (tmp_path / "w.toml").write_text(WAIVER.format("ATT-04") + WAIVER.format("ATT-03"))
+    done, report = run("--mvllm-waivers", "w.toml")
+    assert done.returncode == 1
+    assert "a waiver that nothing needs any more: ATT-03" in done.stdout
+    assert [w["needed"] for w in report["waivers"]] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--mvllm-only", "ATX"), "there is no ATX"),
+        (("--mvllm-waivers", "none.toml"), "cannot be read"),
+    ],
+)
+def test_wrong_options_end_the_run_before_it_begins(run, options, complaint):
+    done, _ = run(*options)
+    assert done.returncode == 4
+    assert complaint in done.stdout + done.stderr
+
+
+def test_a_run_can_be_limited(run):
+    done, report = run("--mvllm-only", "ATT-03,GRF", "--mvllm-quick")
+    assert done.returncode == 0
+    assert set(statuses(report)) == {"ATT-03", "GRF-01"} and not report["conformant"]
+    _, quick = run("--mvllm-quick")
+    assert "ATT-01" not in statuses(quick)
+
+
+def test_a_clause_newer_than_the_plugins_contract_does_not_apply(run, tmp_path):
+    (tmp_path / "conftest.py").write_text(
+        "import dataclasses\nfrom mvllm.testing import clauses\n"
+        "clauses.CLAUSES['ATT-04'] = dataclasses.replace(clauses.CLAUSES['ATT-04'], since=(1, 9))\n"
+    )
+    done, report = run()
+    assert done.returncode == 0, done.stdout
+    assert report["clauses"]["ATT-04"]["status"] == "not applicable"
+
+
+def test_a_platform_that_is_not_installed_fails_with_the_reason(run):
+    done, report = run("--mvllm-platform", "acme")
+    assert done.returncode == 1
+    assert report["clauses"]["ATT-04"]["status"] == "failed"
+    assert "no installed plugin has that name" in done.stdout
+
+
+def test_the_plugin_is_not_there_unless_asked_for(run):
+    done, _ = run("--mvllm-platform", "cpu", plugin=False)
+    assert "unrecognized arguments" in done.stderr
+
+
+def test_two_one_line_files_are_enough(tmp_path, run):
+    (tmp_path / "conftest.py").write_text("from mvllm.testing.plugin import *\n")
+    (tmp_path / "test_some.py").write_text("from mvllm.testing.suite.everything import *\n")
+    done, _ = run("--mvllm-platform", "cpu", "--mvllm-only", "PLG,CFG-05,KVL", plugin=False)
+    assert done.returncode == 0, done.stdout
+    assert "KVL-03  passed" in done.stdout and "ATT-01" not in done.stdout
+
+
+def test_importing_mvllm_does_not_load_the_suite():
+    code = (
+        "import sys, mvllm\nfrom mvllm.entrypoints.cli import main\nimport mvllm.entrypoints.cli.conformance\n"
+        "sys.exit(str([m for m in sys.modules if m.startswith('mvllm.testing') or m == 'pytest']) "
+        "if any(m.startswith('mvllm.testing') or m == 'pytest' for m in sys.modules) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,93 @@
+"""What a run says: worst test first, a refusal is no pass, and what was written can be read."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree
+
+import pytest
+
+from mvllm.errors import ConfigError
+from mvllm.testing.clauses import CLAUSES
+from mvllm.testing.report import Outcome, Report, Status, Subject, from_json
+from mvllm.testing.waivers import Waiver
+
+SUBJECT = Subject("acme", "mvllm-acme", "1.2", "1.0", "Acme", ("Acme One, 4.0 GiB",), {"dtypes": "float32"})
+
+
+def make(*outcomes, **settings):
+    return Report(SUBJECT, "0.1", "1.0", outcomes=[Outcome(*o) for o in outcomes], **settings)
+
+
+def status(report, clause="ATT-03"):
+    return report.status(CLAUSES[clause])
+
+
+def test_a_clause_is_as_good_as_its_worst_test():
+    good = ("test_a", ["ATT-03"], Status.PASSED, 1.0)
+    assert status(make(good)) is Status.PASSED
+    assert status(make(good, ("test_b", ["ATT-03", "ATT-01"], Status.FAILED, 1.0, "off by 3"))) is Status.FAILED
+    assert status(make(good, ("test_b", ["ATT-03"], Status.WAIVED, 1.0))) is Status.WAIVED
+
+
+def test_what_was_refused_or_could_not_be_tried_is_not_passed():
+    assert status(make(("test_a", ["ATT-03"], Status.NOT_CLAIMED, 1.0))) is Status.NOT_CLAIMED
+    assert status(make(("test_a", ["ATT-03"], Status.NOT_RUN, 0.0))) is Status.NOT_RUN
+    assert status(make()) is Status.NOT_RUN
+
+
+def test_only_a_whole_run_without_failures_is_conformant():
+    good = ("test_a", ["ATT-03"], Status.PASSED, 1.0)
+    assert make(good).conformant
+    assert not make(good, only=("ATT",)).conformant and not make(good, quick=True).conformant
+    assert not make(("test_a", ["ATT-03"], Status.FAILED, 1.0)).conformant
+
+
+def test_a_waiver_is_unneeded_when_nothing_that_it_covers_fails():
+    waiver = Waiver("ATT-03", "slow", "https://example.com", cases="*float16*")
+    passed = ("test_a[float16]", ["ATT-03"], Status.PASSED, 1.0)
+    waived = ("test_b[float16]", ["ATT-03"], Status.WAIVED, 1.0)
+    other = ("test_a[float32]", ["ATT-03"], Status.PASSED, 1.0)
+    assert make(passed, other, waivers=[waiver]).unneeded_waivers() == [waiver]
+    assert make(passed, waived, waivers=[waiver]).unneeded_waivers() == []
+    assert make(waivers=[waiver]).unneeded_waivers() == [waiver]
+    assert make(other, waivers=[waiver], only=("ATT",)).unneeded_waivers() == []
+    assert not make(passed, waivers=[waiver]).conformant
+
+
+def test_a_report_survives_the_way_through_its_file(tmp_path):
+    report = make(
+        ("test_a", ["ATT-03"], Status.PASSED, 1.5),
+        ("test_b", ["ATT-04"], Status.FAILED, 0.5, "call: off by 3"),
+        ("test_c", ["ATT-05"], Status.WAIVED, 0.5, "slow"),
+        waivers=[Waiver("ATT-05", "slow", "https://example.com")],
+    )
+    report.write(tmp_path / "deep" / "report.json")
+    again = from_json(tmp_path / "deep" / "report.json")
+    assert (again.subject, again.outcomes, again.waivers) == (report.subject, report.outcomes, report.waivers)
+    content = json.loads((tmp_path / "deep" / "report.json").read_text())
+    assert content["clauses"]["ATT-04"] == {
+        "status": "failed",
+        "tests": 1,
+        "counts": {"failed": 1},
+        "seconds": 0.5,
+        "since": "1.0",
+        "needs": "torch_device",
+    }
+    assert content["conformant"] is False and content["plugin"]["version"] == "1.2"
+    badge = xml.etree.ElementTree.fromstring((tmp_path / "deep" / "report.svg").read_text())
+    assert badge.attrib["aria-label"] == "mvllm contract 1.0: 1 failed"
+
+
+def test_the_page_has_a_row_for_every_clause():
+    rows = make(("test_b", ["ATT-04"], Status.FAILED, 0.5, "call: off by 3")).markdown()
+    for clause in CLAUSES.values():
+        assert f"| {clause.id} | {clause.sentence} |" in rows
+    assert "failed: 1 failed, first test_b" in rows
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"schema": 99}', "[]"])
+def test_what_is_no_report_is_said_so(tmp_path, text):
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"report\.json is"):
+        from_json(tmp_path / "report.json")
