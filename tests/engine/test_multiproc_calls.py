@@ -8,9 +8,11 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,7 +23,9 @@ from mvllm.config.engine_config import EngineConfig, replace_field
 from mvllm.errors import ConfigError, EngineDeadError, PlatformError, WorkerDiedError, WorkerError, WorkerStuckError
 from mvllm.executor.choose import make_executor
 from mvllm.executor.multiproc import MultiprocExecutor
+from mvllm.executor.process_group import ProcessGroup
 from mvllm.executor.rpc import RemoteTraceback
+from mvllm.executor.worker_handle import WorkerHandle
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.platform.choose import choose_platform
 from tests.helpers.plugins import prepend, puppet_platform_path
@@ -118,6 +122,17 @@ def test_a_timeout_names_the_worker_and_its_late_reply_is_not_taken_for_a_later_
     assert "Worker_TP1" not in str(caught.value)
     for _ in range(3):
         assert [needs.bytes_per_token for needs in executor.kv_cache_needs()] == [1000, 1001]
+
+
+def test_a_call_that_was_given_up_says_so_however_often_it_is_asked(make: MakeExecutor) -> None:
+    executor = make(2)
+    future = executor.collective_rpc("allocate_kv_cache", (SLEEP_ON_RANK_0_MS, 1000), timeout=0.2, non_block=True)
+    for ask in (future.result, future.result, lambda: future.result(1)):
+        with pytest.raises(TimeoutError, match=r"no answer within 0\.2 s from Worker_TP0"):
+            ask()
+    assert isinstance(future.exception(), TimeoutError)
+    assert future.done()
+    assert [needs.bytes_per_token for needs in executor.kv_cache_needs()] == [1000, 1001]
 
 
 def test_an_error_of_one_rank_is_raised_at_once_and_shifts_no_later_reply(make: MakeExecutor) -> None:
@@ -307,6 +322,25 @@ def test_shutdown_may_be_repeated_and_later_calls_say_so(make: MakeExecutor, tag
         executor.collective_rpc("check_health")
 
 
+def test_every_thread_that_shuts_down_returns_when_it_is_done_and_who_waited_is_told(
+    make: MakeExecutor, tag: str
+) -> None:
+    executor = make(2)
+    pending = executor.collective_rpc("allocate_kv_cache", (SLEEP_MS, 60_000), non_block=True)
+
+    def shut_down() -> int:
+        executor.shutdown()
+        return len(tagged(tag))
+
+    with ThreadPoolExecutor() as pool:
+        waiter = pool.submit(pending.result, 30)
+        time.sleep(0.2)
+        left = [pool.submit(shut_down) for _ in range(3)]
+        assert [each.result(30) for each in left] == [0, 0, 0]
+        with pytest.raises(EngineDeadError, match="have been shut down"):
+            waiter.result(30)
+
+
 def test_workers_that_do_not_listen_are_ended_all_the_same(make: MakeExecutor, tag: str) -> None:
     executor = make(2)
     executor.collective_rpc("allocate_kv_cache", (SLEEP_MS, 60_000), non_block=True)
@@ -322,6 +356,39 @@ def test_an_executor_that_is_forgotten_ends_its_workers(make: MakeExecutor, tag:
     del executor
     gc.collect()
     wait_until(lambda: not tagged(tag), 5, "the worker is gone")
+
+
+def test_an_executor_that_is_collected_in_its_own_monitor_ends_its_workers_in_good_order(
+    make: MakeExecutor, tag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", problems.append)
+    make(1).shutdown()  # what is opened once per process
+    num_open = len(os.listdir("/proc/self/fd"))
+    executor = make_executor(_config(2), choose_platform("puppet").platform)
+    victim = executor.worker_pids[0]
+    is_collected = weakref.ref(executor)
+    threads = {thread for thread in threading.enumerate() if thread.name == "worker-monitor"}
+    take_deaths = ProcessGroup._take_deaths
+
+    def collecting(group: ProcessGroup, running: Sequence[WorkerHandle]) -> None:
+        gc.collect()
+        take_deaths(group, running)
+
+    monkeypatch.setattr(ProcessGroup, "_take_deaths", collecting)
+    cycle: list[object] = [executor]
+    cycle.append(cycle)
+    gc.disable()  # whoever comes first
+    try:
+        del executor, cycle
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: not threads & set(threading.enumerate()), 30, "the monitor has ended")
+    finally:
+        gc.enable()
+    assert is_collected() is None
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= num_open, 30, "everything is given back")
+    assert not problems, problems
+    assert not tagged(tag)
 
 
 def test_a_worker_may_have_children_and_they_end_with_it(make: MakeExecutor, tag: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 import time
 import weakref
 from collections import deque
@@ -24,6 +25,7 @@ from mvllm.engine.core_launch import SLACK_SECONDS, CoreProcess
 from mvllm.engine.kv_sizing import CacheSummary
 from mvllm.errors import EngineDeadError
 from mvllm.executor.message_queue.notifier import Notifier, make_notifier
+from mvllm.executor.process_tools import keep_standard_streams
 from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallCore, CallResult, Command, CoreNews, StopCore
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.platform.choose import ChosenPlatform
@@ -61,6 +63,7 @@ class SyncMPClient:
         self._taken = 0
         self._is_busy = False
         self._stats: SchedulerStats | None = None
+        keep_standard_streams()
         channel = FrontChannel([_IDENTITY])
         process = CoreProcess("EngineCore", config, chosen.source.name, channel.addresses[0])
         self._channel, self._process = channel, process
@@ -244,6 +247,10 @@ def _shut_down(process: CoreProcess, channel: FrontChannel, wake: Notifier, pid:
     """The ladder: a message, then whatever WorkerGroup.end does, then the sockets."""
     if os.getpid() != pid:  # a fork of the front end's process: nothing of this is its own
         return
+    if process.is_watched_here():  # by the garbage collector, which comes in any thread; this one has to see the end
+        args = (process, channel, wake, pid)
+        threading.Thread(target=_shut_down, args=args, name="core-shutdown", daemon=True).start()
+        return
     told = False
     try:
         if process.is_usable:
@@ -253,8 +260,9 @@ def _shut_down(process: CoreProcess, channel: FrontChannel, wake: Notifier, pid:
                 told = True
             except zmq.ZMQError:  # it is on its way out already
                 told = False
-    finally:  # also when Ctrl-C interrupts what is above
         process.end(told=told)
+    finally:  # also when Ctrl-C interrupts what is above
+        process.end(told=False)
         channel.close()
         process.close()
         wake.close()

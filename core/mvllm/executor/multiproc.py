@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from mvllm.executor.config_codec import encode_config
 from mvllm.executor.engine_queues import EngineQueues
 from mvllm.executor.handshake import WorkerStart
 from mvllm.executor.process_group import Launch, ProcessGroup
-from mvllm.executor.process_tools import unnamed_file
+from mvllm.executor.process_tools import keep_standard_streams, search_path, unnamed_file
 from mvllm.executor.rpc_executor import RpcExecutor, worker_names
 from mvllm.executor.status_board import StatusBoard
 from mvllm.logging import log_level
@@ -34,6 +33,7 @@ class MultiprocExecutor(RpcExecutor):
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
         with enter_phase(Phase.ENGINE):
             topology = platform.topology(config.parallel)
+        keep_standard_streams()
         super().__init__(config, platform, topology.num_workers)
         names = worker_names(config.parallel, topology.num_workers)
         board = StatusBoard.create(len(names))
@@ -87,7 +87,7 @@ def _launches(
             replies=replies,
             board_fd=board.fd,
             stack_fd=stack_fd,
-            sys_path=[path or os.getcwd() for path in sys.path],
+            sys_path=search_path(),
             python_path=os.environ.get("PYTHONPATH"),
             log_level=log_level(),
         )
