@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import re
 import signal
@@ -15,13 +16,18 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+from msgspec.structs import replace
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig, replace_field
 from mvllm.errors import ConfigError, EngineDeadError, PlatformError, WorkerDiedError, WorkerError, WorkerStuckError
+from mvllm.executor import engine_queues
 from mvllm.executor.choose import make_executor
+from mvllm.executor.message_queue import SharedMemoryError, shared_memory_space
+from mvllm.executor.message_queue.ring_buffer import ShmRingBuffer
 from mvllm.executor.multiproc import MultiprocExecutor
 from mvllm.executor.process_group import ProcessGroup
 from mvllm.executor.rpc import RemoteTraceback
@@ -32,6 +38,7 @@ from tests.helpers.plugins import prepend, puppet_platform_path
 from tests.helpers.processes import TAG, new_tag, tagged, wait_until
 from tests.helpers.puppet import (
     EXIT,
+    FORGE_ON_RANK_1,
     KILL,
     PRINT,
     RAISE,
@@ -253,6 +260,11 @@ def test_a_result_of_another_kind_than_declared_fails_the_call_and_names_the_wor
     assert executor.collective_rpc("check_health") == [None, None], "the workers are still of use"
 
 
+def test_a_reply_in_another_ranks_name_ends_the_executor_and_names_the_sender(make: MakeExecutor) -> None:
+    with pytest.raises(WorkerError, match=r"Worker_TP1 \(rank 1, pid \d+\) sent a reply in the name of rank 7"):
+        make(2).collective_rpc("allocate_kv_cache", (FORGE_ON_RANK_1, 7))
+
+
 def test_a_step_that_does_not_end_is_reported_with_stacks_once_and_other_calls_without(
     make: MakeExecutor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -416,6 +428,31 @@ def test_descriptors_are_given_back(make: MakeExecutor) -> None:
         make(2).shutdown()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_executor_that_finds_too_little_memory_for_its_queues_gives_everything_back(
+    make: MakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(2).shutdown()  # what is opened once per process
+    before = len(os.listdir("/proc/self/fd"))
+
+    def refused() -> None:
+        with pytest.raises(SharedMemoryError):
+            make(2)
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    space = shared_memory_space()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine_queues, "shared_memory_space", lambda: replace(space, free_bytes=1000))
+        refused()
+    create, made = ShmRingBuffer.create, itertools.count()  # it was there when all was planned, and is gone at the last
+    monkeypatch.setattr(ShmRingBuffer, "create", lambda *args: create(*args) if next(made) < 2 else _no_memory())
+    refused()
+
+
+def _no_memory() -> NoReturn:
+    raise SharedMemoryError("none is left")
 
 
 def test_what_workers_print_says_who_they_are_and_titles_name_them(

@@ -1,4 +1,4 @@
-"""Programs that were started in odd ways: without standard streams, from a folder that is gone, with paths of any kind."""
+"""Programs that were started in odd ways: without standard streams, in a folder that is gone, with odd paths."""
 
 from __future__ import annotations
 

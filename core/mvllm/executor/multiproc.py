@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Sequence
@@ -36,12 +37,16 @@ class MultiprocExecutor(RpcExecutor):
         keep_standard_streams()
         super().__init__(config, platform, topology.num_workers)
         names = worker_names(config.parallel, topology.num_workers)
-        board = StatusBoard.create(len(names))
-        queues = EngineQueues(names, parallel=config.parallel)
-        meeting = _meeting_place() if len(names) > 1 else None
-        launches = _launches(config, platform, topology, names, queues, meeting, board)
-        group = ProcessGroup(launches, board)
-        self._use(group, queues.open_writer(group.stop), queues.open_readers(group.stop), board)
+        with contextlib.ExitStack() as undo:
+            board = StatusBoard.create(len(names))
+            undo.callback(board.close)
+            queues = EngineQueues(names, parallel=config.parallel)
+            undo.callback(queues.close)
+            meeting = _meeting_place() if len(names) > 1 else None
+            launches = _launches(config, platform, topology, names, queues, meeting, board)
+            group = ProcessGroup(launches, board)
+            self._use(group, queues.open_writer(group.stop), queues.open_readers(group.stop), board)
+            undo.pop_all()  # `shutdown` does it from here on
         try:
             try:
                 group.launch()

@@ -135,6 +135,7 @@ class RpcExecutor(Executor):
         self._reply_rank = _reply_rank(config.parallel, num_workers)
         self._next_id = STOP_ID + 1
         self._calls: dict[int, _Call] = {}
+        self._senders: dict[str, int] = {}  # by the name of their queue
         self._answers_late = keeps_tokens_on_device(config, platform.capabilities)
         self._owed: Future[Any] | None = None  # of the step that workers will answer when something follows it
 
@@ -293,8 +294,13 @@ class RpcExecutor(Executor):
             try:
                 reply, _ = reader.dequeue()
             except (QueueCorruptError, msgspec.DecodeError) as e:
-                sender = next(w for w in self._group.workers if response_queue_name(w.name) == reader.name)
-                self._fail_calls(self._group.settle(_unreadable(sender, "what is no reply", e)))
+                sender = self._group.workers[self._sender_of(reader)]
+                self._fail_calls(self._group.settle(_unreadable(sender, f"what is no reply: {e}", e)))
+                return
+            if reply.rank != self._sender_of(reader):
+                sender = self._group.workers[self._sender_of(reader)]
+                error = _unreadable(sender, f"a reply in the name of rank {reply.rank}")
+                self._fail_calls(self._group.settle(error))
                 return
             call = self._calls.get(reply.id)
             self._answered(reply, call.codec.name if call is not None else None)
@@ -309,12 +315,20 @@ class RpcExecutor(Executor):
                 results = [call.results[rank] for rank in sorted(call.results)]
                 call.future.set_result(results[0] if call.codec.name == STEP_METHOD else results)
 
+    def _sender_of(self, reader: MessageReader[Reply]) -> int:
+        """The rank that writes what `reader` reads."""
+        rank = self._senders.get(reader.name)
+        if rank is None:
+            rank = next(w.rank for w in self._group.workers if response_queue_name(w.name) == reader.name)
+            self._senders[reader.name] = rank
+        return rank
+
     def _is_complete(self, call: _Call, reply: Reply) -> bool:
         try:
             return call.take(reply)
         except msgspec.DecodeError as e:
             sender = self._group.workers[reply.rank]
-            error = _unreadable(sender, f"something else than {call.label} returns", e)
+            error = _unreadable(sender, f"something else than {call.label} returns: {e}", e)
             self._take_failure(error, call, is_step=call.codec.name == STEP_METHOD)
             return False
 
@@ -377,9 +391,9 @@ class RpcExecutor(Executor):
                     logger.log(level, "The stack of %s:\n%s", worker, stack.rstrip())
 
 
-def _unreadable(worker: WorkerView, what: str, error: Exception) -> WorkerError:
+def _unreadable(worker: WorkerView, what: str, error: Exception | None = None) -> WorkerError:
     activity = str(worker.activity)
-    unreadable = WorkerError(f"{worker} sent {what}: {error}", rank=worker.rank, pid=worker.pid, activity=activity)
+    unreadable = WorkerError(f"{worker} sent {what}", rank=worker.rank, pid=worker.pid, activity=activity)
     unreadable.__cause__ = error
     return unreadable
 
