@@ -41,6 +41,7 @@ _REQUEST_BYTES = _TOKEN_BYTES + _KEY.size
 _CREDENTIALS = struct.Struct("=iII")  # Linux' struct ucred: pid, uid, gid
 _LOOK_SECONDS = 0.2
 _PATIENCE_SECONDS = 10.0
+_REFUSED = "it did not know the token, or asked for what is not there"
 _MOST_VISITORS = 64  # who have not said yet what they want
 _MOST_FDS = 250  # the kernel takes 253 at once
 
@@ -157,7 +158,7 @@ class DescriptorDoor:
     def _hand_over(self, visitor: _Visitor, request: bytes) -> None:
         token, (key,) = request[:_TOKEN_BYTES], _KEY.unpack(request[_TOKEN_BYTES:].ljust(_KEY.size, b"\0"))
         if not hmac.compare_digest(token, self.address.token) or key not in self._parcels:
-            raise ConnectionError("it did not know the token, or asked for what is not there")
+            raise ConnectionError(_REFUSED)
         parcel, peer = self._parcels[key], visitor.socket
         peer.settimeout(_PATIENCE_SECONDS)
         # The worker may say that it has its parcel as soon as this is sent, so the connection is noted first.
@@ -202,7 +203,7 @@ class _Visitor:
             return None
         (length,) = FRAME_LENGTH.unpack_from(self._heard)
         if length > _REQUEST_BYTES:
-            raise ConnectionError(f"it announced {length} bytes where at most {_REQUEST_BYTES} are expected")
+            raise ConnectionError(_REFUSED)
         request = self._heard[FRAME_LENGTH.size :]
         return request[:length] if len(request) >= length else None
 
