@@ -16,6 +16,8 @@ import pytest
 import zmq
 
 from mvllm import LLM, SamplingParams
+from mvllm.engine.core_channel import FrontChannel
+from mvllm.engine.core_launch import CoreProcess
 from mvllm.engine.outputs import RequestOutput
 from mvllm.engine.sync_mp_client import SyncMPClient
 from mvllm.entrypoints.streaming import stream
@@ -179,6 +181,32 @@ def test_an_error_at_start_is_the_cores_own_and_nothing_is_left(checkpoint: Path
     trace = str(caught.value.__cause__)
     assert "In EngineCore (pid " in trace and "during size KV cache" in trace and "size_kv_cache" in trace
     assert set(psutil.Process().children()) <= children
+
+
+def test_a_stranger_who_comes_before_the_core_does_not_take_its_place(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = CoreProcess.launch
+    context = zmq.Context()
+    channels: list[FrontChannel] = []
+    opened = FrontChannel.__init__
+    monkeypatch.setattr(FrontChannel, "__init__", lambda self, names: (opened(self, names), channels.append(self))[0])
+
+    def come_first(process: CoreProcess) -> None:
+        for name in (b"core-0", b"core-1", b"EngineCore"):
+            stranger = context.socket(zmq.DEALER)
+            stranger.setsockopt(zmq.ROUTING_ID, name)
+            stranger.connect(channels[0].addresses[0].commands)
+            stranger.send(b"let me in")
+        time.sleep(0.5)
+        launch(process)
+
+    monkeypatch.setattr(CoreProcess, "launch", come_first)
+    try:
+        with engine(checkpoint, engine_core_process=True, step_timeout=5) as llm:
+            assert llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2), use_tqdm=False)
+    finally:
+        context.destroy(linger=0)
 
 
 def test_a_closed_engine_says_so_and_its_process_is_gone(checkpoint: Path) -> None:

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+from msgspec.structs import replace
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig, replace_field
 from mvllm.errors import ConfigError, EngineDeadError, PlatformError, WorkerDiedError, WorkerError, WorkerStuckError
+from mvllm.executor import engine_queues
 from mvllm.executor.choose import make_executor
+from mvllm.executor.message_queue import SharedMemoryError, shared_memory_space
+from mvllm.executor.message_queue.ring_buffer import ShmRingBuffer
 from mvllm.executor.multiproc import MultiprocExecutor
+from mvllm.executor.process_group import ProcessGroup
 from mvllm.executor.rpc import RemoteTraceback
+from mvllm.executor.worker_handle import WorkerHandle
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.platform.choose import choose_platform
 from tests.helpers.plugins import prepend, puppet_platform_path
 from tests.helpers.processes import TAG, new_tag, tagged, wait_until
 from tests.helpers.puppet import (
     EXIT,
+    FORGE_ON_RANK_1,
     KILL,
     PRINT,
     RAISE,
@@ -118,6 +129,17 @@ def test_a_timeout_names_the_worker_and_its_late_reply_is_not_taken_for_a_later_
     assert "Worker_TP1" not in str(caught.value)
     for _ in range(3):
         assert [needs.bytes_per_token for needs in executor.kv_cache_needs()] == [1000, 1001]
+
+
+def test_a_call_that_was_given_up_says_so_however_often_it_is_asked(make: MakeExecutor) -> None:
+    executor = make(2)
+    future = executor.collective_rpc("allocate_kv_cache", (SLEEP_ON_RANK_0_MS, 1000), timeout=0.2, non_block=True)
+    for ask in (future.result, future.result, lambda: future.result(1)):
+        with pytest.raises(TimeoutError, match=r"no answer within 0\.2 s from Worker_TP0"):
+            ask()
+    assert isinstance(future.exception(), TimeoutError)
+    assert future.done()
+    assert [needs.bytes_per_token for needs in executor.kv_cache_needs()] == [1000, 1001]
 
 
 def test_an_error_of_one_rank_is_raised_at_once_and_shifts_no_later_reply(make: MakeExecutor) -> None:
@@ -238,6 +260,11 @@ def test_a_result_of_another_kind_than_declared_fails_the_call_and_names_the_wor
     assert executor.collective_rpc("check_health") == [None, None], "the workers are still of use"
 
 
+def test_a_reply_in_another_ranks_name_ends_the_executor_and_names_the_sender(make: MakeExecutor) -> None:
+    with pytest.raises(WorkerError, match=r"Worker_TP1 \(rank 1, pid \d+\) sent a reply in the name of rank 7"):
+        make(2).collective_rpc("allocate_kv_cache", (FORGE_ON_RANK_1, 7))
+
+
 def test_a_step_that_does_not_end_is_reported_with_stacks_once_and_other_calls_without(
     make: MakeExecutor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -307,6 +334,25 @@ def test_shutdown_may_be_repeated_and_later_calls_say_so(make: MakeExecutor, tag
         executor.collective_rpc("check_health")
 
 
+def test_every_thread_that_shuts_down_returns_when_it_is_done_and_who_waited_is_told(
+    make: MakeExecutor, tag: str
+) -> None:
+    executor = make(2)
+    pending = executor.collective_rpc("allocate_kv_cache", (SLEEP_MS, 60_000), non_block=True)
+
+    def shut_down() -> int:
+        executor.shutdown()
+        return len(tagged(tag))
+
+    with ThreadPoolExecutor() as pool:
+        waiter = pool.submit(pending.result, 30)
+        time.sleep(0.2)
+        left = [pool.submit(shut_down) for _ in range(3)]
+        assert [each.result(30) for each in left] == [0, 0, 0]
+        with pytest.raises(EngineDeadError, match="have been shut down"):
+            waiter.result(30)
+
+
 def test_workers_that_do_not_listen_are_ended_all_the_same(make: MakeExecutor, tag: str) -> None:
     executor = make(2)
     executor.collective_rpc("allocate_kv_cache", (SLEEP_MS, 60_000), non_block=True)
@@ -322,6 +368,39 @@ def test_an_executor_that_is_forgotten_ends_its_workers(make: MakeExecutor, tag:
     del executor
     gc.collect()
     wait_until(lambda: not tagged(tag), 5, "the worker is gone")
+
+
+def test_an_executor_that_is_collected_in_its_own_monitor_ends_its_workers_in_good_order(
+    make: MakeExecutor, tag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", problems.append)
+    make(1).shutdown()  # what is opened once per process
+    num_open = len(os.listdir("/proc/self/fd"))
+    executor = make_executor(_config(2), choose_platform("puppet").platform)
+    victim = executor.worker_pids[0]
+    is_collected = weakref.ref(executor)
+    threads = {thread for thread in threading.enumerate() if thread.name == "worker-monitor"}
+    take_deaths = ProcessGroup._take_deaths
+
+    def collecting(group: ProcessGroup, running: Sequence[WorkerHandle]) -> None:
+        gc.collect()
+        take_deaths(group, running)
+
+    monkeypatch.setattr(ProcessGroup, "_take_deaths", collecting)
+    cycle: list[object] = [executor]
+    cycle.append(cycle)
+    gc.disable()  # whoever comes first
+    try:
+        del executor, cycle
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: not threads & set(threading.enumerate()), 30, "the monitor has ended")
+    finally:
+        gc.enable()
+    assert is_collected() is None
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= num_open, 30, "everything is given back")
+    assert not problems, problems
+    assert not tagged(tag)
 
 
 def test_a_worker_may_have_children_and_they_end_with_it(make: MakeExecutor, tag: str) -> None:
@@ -349,6 +428,31 @@ def test_descriptors_are_given_back(make: MakeExecutor) -> None:
         make(2).shutdown()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_executor_that_finds_too_little_memory_for_its_queues_gives_everything_back(
+    make: MakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(2).shutdown()  # what is opened once per process
+    before = len(os.listdir("/proc/self/fd"))
+
+    def refused() -> None:
+        with pytest.raises(SharedMemoryError):
+            make(2)
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    space = shared_memory_space()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine_queues, "shared_memory_space", lambda: replace(space, free_bytes=1000))
+        refused()
+    create, made = ShmRingBuffer.create, itertools.count()  # it was there when all was planned, and is gone at the last
+    monkeypatch.setattr(ShmRingBuffer, "create", lambda *args: create(*args) if next(made) < 2 else _no_memory())
+    refused()
+
+
+def _no_memory() -> NoReturn:
+    raise SharedMemoryError("none is left")
 
 
 def test_what_workers_print_says_who_they_are_and_titles_name_them(

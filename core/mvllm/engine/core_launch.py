@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 
 import msgspec
 
@@ -21,7 +20,7 @@ from mvllm.executor.config_codec import encode_config
 from mvllm.executor.handshake import receive_message
 from mvllm.executor.message_queue import StopSignal
 from mvllm.executor.process_group import Launch, ProcessGroup
-from mvllm.executor.process_tools import unnamed_file
+from mvllm.executor.process_tools import search_path, unnamed_file
 from mvllm.executor.status_board import Activity, StatusBoard
 from mvllm.executor.worker_handle import WorkerHandle
 from mvllm.messages.core_protocol import CoreFailure
@@ -108,7 +107,7 @@ class CoreProcess:
             address=address,
             board_fd=self._board.fd,
             stack_fd=stack_fd,
-            sys_path=[path or os.getcwd() for path in sys.path],
+            sys_path=search_path(),
             python_path=os.environ.get("PYTHONPATH"),
             log_level=logging.getLevelName(logging.getLogger("mvllm").getEffectiveLevel()),
         )
@@ -164,6 +163,10 @@ class CoreProcess:
     def stuck(self, seconds: float, what: str) -> EngineDeadError:
         """The error that names it, what it is doing, and where it is in its code."""
         return EngineDeadError(str(self._group.stuck([self._handle], seconds, what)))
+
+    def is_watched_here(self) -> bool:
+        """Whether the calling thread is the one that notices the process' end: it must not wait for that."""
+        return self._group.is_watched_here()
 
     def end(self, *, told: bool) -> None:
         """Ends the process: nothing of it is left when this returns. Idempotent.

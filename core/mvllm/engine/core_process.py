@@ -26,7 +26,14 @@ from mvllm.engine.core_failure import describe_core_failure
 from mvllm.engine.core_start import CoreHandshake, CoreReady, CoreStart
 from mvllm.errors import ConfigError, EngineDeadError
 from mvllm.executor.handshake import receive_message, send_message
-from mvllm.executor.process_tools import adopt_parent, die_with_parent, leave, set_process_name, watch_parent
+from mvllm.executor.process_tools import (
+    adopt_parent,
+    die_with_parent,
+    keep_standard_streams,
+    leave,
+    set_process_name,
+    watch_parent,
+)
 from mvllm.executor.status_board import IDLE, StatusBoard
 from mvllm.logging import get_logger
 from mvllm.messages.core_protocol import (
@@ -156,6 +163,7 @@ class EngineCoreProc:
 
 def main() -> None:
     """The program. Never returns."""
+    keep_standard_streams()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     name, control_fd, parent_pid = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

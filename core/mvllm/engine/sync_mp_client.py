@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import secrets
+import threading
 import time
 import weakref
 from collections import deque
@@ -24,11 +26,10 @@ from mvllm.engine.core_launch import SLACK_SECONDS, CoreProcess
 from mvllm.engine.kv_sizing import CacheSummary
 from mvllm.errors import EngineDeadError
 from mvllm.executor.message_queue.notifier import Notifier, make_notifier
+from mvllm.executor.process_tools import keep_standard_streams
 from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallCore, CallResult, Command, CoreNews, StopCore
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.platform.choose import ChosenPlatform
-
-_IDENTITY = b"core-0"
 
 
 class SyncMPClient:
@@ -61,7 +62,10 @@ class SyncMPClient:
         self._taken = 0
         self._is_busy = False
         self._stats: SchedulerStats | None = None
-        channel = FrontChannel([_IDENTITY])
+        keep_standard_streams()
+        # Nobody can guess it: a stranger who came first under the core's name would keep the core out.
+        self._identity = b"core-0-" + secrets.token_hex(16).encode()
+        channel = FrontChannel([self._identity])
         process = CoreProcess("EngineCore", config, chosen.source.name, channel.addresses[0])
         self._channel, self._process = channel, process
         self._wake = make_notifier()
@@ -70,7 +74,7 @@ class SyncMPClient:
         self._poller.register(process.stop.fd, zmq.POLLIN)
         self._poller.register(self._wake.read_fd, zmq.POLLIN)
         # Also run when the client is dropped without a word, and when the interpreter ends.
-        self._finalizer = weakref.finalize(self, _shut_down, process, channel, self._wake, os.getpid())
+        self._finalizer = weakref.finalize(self, _shut_down, process, channel, self._identity, self._wake, os.getpid())
         try:
             process.launch()
             ready = process.wait_ready()
@@ -175,7 +179,7 @@ class SyncMPClient:
     def _send_now(self, command: Command) -> None:
         failure: EngineDeadError | None = None
         try:
-            self._channel.send(_IDENTITY, command)
+            self._channel.send(self._identity, command)
         except zmq.ZMQError as e:  # its end of the socket is closed: the news of its death are on their way
             failure = self._settle(EngineDeadError(f"The engine core cannot be reached: {e}"))
         if failure is not None:  # not raised above: it has a cause of its own to tell of
@@ -240,21 +244,26 @@ def _milliseconds(seconds: float) -> int:
     return max(0, math.ceil(seconds * 1e3))
 
 
-def _shut_down(process: CoreProcess, channel: FrontChannel, wake: Notifier, pid: int) -> None:
+def _shut_down(process: CoreProcess, channel: FrontChannel, identity: bytes, wake: Notifier, pid: int) -> None:
     """The ladder: a message, then whatever WorkerGroup.end does, then the sockets."""
     if os.getpid() != pid:  # a fork of the front end's process: nothing of this is its own
+        return
+    if process.is_watched_here():  # by the garbage collector, which comes in any thread; this one has to see the end
+        args = (process, channel, identity, wake, pid)
+        threading.Thread(target=_shut_down, args=args, name="core-shutdown", daemon=True).start()
         return
     told = False
     try:
         if process.is_usable:
             process.expect_end()
             try:
-                channel.send(_IDENTITY, StopCore())
+                channel.send(identity, StopCore())
                 told = True
             except zmq.ZMQError:  # it is on its way out already
                 told = False
-    finally:  # also when Ctrl-C interrupts what is above
         process.end(told=told)
+    finally:  # also when Ctrl-C interrupts what is above
+        process.end(told=False)
         channel.close()
         process.close()
         wake.close()

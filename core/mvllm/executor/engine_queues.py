@@ -66,10 +66,15 @@ class EngineQueues:
             remote_readers=[names[rank] for rank in sorted(far)],
             host=host if far else None,
         )
-        self._responses = {
-            rank: MessageQueue.create(response_queue_name(names[rank]), [ENGINE], writer=names[rank], settings=setting)
-            for rank, setting in zip(near, settings[1:])
-        }
+        self._responses: dict[int, MessageQueue] = {}
+        try:
+            for rank, setting in zip(near, settings[1:]):
+                self._responses[rank] = MessageQueue.create(
+                    response_queue_name(names[rank]), [ENGINE], writer=names[rank], settings=setting
+                )
+        except BaseException:
+            self.close()
+            raise
 
     def ends(self, rank: int) -> tuple[ReaderHandle, WriterHandle]:
         """What a worker on this machine needs."""

@@ -16,7 +16,8 @@ from mvllm.executor.message_queue.handles import ReaderHandle, WriterHandle
 from mvllm.executor.rpc import WorkerFailure
 from mvllm.platform.topology import WorkerContext
 
-_LENGTH = struct.Struct("=I")
+FRAME_LENGTH = struct.Struct("=I")
+"""What a frame begins with: its bytes."""
 
 T = TypeVar("T")
 
@@ -68,7 +69,7 @@ def send_message(to: socket.socket, message: msgspec.Struct) -> None:
 
 def send_frame(to: socket.socket, data: bytes) -> None:
     """Sends bytes behind their length."""
-    to.sendall(_LENGTH.pack(len(data)) + data)
+    to.sendall(FRAME_LENGTH.pack(len(data)) + data)
 
 
 def receive_start(source: socket.socket) -> WorkerStart:
@@ -97,19 +98,13 @@ def receive_message(source: socket.socket, kind: type[T]) -> T:
     return msgspec.msgpack.decode(receive_frame(source), type=kind)
 
 
-def receive_frame(source: socket.socket, limit: int | None = None) -> bytes:
+def receive_frame(source: socket.socket) -> bytes:
     """Receives what `send_frame` sent.
-
-    Args:
-        limit: Most bytes to take from somebody who is not known yet.
 
     Raises:
         EOFError: The other side has closed the connection.
-        ConnectionError: It announced more than `limit`.
     """
-    (length,) = _LENGTH.unpack(_receive_exactly(source, _LENGTH.size))
-    if limit is not None and length > limit:
-        raise ConnectionError(f"the other process announced {length} bytes where at most {limit} are expected")
+    (length,) = FRAME_LENGTH.unpack(_receive_exactly(source, FRAME_LENGTH.size))
     return _receive_exactly(source, length)
 
 

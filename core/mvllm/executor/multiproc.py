@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from mvllm.executor.config_codec import encode_config
 from mvllm.executor.engine_queues import EngineQueues
 from mvllm.executor.handshake import WorkerStart
 from mvllm.executor.process_group import Launch, ProcessGroup
-from mvllm.executor.process_tools import unnamed_file
+from mvllm.executor.process_tools import keep_standard_streams, search_path, unnamed_file
 from mvllm.executor.rpc_executor import RpcExecutor, worker_names
 from mvllm.executor.status_board import StatusBoard
 from mvllm.logging import log_level
@@ -34,14 +34,19 @@ class MultiprocExecutor(RpcExecutor):
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
         with enter_phase(Phase.ENGINE):
             topology = platform.topology(config.parallel)
+        keep_standard_streams()
         super().__init__(config, platform, topology.num_workers)
         names = worker_names(config.parallel, topology.num_workers)
-        board = StatusBoard.create(len(names))
-        queues = EngineQueues(names, parallel=config.parallel)
-        meeting = _meeting_place() if len(names) > 1 else None
-        launches = _launches(config, platform, topology, names, queues, meeting, board)
-        group = ProcessGroup(launches, board)
-        self._use(group, queues.open_writer(group.stop), queues.open_readers(group.stop), board)
+        with contextlib.ExitStack() as undo:
+            board = StatusBoard.create(len(names))
+            undo.callback(board.close)
+            queues = EngineQueues(names, parallel=config.parallel)
+            undo.callback(queues.close)
+            meeting = _meeting_place() if len(names) > 1 else None
+            launches = _launches(config, platform, topology, names, queues, meeting, board)
+            group = ProcessGroup(launches, board)
+            self._use(group, queues.open_writer(group.stop), queues.open_readers(group.stop), board)
+            undo.pop_all()  # `shutdown` does it from here on
         try:
             try:
                 group.launch()
@@ -87,7 +92,7 @@ def _launches(
             replies=replies,
             board_fd=board.fd,
             stack_fd=stack_fd,
-            sys_path=[path or os.getcwd() for path in sys.path],
+            sys_path=search_path(),
             python_path=os.environ.get("PYTHONPATH"),
             log_level=log_level(),
         )

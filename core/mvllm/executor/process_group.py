@@ -54,7 +54,7 @@ class ProcessGroup(WorkerGroup):
         self._launched = False
         self._launch_error: BaseException | None = None
         self._ended = False
-        self._end_lock = threading.Lock()
+        self._end_lock = threading.RLock()  # a garbage collection in the middle of `end` may end the same group
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="worker-monitor", daemon=True)
 
@@ -98,6 +98,9 @@ class ProcessGroup(WorkerGroup):
                 self._signal_all(signal.SIGKILL)
                 self._wait_ended(_KILL_SECONDS)
                 self._ended = True
+
+    def is_watched_here(self) -> bool:
+        return threading.current_thread() is self._thread
 
     def close(self) -> None:
         """Ends what still runs and gives back all descriptors. Nobody may wait on `stop` any more."""

@@ -30,6 +30,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _STACK_BYTES = 64 << 10
 _STACK_SECONDS = 0.5
+_LAST_STANDARD_FD = 2
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -146,6 +147,26 @@ def set_process_name(name: str) -> None:
             ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
+def keep_standard_streams() -> None:
+    """Has descriptors 0, 1 and 2 lead somewhere, where whoever started this process has closed them.
+
+    Otherwise they are the numbers of the next three files that are opened, and whatever prints prints there.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= _LAST_STANDARD_FD:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
+def search_path() -> list[str]:
+    """Where this process finds modules, for a process that is started by it."""
+    found = []
+    for entry in sys.path:
+        with contextlib.suppress(FileNotFoundError):  # the working directory has been removed: nothing is found there
+            if isinstance(entry, str):  # what is no string, Python ignores too
+                found.append(entry or os.getcwd())
+    return found
+
+
 def adopt_parent(name: str, sys_path: Sequence[str], python_path: str | None, stack_fd: int, log_level: str) -> None:
     """Makes this interpreter like its parent: module search path, logging, and stacks where they are looked for.
 
@@ -163,16 +184,22 @@ def adopt_parent(name: str, sys_path: Sequence[str], python_path: str | None, st
         os.environ["PYTHONPATH"] = python_path
     dump_stacks_to(stack_fd)
     prefix = f"({name} pid={os.getpid()}) "
-    sys.stdout = PrefixedStream(sys.stdout, prefix)
-    sys.stderr = PrefixedStream(sys.stderr, prefix)
+    sys.stdout = PrefixedStream(_open_stream(sys.stdout), prefix)
+    sys.stderr = PrefixedStream(_open_stream(sys.stderr), prefix)
     configure_logging(log_level)
 
 
 def leave(status: int) -> NoReturn:
     """Ends the process without the interpreter's and the libraries' destructors, which have been seen to hang."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or nobody reads it any more
+            stream.flush()
     os._exit(status)
+
+
+def _open_stream(stream: TextIO | None) -> TextIO:
+    """`stream`, or one that leads nowhere: Python has none where it finds the descriptor closed."""
+    return stream if stream is not None else open(os.devnull, "w")
 
 
 def unnamed_file(name: str) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from mvllm.executor.config_codec import encode_config
 from mvllm.executor.descriptor_door import DescriptorDoor, Parcel
 from mvllm.executor.engine_queues import EngineQueues
 from mvllm.executor.message_queue import MessageReader, MessageWriter
-from mvllm.executor.process_tools import unnamed_file
+from mvllm.executor.process_tools import search_path, unnamed_file
 from mvllm.executor.ray_cluster import RayJob
 from mvllm.executor.ray_group import RayWorkerGroup, RayWorkerHandle
 from mvllm.executor.ray_worker import NearEnds, RayWorkerAnswer, RayWorkerIdentity, RayWorkerStart
@@ -240,7 +239,7 @@ def _starts(
                 config=quiet if worker.rank else encoded,  # one progress bar
                 environment=_environment(topology, worker.rank, at, placed),
                 defaults=defaults,
-                sys_path=[path or os.getcwd() for path in sys.path],
+                sys_path=search_path(),
                 directory=os.getcwd(),
                 log_level=log_level(),
                 door=door.address if worker.is_near else None,

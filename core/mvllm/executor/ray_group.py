@@ -152,7 +152,7 @@ class RayWorkerGroup(WorkerGroup):
         self._board = board
         self._wake = StopSignal()  # ends the monitor
         self._ended = False
-        self._end_lock = threading.Lock()
+        self._end_lock = threading.RLock()  # a garbage collection in the middle of `end` may end the same group
         self._pid = os.getpid()
         self._watched: dict[Any, RayWorkerHandle] = {}  # what is asked of Ray: the result of build, then of run
         self._building: set[Any] = set()
@@ -210,6 +210,9 @@ class RayWorkerGroup(WorkerGroup):
                     worker.send_signal(signal.SIGKILL)
                 self._wait_gone(_KILL_SECONDS)
                 self._ended = True
+
+    def is_watched_here(self) -> bool:
+        return threading.current_thread() is self._monitor
 
     def close(self) -> None:
         if os.getpid() != self._pid:

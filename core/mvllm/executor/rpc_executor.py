@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -49,6 +50,7 @@ T = TypeVar("T")
 
 STEP_METHOD = "execute_model"
 _WARN_SECONDS = 30.0
+_SHUT_DOWN = "The workers have been shut down."
 
 
 class RpcFuture(Future[T], Generic[T]):
@@ -133,6 +135,7 @@ class RpcExecutor(Executor):
         self._reply_rank = _reply_rank(config.parallel, num_workers)
         self._next_id = STOP_ID + 1
         self._calls: dict[int, _Call] = {}
+        self._senders: dict[str, int] = {}  # by the name of their queue
         self._answers_late = keeps_tokens_on_device(config, platform.capabilities)
         self._owed: Future[Any] | None = None  # of the step that workers will answer when something follows it
 
@@ -191,9 +194,11 @@ class RpcExecutor(Executor):
 
     def shutdown(self) -> None:
         if self._finalizer.alive:
-            error = self._group.failure or EngineDeadError("The workers have been shut down.")
+            error = self._group.failure or EngineDeadError(_SHUT_DOWN)
             self._finalizer()
             self._fail_calls(error)
+        else:  # perhaps in another thread, and not done yet
+            self._group.end()
 
     # --- waiting, for RpcFuture
 
@@ -202,10 +207,11 @@ class RpcExecutor(Executor):
 
         Args:
             timeout: Seconds; None is for a step, which gets `step_timeout` and fails the executor when it is late.
-            give_up: At the timeout, end the call: replies that come later are dropped. Else it can be waited for again.
+            give_up: At the timeout, end the call: its result is a TimeoutError for good, and replies that come later
+                are dropped. Else it can be waited for again.
 
         Raises:
-            TimeoutError: It is not in time.
+            TimeoutError: It is not in time, and the call has not been given up.
         """
         start = time.monotonic()
         warn_at = start + _WARN_SECONDS
@@ -214,7 +220,7 @@ class RpcExecutor(Executor):
         self.ask_for(future)
         while not future.is_settled:
             if not self._finalizer.alive:
-                self._fail_calls(EngineDeadError("The workers have been shut down."))
+                self._fail_calls(EngineDeadError(_SHUT_DOWN))
                 return
             now = time.monotonic()
             try:
@@ -225,10 +231,12 @@ class RpcExecutor(Executor):
                     warn_at, stacks = warn_at + _WARN_SECONDS, False
                 elif timeout is None:
                     self._fail_stuck()
+                elif give_up:
+                    self._give_up(future, limit)
                 else:
-                    raise self._timeout(future, limit, give_up) from None
+                    raise self._timeout(self._call_of(future), limit) from None
             except (PeerDiedError, QueueStoppedError) as e:
-                self._fail_calls(self._group.settle(e))
+                self._fail_calls(self._end_behind(e))
             else:
                 self._dispatch(ready)
 
@@ -240,7 +248,7 @@ class RpcExecutor(Executor):
             try:
                 self._dispatch(self._replies.wait(0.0))
             except (PeerDiedError, QueueStoppedError) as e:
-                self._fail_calls(self._group.settle(e))
+                self._fail_calls(self._end_behind(e))
 
     def ask_for(self, future: RpcFuture[Any]) -> None:
         """Has the workers answer a step that they would answer only when another follows."""
@@ -267,7 +275,7 @@ class RpcExecutor(Executor):
         try:
             self._writer.enqueue(request, timeout=limit)
         except (PeerDiedError, QueueStoppedError) as e:
-            raise self._group.settle(e) from None
+            raise self._end_behind(e) from None
         except QueueTimeoutError as e:
             late = self._busy() or self._group.workers
             raise self._group.settle(self._group.stuck(late, limit, "took no request")) from e
@@ -286,8 +294,13 @@ class RpcExecutor(Executor):
             try:
                 reply, _ = reader.dequeue()
             except (QueueCorruptError, msgspec.DecodeError) as e:
-                sender = next(w for w in self._group.workers if response_queue_name(w.name) == reader.name)
-                self._fail_calls(self._group.settle(_unreadable(sender, "what is no reply", e)))
+                sender = self._group.workers[self._sender_of(reader)]
+                self._fail_calls(self._group.settle(_unreadable(sender, f"what is no reply: {e}", e)))
+                return
+            if reply.rank != self._sender_of(reader):
+                sender = self._group.workers[self._sender_of(reader)]
+                error = _unreadable(sender, f"a reply in the name of rank {reply.rank}")
+                self._fail_calls(self._group.settle(error))
                 return
             call = self._calls.get(reply.id)
             self._answered(reply, call.codec.name if call is not None else None)
@@ -302,12 +315,20 @@ class RpcExecutor(Executor):
                 results = [call.results[rank] for rank in sorted(call.results)]
                 call.future.set_result(results[0] if call.codec.name == STEP_METHOD else results)
 
+    def _sender_of(self, reader: MessageReader[Reply]) -> int:
+        """The rank that writes what `reader` reads."""
+        rank = self._senders.get(reader.name)
+        if rank is None:
+            rank = next(w.rank for w in self._group.workers if response_queue_name(w.name) == reader.name)
+            self._senders[reader.name] = rank
+        return rank
+
     def _is_complete(self, call: _Call, reply: Reply) -> bool:
         try:
             return call.take(reply)
         except msgspec.DecodeError as e:
             sender = self._group.workers[reply.rank]
-            error = _unreadable(sender, f"something else than {call.label} returns", e)
+            error = _unreadable(sender, f"something else than {call.label} returns: {e}", e)
             self._take_failure(error, call, is_step=call.codec.name == STEP_METHOD)
             return False
 
@@ -339,10 +360,20 @@ class RpcExecutor(Executor):
     def _busy(self) -> list[WorkerView]:
         return [worker for worker in self._group.workers if not worker.activity.is_idle]
 
-    def _timeout(self, future: RpcFuture[Any], seconds: float, give_up: bool) -> TimeoutError:
-        call = next(call for call in self._calls.values() if call.future is future)
-        if give_up:
-            del self._calls[call.id]
+    def _end_behind(self, error: PeerDiedError | QueueStoppedError) -> Exception:
+        """Why a wait for the workers has ended: their failure, or somebody's wish."""
+        found = self._group.settle(error)
+        return EngineDeadError(_SHUT_DOWN) if isinstance(found, QueueStoppedError) else found
+
+    def _call_of(self, future: RpcFuture[Any]) -> _Call:
+        return next(call for call in self._calls.values() if call.future is future)
+
+    def _give_up(self, future: RpcFuture[Any], seconds: float) -> None:
+        call = self._call_of(future)
+        del self._calls[call.id]
+        future.set_exception(self._timeout(call, seconds))
+
+    def _timeout(self, call: _Call, seconds: float) -> TimeoutError:
         waiting = [self._group.workers[rank] for rank in sorted(call.missing)]
         states = "; ".join(f"{worker}, which is in {worker.activity}" for worker in waiting)
         return TimeoutError(f"{call.label}: no answer within {seconds:g} s from {states}.")
@@ -360,9 +391,9 @@ class RpcExecutor(Executor):
                     logger.log(level, "The stack of %s:\n%s", worker, stack.rstrip())
 
 
-def _unreadable(worker: WorkerView, what: str, error: Exception) -> WorkerError:
+def _unreadable(worker: WorkerView, what: str, error: Exception | None = None) -> WorkerError:
     activity = str(worker.activity)
-    unreadable = WorkerError(f"{worker} sent {what}: {error}", rank=worker.rank, pid=worker.pid, activity=activity)
+    unreadable = WorkerError(f"{worker} sent {what}", rank=worker.rank, pid=worker.pid, activity=activity)
     unreadable.__cause__ = error
     return unreadable
 
@@ -394,15 +425,22 @@ def _shut_down(
     """The ladder: a message, then whatever WorkerGroup.end does, then the queues."""
     if os.getpid() != pid:  # a fork of the engine's process: nothing of this is its own
         return
+    if group.is_watched_here():  # by the garbage collector, which comes in any thread; this one has to see the ends
+        args = (group, writer, readers, board, pid)
+        threading.Thread(target=_shut_down, args=args, name="worker-shutdown", daemon=True).start()
+        return
     told = False
-    if group.failure is None and group.workers and all(worker.is_ready for worker in group.workers):
-        group.expect_ends()
-        with contextlib.suppress(QueueError):
-            writer.enqueue(Request(STOP_ID, "", b""), timeout=0.5)
-            told = True
-    group.end(gracefully=told)
-    writer.close()
-    for reader in readers:
-        reader.close()
-    group.close()
-    board.close()
+    try:
+        if group.failure is None and group.workers and all(worker.is_ready for worker in group.workers):
+            group.expect_ends()
+            with contextlib.suppress(QueueError):
+                writer.enqueue(Request(STOP_ID, "", b""), timeout=0.5)
+                told = True
+        group.end(gracefully=told)
+    finally:  # also when Ctrl-C interrupts what is above
+        group.end()
+        writer.close()
+        for reader in readers:
+            reader.close()
+        group.close()
+        board.close()

@@ -94,6 +94,10 @@ class WorkerGroup(ABC):
         """
 
     @abstractmethod
+    def is_watched_here(self) -> bool:
+        """Whether the calling thread is the one that notices ends: it must not wait for any."""
+
+    @abstractmethod
     def close(self) -> None:
         """Ends what still runs and gives back whatever the group holds. Nobody may wait on `stop` any more."""
 

@@ -98,6 +98,7 @@ class WorkerHandle:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(start.sys_path), **env},
                 pass_fds=(theirs.fileno(), *pass_fds),
                 stdin=subprocess.DEVNULL,
+                cwd=None if _has_working_directory() else os.sep,
                 # Ctrl-C in a terminal goes to the whole foreground group; workers hear of it from their parent. And
                 # whatever a worker starts can be ended with its group.
                 process_group=0,
@@ -190,6 +191,15 @@ class WorkerHandle:
         if self.pidfd >= 0:
             os.close(self.pidfd)
         self.pidfd = -1
+
+
+def _has_working_directory() -> bool:
+    """Whether this process' working directory still exists: libraries cannot be loaded where it does not."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _has_ended(pid: int) -> bool:

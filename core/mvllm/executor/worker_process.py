@@ -20,6 +20,7 @@ from mvllm.executor.message_queue import MessageWriter
 from mvllm.executor.process_tools import (
     adopt_parent,
     die_with_parent,
+    keep_standard_streams,
     leave,
     set_process_name,
     watch_parent,
@@ -32,6 +33,7 @@ from mvllm.executor.worker_proc import WorkerProc
 
 def main() -> None:
     """The program. Never returns."""
+    keep_standard_streams()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     name, control_fd, parent_pid = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

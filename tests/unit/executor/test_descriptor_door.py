@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import select
 import socket
+import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import msgspec
 import pytest
@@ -91,3 +97,60 @@ def test_a_stranger_who_announces_much_is_cut_off(door: DescriptorDoor) -> None:
         stranger.connect(f"\0{path[1:]}" if path.startswith("@") else path)
         stranger.sendall(b"\xff\xff\xff\x7f")
         assert stranger.recv(1) == b""
+
+
+@pytest.mark.parametrize("said", [b"", b"\x24", b"\x24\0\0\0half of a token"], ids=["nothing", "half a length", "half"])
+def test_strangers_who_connect_and_hang_there_keep_nobody_from_coming_in(door: DescriptorDoor, said: bytes) -> None:
+    path = door.address.path
+    with ExitStack() as stack:
+        for _ in range(80):
+            stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
+            stranger.connect(f"\0{path[1:]}" if path.startswith("@") else path)
+            stranger.sendall(said)
+        _, fds, control = collect(door.address, 0, Files)  # which has less patience than one stranger might take
+        for fd in fds.values():
+            os.close(fd)
+        control.close()
+        before = time.monotonic()
+        door.close()
+        assert time.monotonic() - before < 5, "the door waited for strangers"
+
+
+def test_a_request_may_come_byte_by_byte(door: DescriptorDoor) -> None:
+    path = door.address.path
+    with socket.socket(socket.AF_UNIX) as slow:
+        slow.settimeout(10)
+        slow.connect(f"\0{path[1:]}" if path.startswith("@") else path)
+        for byte in b"\x24\0\0\0" + door.address.token + b"\x07\0\0\0":
+            slow.send(bytes([byte]))
+            time.sleep(0.001)
+        begin, fds, _, _ = socket.recv_fds(slow, 1, 10)
+        assert begin == b"\0"
+        assert len(fds) == 2
+        for fd in fds:
+            os.close(fd)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the name is a path")
+def test_who_has_to_stand_in_line_waits() -> None:
+    with socket.socket(socket.AF_UNIX) as listener, ExitStack() as stack, ThreadPoolExecutor() as pool:
+        listener.bind("\0mvllm-test-" + secrets.token_hex(8))
+        listener.listen(0)
+        address = DoorAddress("@" + listener.getsockname()[1:].decode(), b"x" * 32)
+        for _ in range(3):  # until the line is full
+            stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
+            stranger.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                stranger.connect(listener.getsockname())
+        late = pool.submit(collect, address, 0, Files)
+        with pytest.raises(TimeoutError):
+            late.result(0.3)
+        requests = []
+        while b"x" * 32 not in b"".join(requests):
+            peer, _ = listener.accept()
+            with peer:
+                peer.settimeout(0.5)
+                with contextlib.suppress(TimeoutError):
+                    requests.append(peer.recv(100))
+        with pytest.raises((EOFError, OSError)):
+            late.result(10)
