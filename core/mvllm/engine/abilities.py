@@ -21,6 +21,7 @@ def changes_for(config: EngineConfig, capabilities: Capabilities, platform: str)
         ConfigError: The model, or a setting that was made on purpose, needs what the platform does not claim.
     """
     _check_model(config, capabilities, platform)
+    _check_parallel(config, capabilities, platform)
     cache, scheduler = config.cache, config.scheduler
     if cache.enable_prefix_caching and not capabilities.prefix_caching:
         yield ConfigChange("cache.enable_prefix_caching", False, "the platform does not claim prefix_caching")
@@ -39,6 +40,22 @@ def changes_for(config: EngineConfig, capabilities: Capabilities, platform: str)
                 f"{offered}. Pass one of these, or 'auto'."
             )
         yield ConfigChange("cache.dtype", capabilities.kv_dtypes[0], f"the platform does not store {stored}")
+
+
+def _check_parallel(config: EngineConfig, capabilities: Capabilities, platform: str) -> None:
+    if not capabilities.torch_device or capabilities.devices_per_process != 1:
+        return  # how ranks meet is the platform's own affair
+    needs = (
+        ("tensor_parallel_size", config.parallel.tensor_parallel_size, ("all_reduce", "all_gather")),
+        ("pipeline_parallel_size", config.parallel.pipeline_parallel_size, ("send_recv",)),
+    )
+    for setting, size, collectives in needs:
+        missing = [name for name in collectives if name not in capabilities.collectives]
+        if size > 1 and missing:
+            raise ConfigError(
+                f"{setting} is {size}, for which the ranks need {', '.join(missing)}, which the platform {platform!r} "
+                f"does not claim among its collectives. Set {setting} to 1, or choose another platform."
+            )
 
 
 def _check_model(config: EngineConfig, capabilities: Capabilities, platform: str) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from mvllm.errors import MvllmError, PlatformError
+from mvllm.platform.attention import AttentionBackend, AttentionSpec
+from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.interface import Platform
 
 
@@ -37,3 +39,25 @@ def ask(platform: Platform, what: str, *args: Any, returns: type | tuple[type, .
         expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
         raise PlatformError(f"{name} answered {what} with a {type(answer).__name__}; the contract says {expected}.")
     return answer
+
+
+def ask_attention_backend(platform: Platform, spec: AttentionSpec) -> AttentionBackend:
+    """The platform's backend for `spec`. What the platform does not claim is refused here, whatever its backend takes.
+
+    Raises:
+        PlatformError: The platform does not claim what the spec needs, or has no backend for it.
+    """
+    claimed: Capabilities = ask(platform, "capabilities", returns=Capabilities)
+    wanted = {
+        "sliding_window": spec.sliding_window is not None,
+        "soft_cap": spec.soft_cap is not None,
+        "sinks": spec.sinks,
+    }
+    missing = [name for name, needed in wanted.items() if needed and not getattr(claimed, name)]
+    if missing:
+        raise PlatformError(
+            f"The model's attention needs {', '.join(missing)}, which the platform {platform.spec.name!r} does not "
+            "claim. Choose another platform."
+        )
+    backend: AttentionBackend = ask(platform, "attention_backend", spec, returns=AttentionBackend)
+    return backend

@@ -31,7 +31,7 @@ from mvllm.models.registry import resolve_model_class
 from mvllm.models.weights import load_weights
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.registry import OpTable
-from mvllm.platform.ask import ask
+from mvllm.platform.ask import ask, ask_attention_backend
 from mvllm.platform.attention import AttentionBackend, AttentionSpec
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
@@ -224,7 +224,7 @@ class ModelRunner:
 
     def _backend_for(self, spec: AttentionSpec) -> AttentionBackend:
         if spec not in self._backends:
-            self._backends[spec] = ask(self._platform, "attention_backend", spec, returns=AttentionBackend)
+            self._backends[spec] = ask_attention_backend(self._platform, spec)
         return self._backends[spec]
 
     def _allocate_layers(self, num_blocks: int, block_size: int) -> None:

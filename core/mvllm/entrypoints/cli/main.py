@@ -23,6 +23,7 @@ COMMANDS = {
     "complete": "continue text, prompt by prompt",
     "platforms": "list the platform plugins found, and why they can or cannot be used",
     "doctor": "check this installation and this machine",
+    "conformance": "examine whether a platform plugin keeps the contract, clause by clause",
     "ops": "list the operations and what implements them on a platform",
 }
 """Each is a module of this package with `add_arguments(parser)` and `run(args) -> exit status`."""

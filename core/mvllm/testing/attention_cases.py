@@ -1,0 +1,273 @@
+"""Steps for attention backends, and what exact attention makes of them.
+
+A case is drawn on the host, moved to the device through the DeviceRuntime, and run through the contract's methods
+alone; `expected` computes the same in float64, one query at a time if need be, without pages, slots or tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from mvllm.ops.dtypes import torch_dtype
+from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout, DeviceRuntime
+
+_ARRAYS = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+
+OUT_OF_RANGE = 10**6
+"""Stands in the block table past a request's last block, where nothing is promised: it must never be followed."""
+
+
+def tolerance(dtype: str, kv_dtype: str) -> float:
+    """Largest difference from exact attention that is allowed, where keys and values are of order one.
+
+    float32 sums some hundred products; the others round inputs to weights and values once and the result once. Values
+    reach about 4, so one rounding of the result is up to 4 units of 2^-8 (bfloat16) or 2^-11 (float16).
+    """
+    allowed = {"float32": 5e-5, "bfloat16": 4e-2, "float16": 6e-3}
+    return max(allowed.get(dtype, 0.25), allowed.get(kv_dtype, 0.25))
+
+
+def make_spec(
+    num_heads: int = 4, num_kv_heads: int = 2, head_size: int = 64, dtype: str = "float32", **fields: Any
+) -> AttentionSpec:
+    """A spec with the usual scale, and the cache in the compute dtype unless told otherwise."""
+    fields.setdefault("kv_dtype", dtype)
+    fields.setdefault("scale", 1 / math.sqrt(head_size))
+    return AttentionSpec(num_heads, num_kv_heads, head_size, dtype, **fields)
+
+
+@dataclass
+class Case:
+    """A step of some requests, with everything known about them, on the host.
+
+    Attributes:
+        spec: The attention layer.
+        requests: (tokens computed before, new tokens) of each.
+        layout: The step as core describes it; device arrays are the host's until `run`.
+        keys, values: Per request, the whole sequence: [seq_len, num_kv_heads, head_size], compute dtype.
+        query: [T, num_heads, head_size], compute dtype.
+        sinks: [num_heads] or None.
+        num_blocks: Blocks in the tables.
+    """
+
+    spec: AttentionSpec
+    requests: list[tuple[int, int]]
+    layout: BatchLayout
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    query: torch.Tensor
+    sinks: torch.Tensor | None
+    num_blocks: int
+
+    @property
+    def num_real_tokens(self) -> int:
+        """Tokens that are not padding."""
+        return sum(new for _, new in self.requests)
+
+
+def make_layout(
+    requests: Sequence[tuple[int, int]],
+    tables: np.ndarray,
+    block_size: int,
+    *,
+    padding: int = 0,
+    padding_requests: int = 0,
+) -> BatchLayout:
+    """The layout of a step.
+
+    Args:
+        requests: (tokens computed before, new tokens) of each.
+        tables: int32 [R, max_blocks].
+        padding: Tokens of padding at the end.
+        padding_requests: Requests of padding at the end.
+    """
+    lengths = [new for _, new in requests]
+    starts = np.concatenate([[0], np.cumsum(lengths), [sum(lengths)] * padding_requests]).astype(np.int32)
+    seq_lens = np.array([before + new for before, new in requests] + [0] * padding_requests, dtype=np.int32)
+    slots = np.array(
+        [
+            tables[r, t // block_size] * block_size + t % block_size
+            for r, (before, new) in enumerate(requests)
+            for t in range(before, before + new)
+        ]
+        + [-1] * padding,
+        dtype=np.int32,
+    )
+    spare = np.full((padding_requests, tables.shape[1]), OUT_OF_RANGE, dtype=np.int32)
+    arrays = (starts, seq_lens, np.concatenate([tables, spare]).astype(np.int32), slots)
+    return BatchLayout(
+        len(requests) + padding_requests,
+        sum(lengths) + padding,
+        max(lengths),
+        int(seq_lens.max()),
+        block_size,
+        *arrays,
+        *(torch.from_numpy(array) for array in arrays),
+    )
+
+
+def make_case(
+    spec: AttentionSpec,
+    requests: Sequence[tuple[int, int]],
+    *,
+    block_size: int,
+    seed: int = 0,
+    padding: int = 0,
+    padding_requests: int = 0,
+) -> Case:
+    """Random keys, values and queries; blocks in a random order."""
+    rng = np.random.default_rng(seed)
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch_dtype(spec.dtype)
+    needs = [-(-(before + new) // block_size) for before, new in requests]
+    num_blocks = sum(needs) + 3
+    ids = rng.permutation(num_blocks).astype(np.int32)
+    tables = np.full((len(requests), max(needs) + 2), OUT_OF_RANGE, dtype=np.int32)
+    for r, need in enumerate(needs):
+        tables[r, :need], ids = ids[:need], ids[need:]
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    shape = (spec.num_kv_heads, spec.head_size)
+    layout = make_layout(requests, tables, block_size, padding=padding, padding_requests=padding_requests)
+    return Case(
+        spec=spec,
+        requests=list(requests),
+        layout=layout,
+        keys=[random(before + new, *shape) for before, new in requests],
+        values=[random(before + new, *shape) for before, new in requests],
+        query=random(layout.num_tokens, spec.num_heads, spec.head_size),
+        sinks=random(spec.num_heads) if spec.sinks else None,
+        num_blocks=num_blocks,
+    )
+
+
+def expected(case: Case) -> torch.Tensor:
+    """Exact attention: float64 [real tokens, num_heads * head_size]. Keys and values are rounded to `kv_dtype`."""
+    spec, outputs, start = case.spec, [], 0
+    stored = torch_dtype(spec.kv_dtype)
+    group = spec.num_heads // spec.num_kv_heads
+    for (before, new), keys, values in zip(case.requests, case.keys, case.values, strict=True):
+        query = case.query[start : start + new].double()
+        start += new
+        k, v = (x.to(stored).double().repeat_interleave(group, dim=1) for x in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", query, k) * spec.scale
+        if spec.soft_cap is not None:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        at = torch.arange(before, before + new).unsqueeze(1)
+        key_at = torch.arange(before + new).unsqueeze(0)
+        visible = key_at <= at
+        if spec.sliding_window is not None:
+            visible &= key_at > at - spec.sliding_window
+        scores = scores.masked_fill(~visible, -math.inf)
+        if case.sinks is not None:
+            extra = case.sinks.double().view(-1, 1, 1).expand(-1, new, 1)
+            scores = torch.cat([scores, extra], dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : before + new]
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, v).flatten(1))
+    return torch.cat(outputs)
+
+
+class Bench:
+    """One layer's cache of a backend on a device, and the ways to fill and read it.
+
+    Args:
+        backend: The backend.
+        runtime: The bound device.
+        num_blocks: Blocks of the cache.
+        block_size: Tokens per block.
+    """
+
+    def __init__(self, backend: AttentionBackend, runtime: DeviceRuntime, num_blocks: int, block_size: int) -> None:
+        self.backend, self.runtime = backend, runtime
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.kv = backend.allocate(num_blocks, block_size, runtime.device)
+
+    def on_device(self, layout: BatchLayout) -> BatchLayout:
+        """The same layout with its device arrays there."""
+        arrays = {f"{name}_device": self.runtime.from_numpy(getattr(layout, name)) for name in _ARRAYS}
+        return dataclasses.replace(layout, **arrays)
+
+    def write(self, layout: BatchLayout, keys: torch.Tensor, values: torch.Tensor) -> Any:
+        """Stores the step's keys and values, given on the host; returns the step's metadata."""
+        metadata = self.backend.build_metadata(self.on_device(layout))
+        shape = keys.shape
+        # Views of one projection, as a model hands them over.
+        fused = self.runtime.to_device(torch.cat([keys.flatten(1), values.flatten(1)], dim=1))
+        size = shape[1] * shape[2]
+        self.backend.write_kv(self.kv, fused[:, :size].view(shape), fused[:, size:].view(shape), metadata)
+        return metadata
+
+    def fill(self, value: float) -> None:
+        """Every slot of the cache, as an earlier tenant may have left it."""
+        spec, size = self.backend.spec, self.num_blocks * self.block_size
+        layout = make_layout([(0, size)], np.arange(self.num_blocks, dtype=np.int32)[None], self.block_size)
+        content = torch.full((size, spec.num_kv_heads, spec.head_size), value).to(torch_dtype(spec.dtype))
+        self.write(layout, content, content)
+
+    def look(self, blocks: Sequence[int], length: int) -> torch.Tensor:
+        """What a request of `length` tokens in these blocks sees, without storing anything.
+
+        Queries of zero weigh all keys they see equally: position p gives the mean of the values at [0, p].
+
+        Returns:
+            float64 [length, num_kv_heads, head_size], on the host.
+        """
+        spec, dtype = self.backend.spec, torch_dtype(self.backend.spec.dtype)
+        table = np.full((1, len(blocks) + 1), OUT_OF_RANGE, dtype=np.int32)
+        table[0, : len(blocks)] = blocks
+        metadata = self.backend.build_metadata(self.on_device(make_layout([(0, length)], table, self.block_size)))
+        query = self.runtime.to_device(torch.zeros(length, spec.num_heads, spec.head_size, dtype=dtype))
+        answer = self.runtime.to_host(self.backend.forward(query, self.kv, metadata)).wait().double()
+        heads = answer.view(length, spec.num_heads, spec.head_size)
+        return heads[:, :: spec.num_heads // spec.num_kv_heads]
+
+
+def run(
+    backend: AttentionBackend,
+    runtime: DeviceRuntime,
+    case: Case,
+    *,
+    poison: float | None = None,
+    move_blocks: bool = False,
+) -> torch.Tensor:
+    """Fills the cache as earlier steps would have, runs the step, and returns what it gives, on the host.
+
+    Args:
+        poison: What an earlier tenant left in every slot.
+        move_blocks: Earlier tokens were stored in other blocks, and copied to where the block table says.
+    """
+    bench = Bench(backend, runtime, case.num_blocks * (2 if move_blocks else 1), case.layout.block_size)
+    if poison is not None:
+        bench.fill(poison)
+    rows = [r for r, (before, _) in enumerate(case.requests) if before]
+    if rows:
+        tables = case.layout.block_table[rows].copy()
+        tables[tables < OUT_OF_RANGE] += case.num_blocks if move_blocks else 0
+        earlier = make_layout([(0, case.requests[r][0]) for r in rows], tables, bench.block_size)
+        parts = [torch.cat([whole[r][: case.requests[r][0]] for r in rows]) for whole in (case.keys, case.values)]
+        bench.write(earlier, parts[0], parts[1])
+        if move_blocks:
+            blocks = torch.arange(case.num_blocks)
+            backend.copy_blocks(bench.kv, runtime.to_device(blocks + case.num_blocks), runtime.to_device(blocks))
+    new = []
+    for whole in (case.keys, case.values):
+        fresh = [one[before:] for one, (before, _) in zip(whole, case.requests, strict=True)]
+        padding = case.layout.num_tokens - case.num_real_tokens
+        new.append(torch.cat([*fresh, torch.full((padding, *whole[0].shape[1:]), 0.5).to(whole[0].dtype)]))
+    metadata = bench.write(case.layout, new[0], new[1])
+    # A strided view, as the split of a fused projection gives.
+    flat = case.query.flatten(1)
+    fused = runtime.to_device(torch.cat([flat, torch.zeros_like(flat)], dim=1))
+    query = fused[:, : flat.shape[1]].view(case.query.shape)
+    sinks = None if case.sinks is None else runtime.to_device(case.sinks)
+    found = backend.forward(query, bench.kv, metadata, sinks)
+    return runtime.to_host(found).wait()

@@ -1,0 +1,56 @@
+"""Looks at things from a fresh process, where nothing has been imported or opened yet."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SIGN = "@mvllm-child "
+
+_NOT_DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "pts", "ptmx", "shm", "fd", "stdin", "stdout", "console")
+
+
+def ask_child(module: str, order: dict[str, Any], *, seconds: float = 120.0) -> dict[str, Any]:
+    """Runs `python -m module ORDER` and returns the JSON object that it says.
+
+    Raises:
+        AssertionError: It said nothing; the message has its output.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", module, json.dumps(order)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+        timeout=seconds,
+        check=False,
+    )
+    for line in done.stdout.splitlines():
+        if line.startswith(SIGN):
+            answer: dict[str, Any] = json.loads(line.removeprefix(SIGN))
+            return answer
+    raise AssertionError(f"{module} ended with status {done.returncode} and no answer:\n{done.stderr[-3000:]}")
+
+
+def say(answer: dict[str, Any]) -> None:
+    """The child's side."""
+    sys.stdout.write(f"\n{SIGN}{json.dumps(answer)}\n")
+    sys.stdout.flush()
+
+
+def open_devices() -> set[str]:
+    """Device files that this process holds open; nothing where the system does not say."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir() if Path("/proc/self/fd").is_dir() else ():
+        try:
+            target = os.readlink(entry)
+        except OSError:
+            continue
+        if target.startswith("/dev/") and target.split("/")[2] not in _NOT_DEVICES:
+            found.add(target)
+    return found

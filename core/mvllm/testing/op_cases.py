@@ -1,0 +1,190 @@
+"""Cases for every operation of the catalogue: facts, arguments, and what an exact computation gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mvllm.ops.catalogue import SCHEMAS
+from mvllm.ops.dtypes import torch_dtype
+
+ROWS = (1, 3, 17)
+
+
+@dataclass(frozen=True)
+class OpTrial:
+    """One call of one operation.
+
+    Attributes:
+        op: Its name.
+        facts: As a layer states them.
+        make: Makes the arguments, on the host.
+        weight: Position of the weight that a provider's `prepare` takes, or None.
+    """
+
+    op: str
+    facts: dict[str, Any]
+    make: Callable[[], tuple[Any, ...]]
+    weight: int | None = None
+
+    def __str__(self) -> str:
+        shapes = [tuple(a.shape) for a in self.make() if isinstance(a, torch.Tensor)]
+        return f"{self.op} {self.facts} on {shapes}"
+
+
+def trials(op: str, dtype: str) -> Iterator[OpTrial]:
+    """The cases of one operation in one compute dtype."""
+    yield from _MAKERS.get(op, _activations)(op, torch_dtype(dtype))
+
+
+def exact(trial: OpTrial) -> Any:
+    """The reference in float64."""
+    return SCHEMAS[trial.op].reference(*(_wide(argument) for argument in trial.make()))
+
+
+def tolerance(dtype: str) -> float:
+    """Difference allowed, relative to the largest value of the result: a few roundings to the dtype."""
+    return {"float32": 2e-5}.get(dtype, 4 * torch.finfo(torch_dtype(dtype)).eps)
+
+
+def _wide(argument: Any) -> Any:
+    return argument.double() if isinstance(argument, torch.Tensor) and argument.is_floating_point() else argument
+
+
+def _random(dtype: torch.dtype, *shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def _linear(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+    for rows in ROWS:
+        for in_features, out_features in ((64, 96), (128, 320), (96, 33)):
+            for bias in (False, True):
+                yield OpTrial(
+                    op,
+                    {"in_features": in_features, "out_features": out_features, "bias": bias},
+                    lambda rows=rows, i=in_features, o=out_features, bias=bias: (  # type: ignore[misc]
+                        _random(dtype, rows, i),
+                        _random(dtype, o, i, seed=1, scale=i**-0.5),
+                        _random(dtype, o, seed=2) if bias else None,
+                    ),
+                    weight=1,
+                )
+
+
+def _embedding(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+    for rows in ROWS:
+        for ids in (torch.int32, torch.int64):
+            yield OpTrial(
+                op,
+                {"num_embeddings": 50, "embedding_dim": 64},
+                lambda rows=rows, ids=ids: (  # type: ignore[misc]
+                    ((torch.arange(rows) * 7) % 50).to(ids),
+                    _random(dtype, 50, 64, seed=1),
+                ),
+                weight=1,
+            )
+
+
+def _norms(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+    for rows in ROWS:
+        for size in (64, 100, 768):
+            if op == "rms_norm":
+                yield OpTrial(
+                    op,
+                    {"hidden_size": size},
+                    lambda rows=rows, size=size: (_random(dtype, rows, size), _random(dtype, size, seed=1), 1e-5),  # type: ignore[misc]
+                )
+                yield OpTrial(  # of heads, as a view of a fused projection
+                    op,
+                    {"hidden_size": size},
+                    lambda rows=rows, size=size: (  # type: ignore[misc]
+                        _random(dtype, rows, 3 * size)[:, size:].view(rows, 2, size),
+                        _random(dtype, size, seed=1),
+                        1e-5,
+                    ),
+                )
+            elif op == "fused_add_rms_norm":
+                yield OpTrial(
+                    op,
+                    {"hidden_size": size},
+                    lambda rows=rows, size=size: (  # type: ignore[misc]
+                        _random(dtype, rows, size),
+                        _random(dtype, rows, size, seed=3),
+                        _random(dtype, size, seed=1),
+                        1e-5,
+                    ),
+                )
+            else:
+                for affine in (False, True):
+                    yield OpTrial(
+                        op,
+                        {"hidden_size": size, "affine": affine},
+                        lambda rows=rows, size=size, affine=affine: (  # type: ignore[misc]
+                            _random(dtype, rows, size),
+                            _random(dtype, size, seed=1) if affine else None,
+                            _random(dtype, size, seed=2) if affine else None,
+                            1e-5,
+                        ),
+                    )
+
+
+def _rotary(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+    for head_size, rotary_dim in ((64, 64), (80, 32), (128, 128)):
+        for index in (torch.int32, torch.int64):
+            yield OpTrial(
+                op,
+                {"head_size": head_size, "rotary_dim": rotary_dim},
+                lambda h=head_size, r=rotary_dim, index=index: _rotary_arguments(dtype, h, r, index),  # type: ignore[misc]
+            )
+
+
+def _rotary_arguments(dtype: torch.dtype, head_size: int, rotary_dim: int, index: torch.dtype) -> tuple[Any, ...]:
+    angles = torch.rand(50, rotary_dim // 2, generator=torch.Generator().manual_seed(4)) * 6
+    fused = _random(dtype, 9, 8 * head_size)
+    query, key, _ = fused.split((4 * head_size, 2 * head_size, 2 * head_size), dim=1)
+    return (
+        ((torch.arange(9) * 11) % 50).to(index),
+        query.view(9, 4, head_size),
+        key.view(9, 2, head_size),
+        torch.cat((angles.cos(), angles.sin()), dim=1),
+    )
+
+
+def _moe(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+    for rows in ROWS:
+        yield OpTrial(
+            op,
+            {"num_experts": 4, "top_k": 2, "hidden_size": 64, "intermediate_size": 32},
+            lambda rows=rows: (  # type: ignore[misc]
+                _random(dtype, rows, 64),
+                _random(dtype, 4, 64, 64, seed=1, scale=0.12),
+                _random(dtype, 4, 64, 32, seed=2, scale=0.17),
+                torch.stack([(torch.arange(rows) + k) % 4 for k in (0, 1)], dim=1),
+                torch.softmax(_random(torch.float32, rows, 2, seed=3), dim=-1),
+            ),
+        )
+
+
+def _activations(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+    halves = 2 if op.endswith("_and_mul") else 1
+    for rows in ROWS:
+        for size in (64, 100):
+            yield OpTrial(
+                op,
+                {"size": size},
+                lambda rows=rows, size=size: (_random(dtype, rows, halves * size, scale=4.0),),  # type: ignore[misc]
+            )
+
+
+_MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpTrial]]] = {
+    "linear": _linear,
+    "embedding": _embedding,
+    "rms_norm": _norms,
+    "fused_add_rms_norm": _norms,
+    "layer_norm": _norms,
+    "rotary_embedding": _rotary,
+    "moe": _moe,
+}

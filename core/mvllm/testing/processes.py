@@ -1,0 +1,97 @@
+"""Finds what an engine has left behind: processes carry a tag in their environment, which children inherit."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+TAG = "CONFORMANCE_PROCESS_TAG"
+
+
+@dataclass
+class Footprint:
+    """What there was before; `assert_gone` says whether that is all there is again.
+
+    Attributes:
+        tag: The value of TAG in the environment of every process that is started meanwhile.
+    """
+
+    tag: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _shared: set[str] = field(default_factory=lambda: shared_memory())
+
+    def processes(self) -> list[psutil.Process]:
+        """Living processes with the tag, this one left out."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                alive = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
+                if alive and process.environ().get(TAG) == self.tag:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        return found
+
+    def workers(self) -> list[psutil.Process]:
+        """Those that are workers of an engine."""
+        found = []
+        for process in self.processes():
+            try:
+                if any(word.startswith("Worker_") for word in process.cmdline()):
+                    found.append(process)
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def assert_gone(self, seconds: float = 30.0) -> None:
+        """Fails when a process or a piece of named shared memory is left."""
+        wait_until(lambda: not self.processes(), seconds, lambda: f"processes are left: {self._describe()}")
+        left = {name for name in shared_memory() - self._shared if "mvllm" in name}
+        assert not left, f"shared memory is left: {sorted(left)}"
+
+    def _describe(self) -> list[str]:
+        return [f"{process.pid} {' '.join(process.cmdline())[:120]}" for process in self.processes()]
+
+
+@contextmanager
+def footprint() -> Iterator[Footprint]:
+    """Tags every process that is started inside; kills what is left at the end, so that no other test meets it."""
+    before = os.environ.get(TAG)
+    trace = Footprint()
+    os.environ[TAG] = trace.tag
+    try:
+        yield trace
+    finally:
+        if before is None:
+            del os.environ[TAG]
+        else:
+            os.environ[TAG] = before
+        for process in trace.processes():
+            process.kill()
+
+
+def wait_until(condition: Callable[[], object], seconds: float, what: Callable[[], str]) -> None:
+    """Returns when `condition` holds; fails with `what()` when it does not in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what()}"
+        time.sleep(0.05)
+
+
+def shared_memory() -> set[str]:
+    """Names of this user's pieces of shared memory."""
+    folder = Path("/dev/shm")
+    found = set()
+    for path in folder.iterdir() if folder.is_dir() else ():
+        try:
+            if path.stat().st_uid == os.getuid():
+                found.add(path.name)
+        except FileNotFoundError:
+            continue
+    return found

@@ -1,0 +1,153 @@
+"""Worker processes without an engine: each binds a device, meets the others, and tries what it is told.
+
+    run_ranks(examinee, 2, ["all_reduce"]) ──> python -m mvllm.testing._rank, twice, as the platform's topology says
+                                          <── a line per thing tried: {"did": "all_reduce", "error": "", "digest": "..."}
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mvllm.platform.phases import Phase, enter_phase
+from mvllm.plugin_api import LaunchTopology, ParallelConfig
+from mvllm.testing.subject import Examinee
+
+SIGN = "@mvllm-rank "
+"""Begins a line that is meant for us: device libraries print too."""
+
+TIMEOUT_SECONDS = 300.0
+
+
+@dataclass
+class RankResult:
+    """What one rank said.
+
+    Attributes:
+        answers: By what was tried: `error` (empty when all is well) and, where it makes sense, `digest`.
+        status: Exit status; None when it had to be killed.
+        output: Everything it printed.
+    """
+
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    status: int | None = None
+    output: str = ""
+
+    def error_of(self, what: str) -> str:
+        """Why `what` went wrong; empty when it did not."""
+        if what in self.answers:
+            return str(self.answers[what]["error"])
+        ended = "had to be killed" if self.status is None else f"ended with status {self.status}"
+        reached = next(reversed(self.answers), "nothing")
+        return f"it {ended} before {what}; it had done {reached}. Its output:\n{self.output[-2000:]}"
+
+
+def topology_of(examinee: Examinee, parallel: ParallelConfig) -> LaunchTopology:
+    """The platform's answer."""
+    with enter_phase(Phase.ENGINE):
+        return examinee.platform.topology(parallel)
+
+
+def parallel_config(tensor: int = 1, pipeline: int = 1) -> ParallelConfig:
+    """Of so many ranks."""
+    return ParallelConfig(tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
+
+
+def run_ranks(examinee: Examinee, world_size: int, what: list[str], *, local_ranks: list[int] | None = None) -> list[RankResult]:
+    """Starts the ranks of one world and returns what they say, in rank order.
+
+    Args:
+        world_size: Ranks.
+        what: What each tries, in this order; names of `_rank.TRIALS`.
+        local_ranks: Start these ranks only, each on its own: they meet nobody.
+    """
+    topology = topology_of(examinee, parallel_config(tensor=world_size))
+    meeting = None if local_ranks is not None or world_size == 1 else f"tcp://127.0.0.1:{_free_port()}"
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for rank in range(world_size) if local_ranks is None else local_ranks:
+            variables = topology.env_per_worker[rank] if topology.env_per_worker else {}
+            env = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+            order = {
+                "platform": examinee.name,
+                "rank": rank,
+                "world_size": world_size,
+                "init_method": meeting,
+                "dtypes": examinee.capabilities.dtypes,
+                "what": what,
+            }
+            output = Path(folder) / f"rank{rank}"
+            with output.open("wb") as sink:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "mvllm.testing._rank", json.dumps(order)],
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=sink,
+                    stderr=subprocess.STDOUT,
+                )
+            started.append((process, output))
+        return _collect(started)
+
+
+def _collect(started: list[tuple[subprocess.Popen[bytes], Path]]) -> list[RankResult]:
+    results = []
+    try:
+        for process, output in started:
+            result = RankResult()
+            try:
+                result.status = process.wait(TIMEOUT_SECONDS)
+            except subprocess.TimeoutExpired:
+                for other, _ in started:
+                    other.kill()
+            result.output = output.read_text(encoding="utf-8", errors="replace")
+            for line in result.output.splitlines():
+                if line.startswith(SIGN):
+                    answer = json.loads(line.removeprefix(SIGN))
+                    result.answers[answer["did"]] = answer
+            results.append(result)
+    finally:
+        for process, _ in started:
+            process.kill()
+            process.wait()
+    return results
+
+
+_KNOWN: dict[tuple[str, int], str] = {}
+
+
+def why_not_ranks(examinee: Examinee, count: int) -> str:
+    """Why `count` workers cannot run side by side on this machine; empty when they can.
+
+    Where the probe saw that many devices they must run, and nothing is asked. Elsewhere the last of them tries to bind
+    its device: platforms may put several workers on one.
+    """
+    if count <= max(1, examinee.num_devices):
+        return ""
+    if (examinee.name, count) not in _KNOWN:
+        [last] = run_ranks(examinee, count, ["bind"], local_ranks=[count - 1])
+        error = last.error_of("bind")
+        _KNOWN[examinee.name, count] = f"{count} workers need devices that are not here: {error}" if error else ""
+    return _KNOWN[examinee.name, count]
+
+
+@functools.cache
+def collectives_of(name: str, world_size: int) -> tuple[RankResult, ...]:
+    """What the ranks of a world say about everything in `_rank.TRIALS`; asked once in a process."""
+    from mvllm.testing._rank import TRIALS
+
+    return tuple(run_ranks(Examinee(name), world_size, list(TRIALS)))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,310 @@
+"""What a run found: clause by clause, as a table, as JSON, and as a badge.
+
+    test outcomes ──add──> Report ──> table()      for the terminal
+                                  ──> as_json()    for machines; `from_json` reads it back
+                                  ──> markdown()   for a page
+                                  ──> badge()      a small SVG that says "mvllm 1.0 | conformant"
+"""
+
+from __future__ import annotations
+
+import json
+import platform as host
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from mvllm.errors import ConfigError
+from mvllm.testing.clauses import CLAUSES, FAMILIES, Clause
+from mvllm.testing.waivers import Waiver
+
+SCHEMA = 1
+"""Version of the JSON report's layout."""
+
+
+class Status(Enum):
+    """Of a test, and of a clause."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    WAIVED = "waived"
+    """It fails, and a waiver says so."""
+    NOT_CLAIMED = "not claimed"
+    """The platform does not claim the capability, and the engine refuses or does without."""
+    NOT_APPLICABLE = "not applicable"
+    """The clause is newer than the contract that the plugin was written against."""
+    NOT_RUN = "not run"
+    """It could not be tried here (too few devices, say), was left out, or has no test that was run."""
+
+
+_WORST_FIRST = (Status.FAILED, Status.WAIVED, Status.PASSED, Status.NOT_CLAIMED, Status.NOT_APPLICABLE, Status.NOT_RUN)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One test.
+
+    Attributes:
+        test: Its name.
+        clauses: The clauses it stands for.
+        status: How it ended. A refusal that is as it should be is NOT_CLAIMED.
+        seconds: How long it took.
+        reason: Why it failed, was waived or was not run; one line.
+    """
+
+    test: str
+    clauses: list[str]
+    status: Status
+    seconds: float
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What was examined. Everything as text, since it comes from other people's packages."""
+
+    platform: str
+    distribution: str = ""
+    version: str = ""
+    contract: str = ""
+    vendor: str = ""
+    devices: tuple[str, ...] = ()
+    capabilities: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Report:
+    """All that a run has to say.
+
+    Attributes:
+        subject: Platform, plugin and devices.
+        core_version, core_contract: Of this mvllm.
+        outcomes: The tests.
+        waivers: The waivers that were given.
+        only: The families or clauses that the run was limited to; empty for all.
+        quick: Whether the grids were thinned out.
+    """
+
+    subject: Subject
+    core_version: str
+    core_contract: str
+    outcomes: list[Outcome] = field(default_factory=list)
+    waivers: list[Waiver] = field(default_factory=list)
+    only: tuple[str, ...] = ()
+    quick: bool = False
+
+    def status(self, clause: Clause) -> Status:
+        """Of one clause: the worst of its tests; a refusal alone makes no pass."""
+        found = {outcome.status for outcome in self.outcomes if clause.id in outcome.clauses}
+        return next((status for status in _WORST_FIRST if status in found), Status.NOT_RUN)
+
+    def unneeded_waivers(self) -> list[Waiver]:
+        """Those that excused no failure, though tests that they cover were run."""
+        needed = []
+        for waiver in self.waivers:
+            covered = [o for o in self.outcomes if waiver.covers(o.clauses, o.test)]
+            ran = [o for o in covered if o.status in (Status.PASSED, Status.WAIVED, Status.FAILED)]
+            if any(o.status is Status.WAIVED for o in covered) or (not ran and self.only) or self.quick:
+                needed.append(waiver)
+        return [waiver for waiver in self.waivers if waiver not in needed]
+
+    @property
+    def conformant(self) -> bool:
+        """Whether nothing failed, everything was asked, and no waiver is stale. Waived clauses do not spoil it."""
+        return not (self.only or self.quick) and not self.failures and not self.unneeded_waivers()
+
+    @property
+    def failures(self) -> list[Outcome]:
+        """The tests that failed."""
+        return [outcome for outcome in self.outcomes if outcome.status is Status.FAILED]
+
+    def counts(self) -> Counter[Status]:
+        """Clauses by status."""
+        return Counter(self.status(clause) for clause in CLAUSES.values())
+
+    def verdict(self) -> str:
+        """One line."""
+        counts = self.counts()
+        parts = ", ".join(f"{counts[status]} {status.value}" for status in Status if counts[status])
+        return f"platform {self.subject.platform}: {parts} (of {len(CLAUSES)} clauses)"
+
+    # --- shapes
+
+    def table(self) -> str:
+        """For the terminal: a line per clause."""
+        lines = []
+        for family, title in FAMILIES.items():
+            lines.append(f"{family}  {title}")
+            for clause in _of(family):
+                tests, seconds = self._effort(clause)
+                note = self._note(clause)
+                lines.append(
+                    f"  {clause.id}  {self.status(clause).value:<14} {tests:>4} tests {seconds:>7.1f} s"
+                    + (f"  {note}" if note else "")
+                )
+        lines += [f"unneeded waiver  {waiver}" for waiver in self.unneeded_waivers()]
+        return "\n".join(lines)
+
+    def markdown(self) -> str:
+        """For a page: a row per clause, with its sentence."""
+        subject = self.subject
+        head = [
+            f"Platform `{subject.platform}`: {subject.distribution} {subject.version}, contract {subject.contract}, "
+            f"on mvllm {self.core_version} (contract {self.core_contract}).",
+            "",
+            *(f"- {device}" for device in subject.devices),
+            *([""] if subject.devices else []),
+            "| clause | rule | result | tests |",
+            "|---|---|---|---|",
+        ]
+        rows = []
+        for clause in CLAUSES.values():
+            note = self._note(clause)
+            result = self.status(clause).value + (f": {note}" if note else "")
+            sentence = clause.sentence.replace("|", "\\|")
+            rows.append(f"| {clause.id} | {sentence} | {result} | {self._effort(clause)[0]} |".replace("\n", " "))
+        waived = [f"- waived {waiver}" for waiver in self.waivers]
+        return "\n".join([*head, *rows, "", self.verdict() + ".", *(["", *waived] if waived else [])]) + "\n"
+
+    def as_json(self) -> str:
+        """The report of docs/conformance.md, as text."""
+        clauses = {}
+        for clause in CLAUSES.values():
+            tests, seconds = self._effort(clause)
+            own = [outcome for outcome in self.outcomes if clause.id in outcome.clauses]
+            clauses[clause.id] = {
+                "status": self.status(clause).value,
+                "tests": tests,
+                "counts": {s.value: n for s in Status if (n := sum(o.status is s for o in own))},
+                "seconds": round(seconds, 3),
+                "since": ".".join(map(str, clause.since)),
+                "needs": clause.needs,
+            }
+        content = {
+            "schema": SCHEMA,
+            "conformant": self.conformant,
+            "platform": self.subject.platform,
+            "plugin": {
+                "distribution": self.subject.distribution,
+                "version": self.subject.version,
+                "contract": self.subject.contract,
+                "vendor": self.subject.vendor,
+            },
+            "core": {"version": self.core_version, "contract": self.core_contract},
+            "host": {"python": host.python_version(), "machine": host.machine(), "system": host.system()},
+            "devices": list(self.subject.devices),
+            "capabilities": self.subject.capabilities,
+            "only": list(self.only),
+            "quick": self.quick,
+            "clauses": clauses,
+            "tests": [
+                {
+                    "test": o.test,
+                    "clauses": o.clauses,
+                    "status": o.status.value,
+                    "seconds": round(o.seconds, 3),
+                    "reason": o.reason,
+                }
+                for o in self.outcomes
+            ],
+            "waivers": [
+                {
+                    "clause": w.clause,
+                    "cases": w.cases,
+                    "reason": w.reason,
+                    "link": w.link,
+                    "expires": w.expires.isoformat() if w.expires else None,
+                    "needed": w not in self.unneeded_waivers(),
+                }
+                for w in self.waivers
+            ],
+        }
+        return json.dumps(content, indent=1) + "\n"
+
+    def badge(self) -> str:
+        """An SVG: the contract on the left, the verdict on the right."""
+        counts = self.counts()
+        if self.failures or self.unneeded_waivers():
+            verdict, colour = f"{max(1, counts[Status.FAILED])} failed", "#c0392b"
+        elif self.conformant:
+            verdict = "conformant" + (f", {counts[Status.WAIVED]} waived" if counts[Status.WAIVED] else "")
+            colour = "#b7950b" if counts[Status.WAIVED] else "#1e8449"
+        else:
+            verdict, colour = "in part", "#7f8c8d"
+        label = f"mvllm contract {self.subject.contract or '?'}"
+        left, right = (7 * len(text) + 12 for text in (label, verdict))
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right}" height="20" role="img" '
+            f'aria-label="{label}: {verdict}">'
+            f'<rect width="{left}" height="20" fill="#444"/>'
+            f'<rect x="{left}" width="{right}" height="20" fill="{colour}"/>'
+            '<g fill="#fff" font-family="Verdana,sans-serif" font-size="11" text-anchor="middle">'
+            f'<text x="{left / 2}" y="14">{label}</text><text x="{left + right / 2}" y="14">{verdict}</text></g></svg>\n'
+        )
+
+    def write(self, path: Path) -> None:
+        """Writes the JSON report, and the badge beside it with the ending `.svg`."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.as_json(), encoding="utf-8")
+        path.with_suffix(".svg").write_text(self.badge(), encoding="utf-8")
+
+    def _effort(self, clause: Clause) -> tuple[int, float]:
+        """How many tests really ran for a clause, and for how long."""
+        ran = [
+            o
+            for o in self.outcomes
+            if clause.id in o.clauses and (o.status in (Status.PASSED, Status.FAILED, Status.WAIVED) or o.seconds > 0)
+        ]
+        return len(ran), sum(outcome.seconds for outcome in ran)
+
+    def _note(self, clause: Clause) -> str:
+        status = self.status(clause)
+        if status is Status.PASSED:
+            return ""
+        own = [o for o in self.outcomes if clause.id in o.clauses and o.status is status]
+        if status is Status.FAILED:
+            return f"{len(own)} failed, first {own[0].test}"
+        return next((outcome.reason for outcome in own if outcome.reason), "")
+
+
+def from_json(path: Path) -> Report:
+    """A report that was written before.
+
+    Raises:
+        ConfigError: The file cannot be read, or is none.
+    """
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if content["schema"] != SCHEMA:
+            raise ConfigError(f"{path} is a report of schema {content['schema']}; this mvllm reads schema {SCHEMA}.")
+        plugin = content["plugin"]
+        return Report(
+            subject=Subject(
+                content["platform"],
+                plugin["distribution"],
+                plugin["version"],
+                plugin["contract"],
+                plugin["vendor"],
+                tuple(content["devices"]),
+                content["capabilities"],
+            ),
+            core_version=content["core"]["version"],
+            core_contract=content["core"]["contract"],
+            outcomes=[
+                Outcome(t["test"], t["clauses"], Status(t["status"]), t["seconds"], t["reason"])
+                for t in content["tests"]
+            ],
+            waivers=[Waiver(w["clause"], w["reason"], w["link"], w["cases"]) for w in content["waivers"]],
+            only=tuple(content["only"]),
+            quick=content["quick"],
+        )
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        if isinstance(e, ConfigError):
+            raise
+        raise ConfigError(f"{path} is no conformance report: {type(e).__name__}: {e}") from e
+
+
+def _of(family: str) -> list[Clause]:
+    return [clause for clause in CLAUSES.values() if clause.family == family]

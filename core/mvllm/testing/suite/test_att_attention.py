@@ -1,0 +1,302 @@
+"""ATT: paged attention gives what exact attention gives, whatever stands in a step, through the contract alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mvllm.errors import PlatformError
+from mvllm.platform.ask import ask_attention_backend
+from mvllm.plugin_api import AttentionBackend, AttentionSpec, DeviceRuntime
+from mvllm.testing.attention_cases import Bench, Case, expected, make_case, make_layout, make_spec, run, tolerance
+from mvllm.testing.marks import clause, exhaustive, not_claimed
+from mvllm.testing.subject import Examinee
+
+BATCHES: dict[str, list[tuple[int, int]]] = {
+    "one prompt": [(0, 37)],
+    "one decode": [(100, 1)],
+    "decodes around the edges of blocks": [(14, 1), (15, 1), (16, 1), (31, 1), (0, 1)],
+    "prompts and decodes": [(0, 20), (50, 1), (0, 1), (300, 1)],
+    "chunks of prompts": [(16, 16), (33, 40), (7, 2)],
+    "everything, in any order": [(50, 1), (0, 17), (9, 30), (129, 1), (0, 1), (64, 64)],
+    "one long prompt among decodes": [(3, 1), (0, 290), (4, 1)],
+}
+CHUNKED = {"chunks of prompts", "everything, in any order"}
+FEW = {"prompts and decodes", "everything, in any order"}
+HEADS = [(4, 4), (4, 1), (6, 2), (8, 2)]
+HEAD_SIZES = (16, 32, 40, 64, 80, 96, 128, 192, 256)
+WINDOWS = (1, 5, 16, 33, 1000)
+
+
+def grid(batches: set[str]) -> list[Any]:
+    """Names of BATCHES; those not among `batches` are left out of a thinned-out run."""
+    return [pytest.param(name, marks=() if name in batches else exhaustive) for name in BATCHES]
+
+
+def backend_for(subject: Examinee, spec: AttentionSpec) -> AttentionBackend:
+    backend = ask_attention_backend(subject.platform, spec)
+    assert type(backend).validate(spec) == []
+    return backend
+
+
+def requests_of(subject: Examinee, batch: str) -> list[tuple[int, int]]:
+    """The batch; without its chunks where attention may not begin from earlier blocks (decodes always do)."""
+    requests = BATCHES[batch]
+    if subject.capabilities.chunked_prefill or subject.capabilities.prefix_caching:
+        return requests
+    kept = [(before, new) for before, new in requests if before == 0 or new == 1]
+    return kept or not_claimed("chunked_prefill, prefix_caching")
+
+
+def assert_exact(
+    subject: Examinee,
+    runtime: DeviceRuntime,
+    spec: AttentionSpec,
+    requests: list[tuple[int, int]],
+    block_size: int | None = None,
+    **options: Any,
+) -> None:
+    backend = backend_for(subject, spec)
+    case = make_case(spec, requests, block_size=block_size or backend.kv_layout().block_sizes[0], **options)
+    assert_near(run(backend, runtime, case), case)
+
+
+def assert_near(found: torch.Tensor, case: Case) -> None:
+    spec, exact = case.spec, expected(case)
+    assert found.shape == (case.layout.num_tokens, spec.num_heads * spec.head_size)
+    assert str(found.dtype) == f"torch.{spec.dtype}"
+    real = found[: case.num_real_tokens].double()
+    assert torch.isfinite(real).all(), "not finite"
+    off, allowed = float((real - exact).abs().max()), tolerance(spec.dtype, spec.kv_dtype)
+    assert off < allowed, f"off by {off:.2g}, allowed {allowed:.2g}"
+
+
+# --------------------------------------------------------------------------------------------------- what may stand in a step
+
+
+@clause("ATT-03")
+@pytest.mark.parametrize("batch", grid(FEW | CHUNKED))
+def test_every_kind_of_step(subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, batch: str) -> None:
+    assert_exact(subject, bound_device, make_spec(dtype=claimed_dtype), requests_of(subject, batch))
+
+
+@clause("ATT-03")
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=exhaustive) for seed in range(6)])
+def test_random_steps(subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    chunked = subject.capabilities.chunked_prefill or subject.capabilities.prefix_caching
+    requests = []
+    for _ in range(int(rng.integers(1, 12))):
+        before = int(rng.integers(0, 200)) * int(rng.integers(0, 2))
+        new = 1 if before and (not chunked or rng.random() < 0.5) else int(rng.integers(1, 80))
+        requests.append((before, new))
+    assert_exact(subject, bound_device, make_spec(dtype=claimed_dtype), requests, seed=seed)
+
+
+@clause("ATT-01")
+def test_a_request_sees_blocks_that_another_request_of_the_same_step_writes(
+    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+) -> None:
+    if not subject.capabilities.prefix_caching:
+        not_claimed("prefix_caching")
+    spec = make_spec(dtype=claimed_dtype)
+    backend = backend_for(subject, spec)
+    size = backend.kv_layout().block_sizes[0]
+    # Request 0 reads the first block of request 1, which comes after it in the step and writes that block.
+    whole = make_case(spec, [(0, size + 3)], block_size=size)
+    table = np.array([[0, 2], [0, 1]], dtype=np.int32)
+    layout = make_layout([(size, 3), (0, size + 3)], table, size)
+    keys, values, query = whole.keys[0], whole.values[0], whole.query
+    bench = Bench(backend, bound_device, 4, size)
+    metadata = bench.write(layout, torch.cat([keys[size:], keys]), torch.cat([values[size:], values]))
+    there = bound_device.to_device(torch.cat([query[size:], query]))
+    found = bound_device.to_host(backend.forward(there, bench.kv, metadata)).wait().double()
+    exact = expected(whole)
+    allowed = tolerance(spec.dtype, spec.kv_dtype)
+    assert float((found - torch.cat([exact[size:], exact])).abs().max()) < allowed
+
+
+# -------------------------------------------------------------------------------------------------------- what a query sees
+
+
+@clause("ATT-02")
+@pytest.mark.parametrize("batch", grid(FEW))
+def test_a_query_sees_its_own_past_and_nothing_of_its_future(
+    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, batch: str
+) -> None:
+    spec = make_spec(dtype=claimed_dtype)
+    backend = backend_for(subject, spec)
+    size = backend.kv_layout().block_sizes[0]
+    case = make_case(spec, [(0, 2 * size + 3)], block_size=size)
+    blocks = case.layout.block_table[0]
+    bench = Bench(backend, bound_device, case.num_blocks, size)
+    bench.write(case.layout, case.keys[0], case.values[0])
+    seen = bench.look(blocks[blocks < case.num_blocks].tolist(), 2 * size + 3)
+    positions = torch.arange(1, 2 * size + 4).view(-1, 1, 1)
+    means = case.values[0].double().cumsum(0) / positions
+    assert float((seen - means).abs().max()) < tolerance(claimed_dtype, claimed_dtype)
+    assert_exact(subject, bound_device, spec, requests_of(subject, batch))
+
+
+@clause("ATT-02", needs="sliding_window")
+@pytest.mark.parametrize("window", [pytest.param(w, marks=() if w in (5, 33) else exhaustive) for w in WINDOWS])
+@pytest.mark.parametrize("batch", grid(FEW))
+def test_a_window_hides_what_lies_before_it(
+    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, batch: str, window: int
+) -> None:
+    spec = make_spec(dtype=claimed_dtype, sliding_window=window)
+    assert_exact(subject, bound_device, spec, requests_of(subject, batch))
+
+
+@clause("ATT-08")
+@pytest.mark.parametrize("batch", grid(FEW))
+def test_soft_cap(subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, batch: str) -> None:
+    assert_exact(subject, bound_device, make_spec(dtype=claimed_dtype, soft_cap=1.5), requests_of(subject, batch))
+
+
+@clause("ATT-09")
+@pytest.mark.parametrize("batch", grid(FEW))
+def test_sinks(subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, batch: str) -> None:
+    assert_exact(subject, bound_device, make_spec(dtype=claimed_dtype, sinks=True), requests_of(subject, batch))
+
+
+@clause("ATT-08", refusal=True)
+def test_soft_cap_that_is_not_claimed_is_refused(subject: Examinee, bound_device: DeviceRuntime) -> None:
+    with pytest.raises(PlatformError, match="soft_cap"):
+        ask_attention_backend(subject.platform, make_spec(dtype=subject.capabilities.dtypes[0], soft_cap=4.0))
+
+
+@clause("ATT-09", refusal=True)
+def test_sinks_that_are_not_claimed_are_refused(subject: Examinee, bound_device: DeviceRuntime) -> None:
+    with pytest.raises(PlatformError, match="sinks"):
+        ask_attention_backend(subject.platform, make_spec(dtype=subject.capabilities.dtypes[0], sinks=True))
+
+
+@clause("ATT-02", needs="sliding_window", refusal=True)
+def test_a_window_that_is_not_claimed_is_refused(subject: Examinee, bound_device: DeviceRuntime) -> None:
+    with pytest.raises(PlatformError, match="sliding_window"):
+        ask_attention_backend(subject.platform, make_spec(dtype=subject.capabilities.dtypes[0], sliding_window=8))
+
+
+# ----------------------------------------------------------------------------------------------------------- every shape
+
+
+@clause("ATT-04")
+@pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"{heads[0]}x{heads[1]}")
+def test_query_heads_share_key_value_heads(
+    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, heads: tuple[int, int]
+) -> None:
+    spec = make_spec(*heads, 64, claimed_dtype)
+    assert_exact(subject, bound_device, spec, requests_of(subject, "prompts and decodes"))
+
+
+@clause("ATT-07")
+@pytest.mark.parametrize("head_size", [pytest.param(s, marks=() if s in (64, 128) else exhaustive) for s in HEAD_SIZES])
+def test_every_head_size_up_to_the_largest(
+    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, head_size: int
+) -> None:
+    largest = subject.capabilities.max_head_size
+    if largest is not None and head_size > largest:
+        not_claimed(f"heads of more than {largest} elements")
+    spec = make_spec(4, 2, head_size, claimed_dtype)
+    try:
+        ask_attention_backend(subject.platform, spec)
+    except PlatformError as e:
+        assert head_size not in (64, 128), f"heads of {head_size} are in every second model: {e}"
+        not_claimed(f"heads of {head_size} elements: {e}")
+    assert_exact(subject, bound_device, spec, requests_of(subject, "prompts and decodes"))
+
+
+@clause("ATT-07")
+def test_the_largest_head_that_is_claimed(subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str) -> None:
+    head_size = subject.capabilities.max_head_size or 512
+    assert_exact(subject, bound_device, make_spec(4, 2, head_size, claimed_dtype), requests_of(subject, "one prompt"))
+
+
+@clause("ATT-07", "KVL-01")
+def test_every_block_size_that_is_offered(subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str) -> None:
+    spec = make_spec(dtype=claimed_dtype)
+    for block_size in backend_for(subject, spec).kv_layout().block_sizes[:12]:
+        assert_exact(
+            subject, bound_device, spec, requests_of(subject, "everything, in any order"), block_size=block_size
+        )
+
+
+@clause("ATT-07")
+def test_every_storage_dtype_that_is_claimed(subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str) -> None:
+    tried = 0
+    for kv_dtype in subject.capabilities.kv_dtypes:
+        spec = make_spec(dtype=claimed_dtype, kv_dtype=kv_dtype)
+        try:
+            ask_attention_backend(subject.platform, spec)
+        except PlatformError:
+            assert kv_dtype != claimed_dtype
+            continue
+        tried += 1
+        assert_exact(subject, bound_device, spec, requests_of(subject, "prompts and decodes"))
+    assert tried, f"no storage dtype of {subject.capabilities.kv_dtypes} goes with {claimed_dtype}"
+
+
+# ------------------------------------------------------------------------------------------------- refusals, padding, ghosts
+
+
+@clause("ATT-05")
+def test_a_spec_that_cannot_be_is_refused_with_the_reasons(subject: Examinee, bound_device: DeviceRuntime) -> None:
+    dtype = subject.capabilities.dtypes[0]
+    for impossible in (make_spec(5, 2, 64, dtype), make_spec(4, 2, 64, dtype, kv_dtype="complex64")):
+        reasons = type(backend_for(subject, make_spec(dtype=dtype))).validate(impossible)
+        assert reasons and all(reason.strip() for reason in reasons)
+        with pytest.raises(PlatformError) as caught:
+            ask_attention_backend(subject.platform, impossible)
+        assert any(reason in str(caught.value) for reason in reasons), (str(caught.value), reasons)
+
+
+@clause("ATT-05")
+def test_validate_is_pure(subject: Examinee, bound_device: DeviceRuntime) -> None:
+    spec = make_spec(dtype=subject.capabilities.dtypes[0])
+    cls = type(backend_for(subject, spec))
+    assert cls.validate(spec) == cls.validate(spec) == []
+
+
+@clause("ATT-06")
+@pytest.mark.parametrize("poison", [0.0, float("nan")], ids=["clean", "poisoned"])
+def test_padding_changes_nothing_and_is_finite(
+    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, poison: float
+) -> None:
+    spec = make_spec(dtype=claimed_dtype)
+    backend = backend_for(subject, spec)
+    requests = requests_of(subject, "prompts and decodes")
+    case = make_case(spec, requests, block_size=backend.kv_layout().block_sizes[0], padding=13, padding_requests=3)
+    found = run(backend, bound_device, case, poison=poison)
+    assert_near(found, case)
+    assert torch.isfinite(found).all(), "rows of padding are not finite"
+
+
+@clause("ATT-10")
+@pytest.mark.parametrize("batch", grid(FEW))
+def test_what_earlier_tenants_left_is_not_seen(
+    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, batch: str
+) -> None:
+    spec = make_spec(dtype=claimed_dtype)
+    backend = backend_for(subject, spec)
+    case = make_case(spec, requests_of(subject, batch), block_size=backend.kv_layout().block_sizes[0])
+    for poison in (float("nan"), 1e4):
+        assert_near(run(backend, bound_device, case, poison=poison), case)
+
+
+@clause("ATT-11")
+def test_a_result_does_not_depend_on_what_else_is_in_the_step(
+    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+) -> None:
+    spec = make_spec(dtype=claimed_dtype)
+    backend = backend_for(subject, spec)
+    size = backend.kv_layout().block_sizes[0]
+    alone = run(backend, bound_device, make_case(spec, [(0, 20)], block_size=size))
+    company = make_case(spec, [(0, 20), (50, 1), (0, 33)], block_size=size)
+    lonely = make_case(spec, [(0, 20)], block_size=size)
+    company.keys[0], company.values[0] = lonely.keys[0], lonely.values[0]
+    company.query[:20] = lonely.query
+    assert torch.equal(run(backend, bound_device, company)[:20], alone)

@@ -1,0 +1,249 @@
+"""CFG: what a platform says about itself and about a configuration is pure, complete, and held to."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mvllm.config.engine_args import EngineArgs
+from mvllm.config.engine_config import replace_field
+from mvllm.engine.planning import settle_config
+from mvllm.errors import ConfigError, PlatformError
+from mvllm.platform.phases import Phase, enter_phase
+from mvllm.plugin_api import (
+    Capabilities,
+    CheckStatus,
+    EngineConfig,
+    LaunchTopology,
+    ParallelConfig,
+    Plan,
+    Platform,
+    Refusals,
+)
+from mvllm.testing.children import open_devices
+from mvllm.testing.marks import clause, exhaustive
+from mvllm.testing.ranks import parallel_config
+from mvllm.testing.subject import Examinee
+from mvllm.worker.wrapper import WorkerWrapper
+
+EXECUTORS = {"uni", "mp", "ray", "external_launcher"}
+COLLECTIVES = {
+    *("all_reduce", "all_gather", "reduce_scatter", "broadcast"),
+    *("send_recv", "gather", "all_to_all", "barrier"),
+}
+WORLDS = [(1, 1), (2, 1), (1, 2), pytest.param((2, 2), marks=exhaustive), pytest.param((8, 1), marks=exhaustive)]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "small": {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 16, "enforce_eager": True},
+    "two ranks": {"tensor_parallel_size": 2, "enable_prefix_caching": False},
+}
+
+
+@pytest.fixture
+def frontend(subject: Examinee) -> Iterator[Platform]:
+    """The platform, in the phase in which it is asked for plans."""
+    with enter_phase(Phase.FRONTEND):
+        yield subject.platform
+
+
+def make_config(**settings: Any) -> EngineConfig:
+    """A configuration for the small model that comes with mvllm."""
+    return EngineArgs.from_kwargs(model="demo", **settings).create_engine_config()
+
+
+@clause("CFG-01")
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_plan_changes_nothing_and_answers_equal_questions_equally(frontend: Platform, settings: str) -> None:
+    config = make_config(**SETTINGS[settings])
+    before = copy.deepcopy(config)
+    first = frontend.plan(config)
+    assert config == before, "plan changed the configuration that it was asked about"
+    assert frontend.plan(copy.deepcopy(before)) == first == frontend.plan(config)
+
+
+@clause("CFG-01", "CFG-03")
+def test_neither_plan_nor_topology_opens_a_device(frontend: Platform) -> None:
+    before = open_devices()
+    frontend.plan(make_config())
+    frontend.topology(ParallelConfig())
+    assert frontend.capabilities == frontend.capabilities
+    assert open_devices() <= before
+
+
+@clause("CFG-02")
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_changes_have_reasons_and_can_be_applied(frontend: Platform, settings: str) -> None:
+    answer = frontend.plan(make_config(**SETTINGS[settings]))
+    assert isinstance(answer, Plan | Refusals)
+    if isinstance(answer, Refusals):
+        assert_refusals(answer)
+        return
+    config = make_config(**SETTINGS[settings])
+    for change in answer.changes:
+        assert change.reason.strip(), change
+        config = replace_field(config, change.field, change.value)
+
+
+@clause("CFG-02")
+def test_the_plain_configuration_is_accepted(frontend: Platform) -> None:
+    settled = settle_config(make_config(), frontend)
+    assert settled.model.dtype in frontend.capabilities.dtypes
+    assert settled.cache.memory_utilization is not None
+
+
+@clause("CFG-02")
+def test_a_dtype_that_is_not_offered_is_refused_with_what_is(frontend: Platform) -> None:
+    config = make_config()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="float8_e8m0fnu"))
+    answer = frontend.plan(config)
+    if isinstance(answer, Refusals):
+        assert_refusals(answer)
+    with pytest.raises(ConfigError, match="float8_e8m0fnu"):
+        settle_config(config, frontend)
+
+
+def assert_refusals(answer: Refusals) -> None:
+    assert answer.reasons
+    for refusal in answer.reasons:
+        assert refusal.reason.strip() and refusal.remedy.strip() and refusal.field.strip(), refusal
+
+
+@clause("CFG-03")
+def test_two_reads_of_capabilities_and_spec_are_equal(frontend: Platform) -> None:
+    assert isinstance(frontend.capabilities, Capabilities)
+    assert frontend.capabilities == frontend.capabilities
+    assert frontend.spec == frontend.spec
+
+
+@clause("CFG-03")
+def test_capabilities_name_what_there_is(frontend: Platform) -> None:
+    import torch
+
+    capabilities = frontend.capabilities
+    assert capabilities.dtypes, "a platform computes in some dtype"
+    for name in (*capabilities.dtypes, *capabilities.kv_dtypes):
+        assert isinstance(getattr(torch, name, None), torch.dtype), f"{name!r} is no dtype"
+    assert capabilities.collectives <= COLLECTIVES
+    assert capabilities.max_head_size is None or capabilities.max_head_size > 0
+    for field in dataclasses.fields(Capabilities):
+        if field.type == "bool":
+            assert isinstance(getattr(capabilities, field.name), bool), field.name
+
+
+@clause("CFG-03")
+def test_an_unknown_capability_is_an_error(frontend: Platform) -> None:
+    with pytest.raises(TypeError):
+        dataclasses.replace(frontend.capabilities, time_travel=True)
+
+
+@clause("CFG-03", "CFG-05")
+@pytest.mark.parametrize("world", WORLDS)
+def test_topology_answers_equal_questions_equally(frontend: Platform, world: tuple[int, int]) -> None:
+    parallel = parallel_config(*world)
+    assert frontend.topology(parallel) == frontend.topology(parallel_config(*world))
+
+
+@clause("CFG-05")
+@pytest.mark.parametrize("world", WORLDS)
+def test_topology_is_complete(frontend: Platform, world: tuple[int, int]) -> None:
+    parallel = parallel_config(*world)
+    topology = frontend.topology(parallel)
+    assert isinstance(topology, LaunchTopology)
+    assert topology.num_workers >= 1 and topology.devices_per_worker >= 1
+    assert topology.num_workers * topology.devices_per_worker >= parallel.world_size
+    most = frontend.capabilities.devices_per_process
+    assert most is None or topology.devices_per_worker <= most
+    assert topology.executors and set(topology.executors) <= EXECUTORS
+    assert len(topology.env_per_worker) in (0, topology.num_workers)
+    assert all(isinstance(v, str) for env in topology.env_per_worker for pair in env.items() for v in pair)
+    assert topology.start_method in ("spawn", "fork")
+    assert topology.start_method == "spawn" or frontend.capabilities.fork_safe, "fork needs the capability fork_safe"
+
+
+@clause("CFG-06")
+def test_diagnostics_have_stable_ids_and_remedies(frontend: Platform) -> None:
+    before = open_devices()
+    checks = list(frontend.doctor())
+    assert open_devices() <= before, "doctor opened a device"
+    assert len({check.id for check in checks}) == len(checks)
+    for check in checks:
+        assert check.id.startswith(f"platform.{frontend.spec.name}."), check.id
+        assert check.found.strip(), check.id
+        assert check.status is CheckStatus.OK or (check.remedy or "").strip(), f"{check.id} is not OK and says no remedy"
+
+
+# ------------------------------------------------------------------ what is not claimed is off, or refused, by the core
+
+
+@clause("CFG-04", "E2E-04", needs="prefix_caching", refusal=True)
+def test_prefix_caching_that_is_not_claimed_is_switched_off(frontend: Platform) -> None:
+    assert settle_config(make_config(enable_prefix_caching=True), frontend).cache.enable_prefix_caching is False
+
+
+@clause("CFG-04", "E2E-05", needs="chunked_prefill", refusal=True)
+def test_chunked_prefill_that_is_not_claimed_is_switched_off(frontend: Platform) -> None:
+    asked = make_config(enable_chunked_prefill=True, max_num_seqs=4, max_num_batched_tokens=16)
+    settled = settle_config(asked, frontend)
+    assert settled.scheduler.enable_chunked_prefill is False
+    assert settled.scheduler.max_num_batched_tokens >= settled.model.max_model_len, "a step must hold every prompt"
+
+
+@clause("CFG-04", needs="sliding_window", refusal=True)
+def test_a_model_with_a_window_that_is_not_claimed_is_refused(frontend: Platform) -> None:
+    config = make_config()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, sliding_window=16))
+    with pytest.raises(ConfigError, match="sliding window"):
+        settle_config(config, frontend)
+
+
+@clause("CFG-04")
+def test_a_head_larger_than_the_largest_is_refused(frontend: Platform) -> None:
+    largest = frontend.capabilities.max_head_size
+    config = make_config()
+    head_size = 1024 if largest is None else largest + 1
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, head_size=head_size))
+    if largest is None:
+        assert settle_config(config, frontend).model.head_size == head_size
+        return
+    with pytest.raises(ConfigError, match=str(largest)):
+        settle_config(config, frontend)
+
+
+@clause("CFG-04")
+def test_a_cache_dtype_that_is_not_stored_is_refused(frontend: Platform) -> None:
+    config = make_config()
+    config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, dtype="float8_e8m0fnu"))
+    with pytest.raises(ConfigError, match="float8_e8m0fnu"):
+        settle_config(config, frontend)
+
+
+@clause("CFG-04", needs="torch_device", refusal=True)
+def test_without_torch_tensors_the_platform_brings_a_worker_of_its_own(subject: Examinee) -> None:
+    with enter_phase(Phase.WORKER):
+        assert subject.platform.worker_class() is not None
+
+
+@clause("CFG-04", needs="torch_device")
+def test_a_worker_class_that_is_named_can_be_loaded(subject: Examinee) -> None:
+    from mvllm.plugin_api import WorkerContext
+
+    try:
+        WorkerWrapper(settle_config(make_config(), subject.platform), subject.platform, WorkerContext())
+    except PlatformError as e:
+        pytest.fail(str(e), pytrace=False)
+
+
+@clause("COM-03", "COM-04", needs="collectives:all_reduce", refusal=True)
+def test_tensor_parallelism_without_its_collectives_is_refused(frontend: Platform) -> None:
+    with pytest.raises(ConfigError, match="all_reduce"):
+        settle_config(make_config(tensor_parallel_size=2), frontend)
+
+
+@clause("COM-07", needs="collectives:send_recv", refusal=True)
+def test_pipelines_without_send_and_recv_are_refused(frontend: Platform) -> None:
+    with pytest.raises(ConfigError, match="send_recv"):
+        settle_config(make_config(pipeline_parallel_size=2), frontend)

@@ -1,0 +1,128 @@
+"""COM: ranks of a group, in processes of their own, tell each other what they have."""
+
+from __future__ import annotations
+
+import pytest
+
+from mvllm.distributed.group import GroupCoordinator
+from mvllm.plugin_api import DeviceRuntime
+from mvllm.testing.marks import clause, exhaustive, not_claimed, not_run
+from mvllm.testing.ranks import RankResult, collectives_of, parallel_config, topology_of, why_not_ranks
+from mvllm.testing.subject import Examinee
+
+WORLDS = [2, pytest.param(4, marks=exhaustive)]
+
+
+def ranks_of(subject: Examinee, world_size: int) -> tuple[RankResult, ...]:
+    """What the ranks of a world found."""
+    topology = topology_of(subject, parallel_config(tensor=world_size))
+    if topology.num_workers != world_size:
+        not_claimed(f"{world_size} ranks are {topology.num_workers} workers, which share nothing through core")
+    if not subject.capabilities.collectives:
+        not_claimed("collectives")
+    if why := why_not_ranks(subject, world_size):
+        not_run(why)
+    return collectives_of(subject.name, world_size)
+
+
+def assert_done(results: tuple[RankResult, ...], what: str) -> None:
+    errors = {rank: error for rank, result in enumerate(results) if (error := result.error_of(what))}
+    assert not errors, f"{what}: {errors}"
+
+
+@clause("COM-01")
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_the_ranks_find_each_other_and_agree_who_is_who(subject: Examinee, world_size: int) -> None:
+    results = ranks_of(subject, world_size)
+    for step in ("bind", "join"):
+        assert_done(results, step)
+
+
+@clause("COM-01")
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_calls_made_in_the_same_order_meet(subject: Examinee, world_size: int) -> None:
+    """Every collective that is claimed, one after the other, in every dtype and shape; nobody hangs."""
+    results = ranks_of(subject, world_size)
+    assert all(result.status == 0 for result in results), [result.output[-1500:] for result in results]
+    orders = {tuple(result.answers) for result in results}
+    assert len(orders) == 1, orders
+
+
+@clause("COM-02")
+@pytest.mark.parametrize("what", ["all_reduce", "all_gather", "broadcast"])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_results_are_the_same_bits_on_all_ranks(subject: Examinee, world_size: int, what: str) -> None:
+    if what not in subject.capabilities.collectives:
+        not_claimed(what)
+    results = ranks_of(subject, world_size)
+    assert_done(results, what)
+    assert len({result.answers[what]["digest"] for result in results}) == 1
+
+
+@clause("COM-03")
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_all_reduce(subject: Examinee, world_size: int) -> None:
+    assert_done(ranks_of(subject, world_size), "all_reduce")
+
+
+@clause("COM-04")
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_all_gather(subject: Examinee, world_size: int) -> None:
+    assert_done(ranks_of(subject, world_size), "all_gather")
+
+
+@clause("COM-05")
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_reduce_scatter(subject: Examinee, world_size: int) -> None:
+    assert_done(ranks_of(subject, world_size), "reduce_scatter")
+
+
+@clause("COM-06")
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_broadcast(subject: Examinee, world_size: int) -> None:
+    assert_done(ranks_of(subject, world_size), "broadcast")
+
+
+@clause("COM-07")
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_send_and_recv(subject: Examinee, world_size: int) -> None:
+    assert_done(ranks_of(subject, world_size), "send_recv")
+
+
+@clause("COM-08")
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_gather(subject: Examinee, world_size: int) -> None:
+    assert_done(ranks_of(subject, world_size), "gather")
+
+
+@clause("COM-09")
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_all_to_all(subject: Examinee, world_size: int) -> None:
+    assert_done(ranks_of(subject, world_size), "all_to_all")
+
+
+@clause("COM-10")
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_barrier(subject: Examinee, world_size: int) -> None:
+    assert_done(ranks_of(subject, world_size), "barrier")
+
+
+@clause("COM-11")
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_group_may_be_left_twice(subject: Examinee, world_size: int) -> None:
+    results = ranks_of(subject, world_size)
+    assert_done(results, "close")
+    assert all(result.status == 0 for result in results)
+
+
+@clause("COM-01")
+def test_a_rank_on_its_own_asks_the_platform_for_nothing(subject: Examinee, bound_device: DeviceRuntime) -> None:
+    import torch
+
+    alone = GroupCoordinator.single("tp")
+    tensor = bound_device.to_device(torch.arange(6.0).view(2, 3))
+    for same in (alone.all_reduce(tensor), alone.all_gather(tensor), alone.broadcast(tensor), alone.gather(tensor)):
+        assert same is not None
+        assert bound_device.to_host(same).wait().tolist() == [[0, 1, 2], [3, 4, 5]]
+    alone.barrier()
+    alone.close()

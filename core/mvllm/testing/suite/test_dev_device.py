@@ -1,0 +1,240 @@
+"""DEV and MEM: a bound device keeps values, order and books."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mvllm.platform.phases import Phase, enter_phase
+from mvllm.plugin_api import DeviceRuntime, MemoryInfo, WorkerContext
+from mvllm.testing.marks import clause, exhaustive, not_run
+from mvllm.testing.ranks import run_ranks, why_not_ranks
+from mvllm.testing.subject import Examinee
+
+CARRIED = [torch.int32, torch.int64, torch.uint8, torch.bool]
+"""Dtypes that core itself moves, besides the compute dtypes."""
+BIG = 96 << 20
+"""Bytes that stand out from whatever else a process allocates meanwhile."""
+
+
+def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Small integers in any dtype."""
+    count = int(np.prod(shape))
+    return (torch.arange(count) % 7).view(shape).to(dtype)
+
+
+@clause("DEV-01")
+def test_a_worker_binds_its_device(subject: Examinee) -> None:
+    [result] = run_ranks(subject, 1, ["bind", "join", "close"])
+    assert not result.error_of("bind"), result.error_of("bind")
+
+
+@clause("DEV-01")
+def test_each_local_rank_binds_a_device_of_its_own(subject: Examinee) -> None:
+    if why := why_not_ranks(subject, 2):
+        not_run(why)
+    for rank, result in enumerate(run_ranks(subject, 2, ["bind"], local_ranks=[0, 1])):
+        assert not result.error_of("bind"), f"local_rank {rank}: {result.error_of('bind')}"
+
+
+@clause("DEV-01")
+def test_the_device_is_what_torch_takes_for_one(bound_device: DeviceRuntime) -> None:
+    made = torch.zeros(3, device=bound_device.device)
+    assert made.device.type == torch.device(bound_device.device).type
+    assert bound_device.to_host(made).wait().tolist() == [0, 0, 0]
+
+
+@clause("DEV-02")
+@pytest.mark.parametrize("dtype", CARRIED, ids=str)
+def test_values_survive_the_way_to_the_device_and_back(bound_device: DeviceRuntime, dtype: torch.dtype) -> None:
+    host = values(dtype, 3, 20)
+    there = bound_device.to_device(host.clone())
+    assert there.shape == host.shape and there.dtype == dtype
+    assert torch.equal(bound_device.to_host(there).wait(), host)
+
+
+@clause("DEV-02")
+@pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 4), (0, 4), pytest.param((300, 1000), marks=exhaustive)])
+def test_values_of_every_compute_dtype_survive(
+    bound_device: DeviceRuntime, claimed_dtype: str, shape: tuple[int, ...]
+) -> None:
+    host = values(getattr(torch, claimed_dtype), *shape)
+    assert torch.equal(bound_device.to_host(bound_device.to_device(host.clone())).wait(), host)
+
+
+@clause("DEV-02")
+def test_views_survive(bound_device: DeviceRuntime) -> None:
+    host = values(torch.float32, 6, 8)
+    for view in (host[:, :5], host.t(), host[::2]):
+        assert torch.equal(bound_device.to_host(bound_device.to_device(view.clone())).wait(), view)
+        there = bound_device.to_device(host.clone())
+        assert torch.equal(bound_device.to_host(there[:, 2:5]).wait(), host[:, 2:5])
+
+
+@clause("DEV-02")
+def test_numpy_arrays_reach_the_device(bound_device: DeviceRuntime) -> None:
+    array = np.arange(12, dtype=np.int32).reshape(3, 4)
+    assert bound_device.to_host(bound_device.from_numpy(array)).wait().tolist() == array.tolist()
+
+
+@clause("DEV-02")
+def test_copies_are_ordered_after_the_work_before_them(bound_device: DeviceRuntime) -> None:
+    matrix = bound_device.to_device(torch.eye(256))
+    for _ in range(20):
+        matrix = matrix @ matrix
+    matrix.add_(1)
+    copy = bound_device.to_host(matrix)
+    assert torch.equal(copy.wait(), torch.eye(256) + 1)
+
+
+@clause("DEV-02")
+def test_a_host_copy_holds_what_was_there_when_it_was_asked_for(bound_device: DeviceRuntime) -> None:
+    if bound_device.device == torch.empty(0).device:
+        not_run("the device is the host: a copy is the tensor itself")
+    tensor = bound_device.to_device(torch.zeros(1 << 20))
+    copy = bound_device.to_host(tensor)
+    tensor.add_(1)  # ordered after the copy
+    assert float(copy.wait().sum()) == 0
+
+
+@clause("DEV-02")
+def test_a_host_copy_may_be_waited_for_twice(bound_device: DeviceRuntime) -> None:
+    copy = bound_device.to_host(bound_device.to_device(torch.arange(5)))
+    assert copy.wait().tolist() == copy.wait().tolist() == list(range(5))
+
+
+@clause("DEV-03")
+def test_shutdown_may_be_called_twice(subject: Examinee, free_device: None) -> None:
+    with enter_phase(Phase.WORKER):
+        runtime = subject.platform.init_device(WorkerContext())
+        runtime.shutdown()
+        runtime.shutdown()
+
+
+@clause("DEV-04")
+@pytest.mark.parametrize("shape", [(3, 5), (7,), (0, 2)])
+def test_empty_gives_what_was_asked_for_on_the_device(
+    bound_device: DeviceRuntime, claimed_dtype: str, shape: tuple[int, ...]
+) -> None:
+    tensor = bound_device.empty(shape, getattr(torch, claimed_dtype))
+    assert tuple(tensor.shape) == shape and tensor.dtype == getattr(torch, claimed_dtype)
+    assert tensor.device.type == torch.device(bound_device.device).type
+
+
+@clause("DEV-04")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32], ids=str)
+def test_host_buffers_can_be_written_through_numpy(bound_device: DeviceRuntime, dtype: torch.dtype) -> None:
+    buffer = bound_device.host_buffer((3, 5), dtype)
+    assert tuple(buffer.shape) == (3, 5) and buffer.dtype == dtype
+    buffer.numpy()[:] = np.arange(15).reshape(3, 5)
+    assert bound_device.to_host(bound_device.to_device(buffer)).wait().flatten().tolist() == list(range(15))
+
+
+@clause("DEV-05")
+def test_work_after_an_event_sees_the_work_before_it(bound_device: DeviceRuntime) -> None:
+    tensor = bound_device.to_device(torch.zeros(1 << 16))
+    event = bound_device.event()
+    with bound_device.stream():
+        for _ in range(50):
+            tensor.add_(1)
+        event.record()
+    event.wait()
+    doubled = tensor * 2
+    assert float(bound_device.to_host(doubled).wait().min()) == 100
+    event.synchronize()
+
+
+@clause("DEV-05")
+def test_an_event_that_was_synchronized_is_reached(bound_device: DeviceRuntime) -> None:
+    tensor = bound_device.to_device(torch.ones(8))
+    tensor.mul_(3)
+    event = bound_device.event()
+    event.record()
+    event.synchronize()
+    bound_device.synchronize()
+    assert bound_device.to_host(tensor).wait().tolist() == [3.0] * 8
+
+
+@clause("DEV-06")
+def test_a_healthy_device_is_silent(bound_device: DeviceRuntime) -> None:
+    bound_device.to_device(torch.arange(3)).add_(1)
+    bound_device.step_mark()
+    bound_device.synchronize()
+    bound_device.health()
+    bound_device.seed(7)
+    bound_device.release_cached_memory()
+
+
+@clause("MEM-01")
+def test_memory_figures_are_consistent(bound_device: DeviceRuntime) -> None:
+    bound_device.reset_peak_memory()
+    memory = bound_device.memory()
+    assert isinstance(memory, MemoryInfo)
+    assert all(type(figure) is int for figure in (memory.total, memory.free, memory.used_by_me, memory.peak_by_me))
+    assert memory.total > 0
+    assert 0 <= memory.free <= memory.total and 0 <= memory.used_by_me <= memory.total
+    assert memory.peak_by_me >= memory.used_by_me
+
+
+@clause("MEM-01")
+def test_what_this_process_takes_is_counted_as_its_own(bound_device: DeviceRuntime) -> None:
+    bound_device.synchronize()
+    before = bound_device.memory()
+    held = filled(bound_device)
+    during = bound_device.memory()
+    assert during.used_by_me - before.used_by_me > 0.8 * BIG
+    assert during.peak_by_me >= during.used_by_me
+    del held
+
+
+@clause("MEM-02")
+def test_an_allocation_that_does_not_fit_is_a_memory_error(bound_device: DeviceRuntime) -> None:
+    with pytest.raises(MemoryError):
+        bound_device.empty((1 << 50,), torch.uint8)
+    assert bound_device.to_host(bound_device.to_device(torch.arange(3))).wait().tolist() == [0, 1, 2], "goes on"
+
+
+@clause("MEM-02")
+def test_a_cache_that_does_not_fit_is_a_memory_error(subject: Examinee, bound_device: DeviceRuntime) -> None:
+    from mvllm.testing.attention_cases import make_spec
+
+    backend = subject.platform.attention_backend(make_spec(dtype=subject.capabilities.dtypes[0]))
+    layout = backend.kv_layout()
+    block_size = layout.block_sizes[0]
+    too_many = 4 * bound_device.memory().total // (layout.bytes_per_token * block_size)
+    with pytest.raises(MemoryError):
+        backend.allocate(too_many, block_size, bound_device.device)
+
+
+@clause("MEM-03")
+def test_peak_follows_an_allocation_that_is_gone_again(bound_device: DeviceRuntime) -> None:
+    bound_device.reset_peak_memory()
+    before = bound_device.memory()
+    held: Any = filled(bound_device)
+    del held
+    bound_device.synchronize()
+    assert bound_device.memory().peak_by_me - before.used_by_me > 0.8 * BIG
+
+
+@clause("MEM-03")
+def test_a_reset_lets_the_peak_begin_anew(bound_device: DeviceRuntime) -> None:
+    held: Any = filled(bound_device)
+    del held
+    bound_device.synchronize()
+    bound_device.release_cached_memory()
+    peak = bound_device.memory().peak_by_me
+    bound_device.reset_peak_memory()
+    memory = bound_device.memory()
+    assert memory.peak_by_me < peak - 0.5 * BIG or memory.peak_by_me - memory.used_by_me < 0.5 * BIG
+
+
+def filled(runtime: DeviceRuntime) -> torch.Tensor:
+    """A tensor of BIG bytes that the device really holds."""
+    tensor = runtime.empty((BIG,), torch.uint8)
+    tensor.fill_(1)
+    runtime.step_mark()
+    runtime.synchronize()
+    return tensor

@@ -1,0 +1,122 @@
+"""E2E: the whole engine on the platform generates what the oracle generates, whatever it does meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mvllm.errors import ConfigError
+from mvllm.testing.marks import clause, exhaustive, not_claimed, not_run
+from mvllm.testing.ranks import parallel_config, topology_of, why_not_ranks
+from mvllm.testing.subject import Examinee
+from mvllm.testing.zoo import FAMILIES, MAX_LEN, NUM_TOKENS, Zoo, assert_tokens, engine, generate, main_dtype, tie_of
+
+PLAIN = [family for family in FAMILIES if "-" not in family]
+
+
+def some(*kept: str) -> list[Any]:
+    """The families; those not named are left out of a thinned-out run."""
+    return [pytest.param(family, marks=() if family in kept else exhaustive) for family in PLAIN]
+
+
+def check(subject: Examinee, zoo: Zoo, family: str, dtype: str | None = None, **settings: Any) -> None:
+    """One engine, all prompts in one batch, then one alone."""
+    expected = zoo.oracle(family)
+    dtype = dtype or main_dtype(subject.capabilities)
+    tie = tie_of(subject.capabilities, dtype)
+    with engine(subject, expected.folder, dtype=dtype, **settings) as llm:
+        assert_tokens(zoo, family, expected, generate(llm, expected.prompts), tie)
+        [alone] = generate(llm, expected.prompts[-1:])
+        if tie == 0:
+            assert list(alone.outputs[0].token_ids) == expected.tokens[-1]
+
+
+@clause("E2E-01")
+@pytest.mark.parametrize("family", some("llama"))
+def test_one_worker_generates_the_oracles_tokens(subject: Examinee, free_device: None, zoo: Zoo, family: str) -> None:
+    check(subject, zoo, family)
+
+
+@clause("E2E-01")
+def test_every_claimed_dtype_generates_the_oracles_tokens_up_to_ties(
+    subject: Examinee, free_device: None, zoo: Zoo, claimed_dtype: str
+) -> None:
+    check(subject, zoo, "llama", claimed_dtype)
+
+
+@clause("E2E-01", needs="sliding_window")
+def test_a_model_with_a_window_generates_the_oracles_tokens(subject: Examinee, free_device: None, zoo: Zoo) -> None:
+    check(subject, zoo, "mistral-window")
+
+
+def check_parallel(subject: Examinee, zoo: Zoo, family: str, tensor: int, pipeline: int) -> None:
+    """Two ranks; or, where the platform does not allow them, that the engine says so."""
+    topology = topology_of(subject, parallel_config(tensor, pipeline))
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    wanted = ("all_reduce", "all_gather") if tensor > 1 else ("send_recv",)
+    missing = [name for name in wanted if name not in subject.capabilities.collectives]
+    possible = "mp" in topology.executors or topology.num_workers == 1
+    if not possible or (subject.capabilities.torch_device and topology.num_workers > 1 and missing):
+        with pytest.raises(ConfigError):
+            engine(subject, zoo.checkpoint(family), **sizes).__enter__()
+        not_claimed(f"two workers in processes; {', '.join(missing) or 'executors ' + ', '.join(topology.executors)}")
+    if topology.num_workers > 1 and (why := why_not_ranks(subject, topology.num_workers)):
+        not_run(why)
+    check(subject, zoo, family, **sizes)
+
+
+@clause("E2E-02")
+@pytest.mark.parametrize("family", some("llama"))
+def test_two_tensor_parallel_workers_generate_the_same(
+    subject: Examinee, free_device: None, zoo: Zoo, family: str
+) -> None:
+    check_parallel(subject, zoo, family, 2, 1)
+
+
+@clause("E2E-03")
+@pytest.mark.parametrize("family", some("gpt2"))
+def test_two_pipeline_stages_generate_the_same(subject: Examinee, free_device: None, zoo: Zoo, family: str) -> None:
+    check_parallel(subject, zoo, family, 1, 2)
+
+
+@clause("E2E-04")
+def test_a_cached_prefix_changes_no_token(subject: Examinee, free_device: None, zoo: Zoo) -> None:
+    tie = tie_of(subject.capabilities, main_dtype(subject.capabilities))
+    with engine(subject, zoo.checkpoint("llama")) as llm:
+        size = llm.llm_engine.cache_summary.block_size
+        length = size + 5
+        if length + NUM_TOKENS > MAX_LEN:
+            not_run(f"blocks of {size} tokens are longer than the test's model can take")
+        expected = zoo.oracle("llama", (length,))
+        assert_tokens(zoo, "llama", expected, generate(llm, expected.prompts), tie)
+        again = generate(llm, expected.prompts)
+        assert_tokens(zoo, "llama", expected, again, tie)
+        assert again[0].num_cached_tokens == size
+
+
+@clause("E2E-05")
+@pytest.mark.parametrize("family", some("llama"))
+def test_chunks_of_a_prompt_change_no_token(subject: Examinee, free_device: None, zoo: Zoo, family: str) -> None:
+    check(subject, zoo, family, max_num_seqs=8, max_num_batched_tokens=11)
+
+
+@clause("E2E-06")
+def test_a_request_that_was_preempted_changes_no_token(subject: Examinee, free_device: None, zoo: Zoo) -> None:
+    tie = tie_of(subject.capabilities, main_dtype(subject.capabilities))
+    with engine(subject, zoo.checkpoint("llama")) as llm:
+        summary = llm.llm_engine.cache_summary
+        size, bytes_per_block = summary.block_size, summary.total_bytes // summary.num_blocks
+    begin = size - 4 if size > 8 else 4 * size - 1
+    longest = begin + NUM_TOKENS
+    if longest > MAX_LEN:
+        not_run(f"blocks of {size} tokens are longer than the test's model can take")
+    expected = zoo.oracle("llama", (begin,) * 4)
+    # Room for the first blocks of nearly all of them, and for one to end: all but one have to give way.
+    per_request = -(-longest // size)
+    blocks = max(per_request, -(-begin // size) * 3 + 1)
+    settings = {"max_model_len": longest, "max_num_batched_tokens": MAX_LEN, "max_num_seqs": 4}
+    with engine(subject, expected.folder, kv_cache_memory_bytes=blocks * bytes_per_block, **settings) as llm:
+        assert_tokens(zoo, "llama", expected, generate(llm, expected.prompts), tie)
+        stats = llm.llm_engine.stats
+        assert stats is not None and stats.num_preemptions > 0, "nothing was preempted: the test missed its point"

@@ -1,0 +1,97 @@
+"""GRF: captured steps and compiled functions compute what the plain ones do."""
+
+from __future__ import annotations
+
+import torch
+
+from mvllm.plugin_api import CompileBackend, DeviceRuntime, GraphBackend
+from mvllm.testing.marks import clause
+from mvllm.testing.subject import Examinee
+
+
+def graphs_of(subject: Examinee, runtime: DeviceRuntime) -> GraphBackend:
+    graphs = subject.platform.graphs(runtime.device)
+    assert isinstance(graphs, GraphBackend), "graphs is claimed, so Platform.graphs returns a GraphBackend"
+    return graphs
+
+
+@clause("GRF-01")
+def test_a_replay_reads_the_inputs_anew_and_leaves_results_in_place(
+    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+) -> None:
+    graphs = graphs_of(subject, bound_device)
+    dtype = getattr(torch, claimed_dtype)
+    x = bound_device.to_device(torch.ones(4, 8, dtype=dtype))
+    weight = bound_device.to_device(torch.full((8, 8), 0.5, dtype=dtype))
+    out = bound_device.to_device(torch.zeros(4, 8, dtype=dtype))
+
+    def step() -> None:
+        out.copy_(x @ weight + 1)
+
+    step()  # libraries make their workspaces before anything is recorded
+    bound_device.synchronize()
+    replay = graphs.capture(step)
+    for value in (1.0, 2.0, -3.0):
+        x.fill_(value)
+        out.zero_()
+        replay()
+        bound_device.synchronize()
+        expected = torch.full((4, 8), value * 4 + 1, dtype=dtype)
+        assert torch.equal(bound_device.to_host(out).wait(), expected)
+
+
+@clause("GRF-01")
+def test_two_captures_do_not_disturb_each_other(subject: Examinee, bound_device: DeviceRuntime) -> None:
+    graphs = graphs_of(subject, bound_device)
+    x = bound_device.to_device(torch.zeros(16))
+    doubled, squared = bound_device.to_device(torch.zeros(16)), bound_device.to_device(torch.zeros(16))
+    double = graphs.capture(lambda: doubled.copy_(x * 2))
+    square = graphs.capture(lambda: squared.copy_(x * x))
+    for value in (3.0, 5.0):
+        x.fill_(value)
+        square()
+        double()
+        bound_device.synchronize()
+        assert float(bound_device.to_host(doubled).wait()[0]) == 2 * value
+        assert float(bound_device.to_host(squared).wait()[0]) == value * value
+
+
+@clause("GRF-02")
+def test_captured_graphs_are_counted(subject: Examinee, bound_device: DeviceRuntime) -> None:
+    graphs = graphs_of(subject, bound_device)
+    before = graphs.memory_bytes()
+    x = bound_device.to_device(torch.zeros(1 << 20))
+    held = graphs.capture(lambda: x.mul_(2).add_(x * 3))
+    assert graphs.memory_bytes() >= before >= 0
+    held()
+
+
+@clause("GRF-03")
+def test_a_compiled_function_gives_what_the_function_gives(
+    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+) -> None:
+    compiler = subject.platform.compiler()
+    assert isinstance(compiler, CompileBackend), "compile is claimed, so Platform.compiler returns a CompileBackend"
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(x) * x + 1
+
+    for dynamic in (False, True):
+        compiled = compiler.compile(function, dynamic=dynamic)
+        for size in (4, 9) if dynamic else (4, 4):
+            host = torch.linspace(-2, 2, size).to(getattr(torch, claimed_dtype))
+            found = bound_device.to_host(compiled(bound_device.to_device(host))).wait()
+            torch.testing.assert_close(found, function(host), rtol=2e-2, atol=2e-2)
+    key = compiler.cache_key()
+    again = subject.platform.compiler()
+    assert key and again is not None and again.cache_key() == key
+
+
+@clause("GRF-01", "GRF-02", refusal=True)
+def test_without_the_claim_there_are_no_graphs(subject: Examinee, bound_device: DeviceRuntime) -> None:
+    assert subject.platform.graphs(bound_device.device) is None
+
+
+@clause("GRF-03", refusal=True)
+def test_without_the_claim_there_is_no_compiler(subject: Examinee, bound_device: DeviceRuntime) -> None:
+    assert subject.platform.compiler() is None

@@ -1,0 +1,171 @@
+"""KVL: the KV cache of a layer takes what it says, keeps what it is given, and nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from mvllm.ops.dtypes import torch_dtype
+from mvllm.platform.ask import ask_attention_backend
+from mvllm.plugin_api import AttentionBackend, DeviceRuntime
+from mvllm.testing.attention_cases import Bench, expected, make_case, make_layout, make_spec, run, tolerance
+from mvllm.testing.marks import clause
+from mvllm.testing.subject import Examinee
+
+NUM_BLOCKS = 6
+
+
+def bench_of(subject: Examinee, runtime: DeviceRuntime, dtype: str, num_blocks: int = NUM_BLOCKS) -> Bench:
+    backend = ask_attention_backend(subject.platform, make_spec(dtype=dtype))
+    return Bench(backend, runtime, num_blocks, backend.kv_layout().block_sizes[0])
+
+
+def tensors_of(kv: object) -> list[torch.Tensor]:
+    """A cache is a tensor, or a tuple or list of tensors."""
+    parts = [kv] if isinstance(kv, torch.Tensor) else kv
+    assert isinstance(parts, list | tuple) and parts, f"a KV cache is made of tensors, found {type(kv).__name__}"
+    assert all(isinstance(part, torch.Tensor) for part in parts)
+    return list(parts)
+
+
+def contents(bench: Bench) -> list[torch.Tensor]:
+    """The cache's bytes, on the host."""
+    return [bench.runtime.to_host(part).wait().clone() for part in tensors_of(bench.kv)]
+
+
+def random_kv(backend: AttentionBackend, tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    spec = backend.spec
+    generator = torch.Generator().manual_seed(seed)
+    shape = (tokens, spec.num_kv_heads, spec.head_size)
+    dtype = torch_dtype(spec.dtype)
+    return torch.randn(shape, generator=generator).to(dtype), torch.randn(shape, generator=generator).to(dtype)
+
+
+@clause("KVL-01")
+def test_a_layout_names_block_sizes_and_bytes(
+    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+) -> None:
+    backend = ask_attention_backend(subject.platform, make_spec(dtype=claimed_dtype))
+    layout = backend.kv_layout()
+    assert layout == backend.kv_layout(), "kv_layout is pure"
+    assert layout.block_sizes and all(type(size) is int and size > 0 for size in layout.block_sizes)
+    assert len(set(layout.block_sizes)) == len(layout.block_sizes)
+    spec = backend.spec
+    assert layout.bytes_per_token > 0
+    assert layout.bytes_per_token <= 16 * spec.num_kv_heads * max(spec.head_size, 128) * 8, "that is far too much"
+
+
+@clause("KVL-02")
+def test_a_cache_takes_the_bytes_that_the_layout_says(
+    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+) -> None:
+    bench = bench_of(subject, bound_device, claimed_dtype, 64)
+    taken = sum(part.numel() * part.element_size() for part in tensors_of(bench.kv))
+    said = 64 * bench.block_size * bench.backend.kv_layout().bytes_per_token
+    assert said == pytest.approx(taken, rel=0.02), f"kv_layout says {said} bytes, the tensors take {taken}"
+
+
+@clause("KVL-02")
+def test_a_new_cache_is_finite(subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str) -> None:
+    for part in contents(bench_of(subject, bound_device, claimed_dtype)):
+        assert not part.is_floating_point() or torch.isfinite(part.float()).all()
+
+
+@clause("KVL-05")
+def test_each_slot_gives_back_the_value_it_was_given(
+    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+) -> None:
+    for kv_dtype in subject.capabilities.kv_dtypes:
+        spec = make_spec(dtype=claimed_dtype, kv_dtype=kv_dtype)
+        try:
+            backend = ask_attention_backend(subject.platform, spec)
+        except Exception:  # noqa: BLE001  (which dtypes go together is the subject of ATT-07)
+            assert kv_dtype != claimed_dtype
+            continue
+        bench = Bench(backend, bound_device, NUM_BLOCKS, backend.kv_layout().block_sizes[0])
+        keys, values = random_kv(backend, NUM_BLOCKS)
+        # One token at the head of each block, each a request of its own: it sees itself alone.
+        layout = make_layout([(0, 1)] * NUM_BLOCKS, np.arange(NUM_BLOCKS, dtype=np.int32)[:, None], bench.block_size)
+        bench.write(layout, keys, values)
+        stored = values.to(torch_dtype(kv_dtype)).double()
+        for block in range(NUM_BLOCKS):
+            seen = bench.look([block], 1)[0]
+            step = float(torch.finfo(torch_dtype(claimed_dtype)).eps)
+            assert torch.allclose(seen, stored[block], rtol=step, atol=step), f"block {block}, stored as {kv_dtype}"
+
+
+@clause("KVL-05")
+def test_a_sequence_written_in_pieces_reads_as_one(
+    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+) -> None:
+    bench = bench_of(subject, bound_device, claimed_dtype)
+    length, order = 2 * bench.block_size + 5, [4, 1, 3]
+    keys, values = random_kv(bench.backend, length)
+    table = np.array([order], dtype=np.int32)
+    cuts = [0, 3, bench.block_size, bench.block_size + 1, length]
+    for begin, end in zip(cuts, cuts[1:], strict=False):
+        layout = make_layout([(begin, end - begin)], table, bench.block_size)
+        bench.write(layout, keys[begin:end], values[begin:end])
+    means = values.double().cumsum(0) / torch.arange(1, length + 1).view(-1, 1, 1)
+    assert float((bench.look(order, length) - means).abs().max()) < tolerance(claimed_dtype, claimed_dtype)
+
+
+@clause("KVL-03")
+def test_slots_of_minus_one_store_nothing(subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str) -> None:
+    bench = bench_of(subject, bound_device, claimed_dtype)
+    bench.fill(0.25)
+    before = contents(bench)
+    keys, values = random_kv(bench.backend, 9)
+    layout = make_layout([(0, 1)], np.array([[2]], dtype=np.int32), bench.block_size, padding=8)
+    layout.slot_mapping[:] = -1
+    bench.write(layout, keys, values)
+    assert all(torch.equal(old, new) for old, new in zip(before, contents(bench), strict=True))
+
+
+@clause("KVL-03")
+def test_a_write_touches_no_slot_that_it_was_not_given(
+    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+) -> None:
+    bench = bench_of(subject, bound_device, claimed_dtype)
+    size = bench.block_size
+    bench.fill(0.25)
+    others = [block for block in range(NUM_BLOCKS) if block != 2]
+    untouched = [bench.look([block], size) for block in others]
+    keys, values = random_kv(bench.backend, 8)
+    # Three tokens in the middle of block 2, and five of padding.
+    length = min(3, size)
+    layout = make_layout([(0, length)], np.array([[2]], dtype=np.int32), size, padding=8 - length)
+    bench.write(layout, keys, values)
+    for block, before in zip(others, untouched, strict=True):
+        assert torch.equal(bench.look([block], size), before), f"block {block} changed"
+    seen = bench.look([2], size)
+    sums = torch.cat([values[:length].double(), torch.full((size - length, *values.shape[1:]), 0.25).double()]).cumsum(0)
+    means = sums / torch.arange(1, size + 1).view(-1, 1, 1)
+    assert float((seen - means).abs().max()) < tolerance(claimed_dtype, claimed_dtype)
+
+
+@clause("KVL-04")
+def test_blocks_are_copied_whole_and_alone(subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str) -> None:
+    bench = bench_of(subject, bound_device, claimed_dtype)
+    size = bench.block_size
+    length = NUM_BLOCKS * size
+    keys, values = random_kv(bench.backend, length)
+    bench.write(make_layout([(0, length)], np.arange(NUM_BLOCKS, dtype=np.int32)[None], size), keys, values)
+    before = [bench.look([block], size) for block in range(NUM_BLOCKS)]
+    source, destination = (bound_device.to_device(torch.tensor(ids, dtype=torch.int64)) for ids in ([0, 3], [5, 1]))
+    bench.backend.copy_blocks(bench.kv, source, destination)
+    after = [bench.look([block], size) for block in range(NUM_BLOCKS)]
+    for block, came_from in enumerate([0, 3, 2, 3, 4, 0]):
+        assert torch.equal(after[block], before[came_from]), f"block {block} should be what block {came_from} was"
+
+
+@clause("KVL-04")
+def test_attention_over_copied_blocks_is_the_same(
+    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+) -> None:
+    spec = make_spec(dtype=claimed_dtype)
+    backend = ask_attention_backend(subject.platform, spec)
+    case = make_case(spec, [(40, 1), (17, 1)], block_size=backend.kv_layout().block_sizes[0])
+    moved = run(backend, bound_device, case, move_blocks=True)
+    assert float((moved.double() - expected(case)).abs().max()) < tolerance(claimed_dtype, claimed_dtype)

@@ -1,0 +1,209 @@
+"""LIF: whatever dies, hangs or does not fit, the caller is told, nothing is left, and the next engine works."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mvllm.entrypoints.llm import LLM
+from mvllm.errors import CacheError, EngineDeadError, WorkerDiedError, WorkerStuckError
+from mvllm.platform.discovery import load_attribute
+from mvllm.plugin_api import AttentionBackend, AttentionSpec
+from mvllm.testing.children import SIGN
+from mvllm.testing.marks import clause, not_claimed
+from mvllm.testing.processes import Footprint, footprint, wait_until
+from mvllm.testing.ranks import parallel_config, topology_of, why_not_ranks
+from mvllm.testing.subject import Examinee
+from mvllm.testing.zoo import Zoo, engine, generate, make_llm
+
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
+LONG = {"max_tokens": 500}
+
+
+@pytest.fixture
+def trace() -> Iterator[Footprint]:
+    """What is started meanwhile; whatever happens, nothing of it is left for the next test."""
+    with footprint() as found:
+        yield found
+
+
+def worker_settings(subject: Examinee) -> dict[str, Any]:
+    """An engine with worker processes: two where two can be had, else one."""
+    topology = topology_of(subject, parallel_config(2))
+    collectives = {"all_reduce", "all_gather"} <= subject.capabilities.collectives
+    if "mp" in topology.executors and topology.num_workers == 2 and collectives and not why_not_ranks(subject, 2):
+        return {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    if "mp" not in topology_of(subject, parallel_config()).executors:
+        not_claimed("worker processes: the topology does not allow mp")
+    return {"distributed_executor_backend": "mp"}
+
+
+def works(subject: Examinee, zoo: Zoo, expected: list[list[int]] | None = None) -> list[list[int]]:
+    """What a new engine in this process generates."""
+    with engine(subject, zoo.checkpoint("llama")) as llm:
+        found = [list(output.outputs[0].token_ids) for output in generate(llm, PROMPTS)]
+    assert expected is None or found == expected
+    return found
+
+
+@clause("LIF-01")
+def test_a_killed_worker_is_named_and_nothing_is_left(
+    subject: Examinee, free_device: None, zoo: Zoo, trace: Footprint
+) -> None:
+    llm = make_llm(subject, zoo.checkpoint("llama"), **worker_settings(subject))
+    with llm:
+        generate(llm, PROMPTS)
+        workers = trace.workers()
+        victim = workers[-1]
+        victim.send_signal(signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match=rf"pid {victim.pid}") as caught:
+            generate(llm, PROMPTS, **LONG)
+        assert isinstance(caught.value.__cause__, WorkerDiedError)
+    trace.assert_gone()
+
+
+@clause("LIF-02")
+def test_a_step_that_hangs_ends_the_engine_with_the_workers_name(
+    subject: Examinee, free_device: None, zoo: Zoo, trace: Footprint
+) -> None:
+    with make_llm(subject, zoo.checkpoint("llama"), step_timeout=4, **worker_settings(subject)) as llm:
+        generate(llm, PROMPTS)
+        victim = trace.workers()[-1]
+        victim.suspend()
+        with pytest.raises(EngineDeadError, match=rf"pid {victim.pid}") as caught:
+            generate(llm, PROMPTS, **LONG)
+        assert isinstance(caught.value.__cause__, WorkerStuckError)
+    trace.assert_gone()
+
+
+@clause("LIF-03")
+def test_a_step_that_raises_ends_the_engine_and_not_the_process(
+    subject: Examinee, free_device: None, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = works(subject, zoo)
+    with monkeypatch.context() as patch:
+        break_third_step(subject, patch)
+        with make_llm(subject, zoo.checkpoint("llama")) as llm:
+            with pytest.raises(EngineDeadError, match="on purpose"):
+                generate(llm, PROMPTS)
+            with pytest.raises(EngineDeadError):
+                generate(llm, PROMPTS)
+    works(subject, zoo, expected)
+
+
+def break_third_step(subject: Examinee, patch: pytest.MonkeyPatch) -> None:
+    """Makes the third step raise between what is stored and what is read: in attention, or in the platform's worker."""
+    steps = iter(range(1000))
+
+    def maybe() -> None:
+        if next(steps) >= 2:
+            raise RuntimeError("broken on purpose by the conformance suite")
+
+    path = subject.platform.worker_class()
+    if path is not None:
+        cls = load_attribute(path)
+        execute = cls.execute_model
+
+        def execute_model(self: Any, plan: Any) -> Any:
+            maybe()
+            return execute(self, plan)
+
+        patch.setattr(cls, "execute_model", execute_model)
+        return
+    make = type(subject.platform).attention_backend
+
+    def attention_backend(self: Any, spec: AttentionSpec) -> AttentionBackend:
+        backend = make(self, spec)
+        build = backend.build_metadata
+
+        def build_metadata(batch: Any) -> Any:
+            if batch.max_seq_len <= 16:  # a real step, not the profiling one, which is as long as it can be
+                maybe()
+            return build(batch)
+
+        backend.build_metadata = build_metadata  # type: ignore[method-assign]
+        return backend
+
+    patch.setattr(type(subject.platform), "attention_backend", attention_backend)
+
+
+@clause("LIF-04")
+def test_a_cache_that_does_not_fit_is_refused_and_the_next_engine_works(
+    subject: Examinee, free_device: None, zoo: Zoo
+) -> None:
+    expected = works(subject, zoo)
+    longest = 2**20
+    with pytest.raises(CacheError):
+        make_llm(
+            subject,
+            zoo.checkpoint("llama"),
+            kv_cache_memory_bytes=2**60,
+            max_num_seqs=2**16,
+            max_num_batched_tokens=2**16,
+            max_model_len=longest,
+            hf_overrides={"max_position_embeddings": longest},
+        ).close()
+    works(subject, zoo, expected)
+
+
+@clause("LIF-05")
+def test_an_engine_with_worker_processes_leaves_nothing_however_often_it_is_closed(
+    subject: Examinee, free_device: None, zoo: Zoo, trace: Footprint
+) -> None:
+    llm = make_llm(subject, zoo.checkpoint("llama"), **worker_settings(subject))
+    generate(llm, PROMPTS)
+    assert trace.workers()
+    llm.close()
+    llm.close()
+    trace.assert_gone()
+
+
+@clause("LIF-05")
+def test_an_engine_in_this_process_may_be_closed_twice(
+    subject: Examinee, free_device: None, zoo: Zoo, trace: Footprint
+) -> None:
+    topology = topology_of(subject, parallel_config())
+    if "uni" not in topology.executors:
+        not_claimed("an engine in this process: the topology does not allow uni")
+    llm: LLM = make_llm(subject, zoo.checkpoint("llama"))
+    generate(llm, PROMPTS)
+    llm.close()
+    llm.close()
+    trace.assert_gone()
+
+
+@clause("LIF-06")
+def test_workers_end_with_their_caller(subject: Examinee, free_device: None, zoo: Zoo, trace: Footprint) -> None:
+    order = {"name": subject.name, "folder": str(zoo.checkpoint("llama")), **worker_settings(subject)}
+    caller = subprocess.Popen(
+        [sys.executable, "-m", "mvllm.testing._engine", json.dumps(order)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        said = []
+        assert caller.stdout is not None
+        for line in caller.stdout:
+            said.append(line)
+            if line.startswith(SIGN):
+                break
+        else:
+            pytest.fail("the engine did not start:\n" + "".join(said[-40:]), pytrace=False)
+        workers = trace.workers()
+        assert workers
+    finally:
+        caller.kill()
+        caller.stdout.close()  # type: ignore[union-attr]
+        caller.wait()
+    wait_until(lambda: not trace.workers(), 30, lambda: "the workers of a caller that was killed live on")
+    trace.assert_gone()

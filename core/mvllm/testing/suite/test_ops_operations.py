@@ -1,0 +1,158 @@
+"""OPS: an operation that a platform replaces does what the reference does."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from mvllm.ops.catalogue import SCHEMAS
+from mvllm.ops.dtypes import torch_dtype
+from mvllm.ops.registry import REFERENCE, OpTable
+from mvllm.plugin_api import DeviceRuntime, OpCase, OpProvider
+from mvllm.testing.marks import clause, not_claimed
+from mvllm.testing.op_cases import OpTrial, exact, tolerance, trials
+from mvllm.testing.subject import Examinee
+
+OPS = sorted(SCHEMAS)
+
+
+def providers_of(subject: Examinee, op: str) -> list[OpProvider]:
+    found = [provider for provider in subject.platform.ops() if provider.op == op]
+    return found or not_claimed(f"{op}: the reference runs")
+
+
+def taken(provider: OpProvider, dtype: str) -> list[OpTrial]:
+    """The trials that the provider supports."""
+    found = [t for t in trials(provider.op, dtype) if not provider.supports(OpCase(provider.op, dtype, t.facts))]
+    return found
+
+
+def move(runtime: DeviceRuntime, arguments: tuple[Any, ...]) -> list[Any]:
+    """To the device; views stay views of what they were cut from, in layout."""
+    moved = []
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor) and not argument.is_contiguous():
+            whole = torch.empty_strided(argument.size(), argument.stride(), dtype=argument.dtype).copy_(argument)
+            there = runtime.to_device(torch.as_strided(whole, (whole.untyped_storage().size() // whole.itemsize,), (1,)))
+            argument = torch.as_strided(there, argument.size(), argument.stride())
+        elif isinstance(argument, torch.Tensor):
+            argument = runtime.to_device(argument.clone())
+        moved.append(argument)
+    return moved
+
+
+def results(found: Any) -> list[torch.Tensor]:
+    return list(found) if isinstance(found, tuple | list) else [found]
+
+
+def call(runtime: DeviceRuntime, provider: OpProvider, trial: OpTrial) -> tuple[list[torch.Tensor], list[Any]]:
+    """What the provider gives, on the host, and the arguments it was called with."""
+    arguments = move(runtime, trial.make())
+    if provider.prepare is not None and trial.weight is not None:
+        weight = torch.nn.Parameter(arguments[trial.weight], requires_grad=False)
+        arguments[trial.weight] = provider.prepare(weight)
+    with torch.inference_mode():
+        found = results(provider.function(*arguments))
+    return [runtime.to_host(tensor).wait() for tensor in found], arguments
+
+
+@clause("OPS-01")
+def test_every_provider_replaces_an_operation_that_there_is(subject: Examinee, bound_device: DeviceRuntime) -> None:
+    providers = list(subject.platform.ops())
+    assert all(isinstance(provider, OpProvider) for provider in providers)
+    OpTable.resolve(providers)
+    for provider in providers:
+        assert provider.name.strip() and provider.name != REFERENCE
+        parameters = [
+            p for p in inspect.signature(provider.function).parameters.values() if p.default is inspect.Parameter.empty
+        ]
+        expected = SCHEMAS[provider.op].parameters
+        variadic = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
+        assert variadic or len(parameters) == len(expected), f"{provider.name} takes {parameters}, not {expected}"
+
+
+@clause("OPS-01")
+@pytest.mark.parametrize("op", OPS)
+def test_a_provider_gives_what_the_reference_gives(
+    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, op: str
+) -> None:
+    tried = 0
+    for provider in providers_of(subject, op):
+        for trial in taken(provider, claimed_dtype):
+            found, _ = call(bound_device, provider, trial)
+            wanted = results(exact(trial))
+            assert len(found) == len(wanted), f"{provider.name}: {trial}"
+            for one, other in zip(found, wanted, strict=True):
+                assert one.shape == other.shape and one.dtype == torch_dtype(claimed_dtype), f"{provider.name}: {trial}"
+                off = float((one.double() - other).abs().max() / other.abs().max().clamp(min=1e-3))
+                assert off < tolerance(claimed_dtype), f"{provider.name}, {trial}: off by {off:.2g}"
+            tried += 1
+    if not tried:
+        not_claimed(f"{op} in {claimed_dtype}: the reference runs")
+
+
+@clause("OPS-02")
+@pytest.mark.parametrize("op", OPS)
+def test_supports_answers_with_reasons_for_whatever_it_is_asked(
+    subject: Examinee, bound_device: DeviceRuntime, op: str
+) -> None:
+    dtypes = [*subject.capabilities.dtypes, "float64"]
+    for provider in providers_of(subject, op):
+        for dtype in dtypes:
+            for trial in trials(op, dtype):
+                case = OpCase(op, dtype, trial.facts)
+                reasons = provider.supports(case)
+                assert reasons == provider.supports(case), "supports is pure"
+                assert isinstance(reasons, list) and all(isinstance(r, str) and r.strip() for r in reasons), reasons
+
+
+@clause("OPS-02")
+@pytest.mark.parametrize("op", OPS)
+def test_the_reference_runs_what_no_provider_supports(subject: Examinee, bound_device: DeviceRuntime, op: str) -> None:
+    table = OpTable.resolve(subject.platform.ops())
+    for trial in trials(op, "float64"):
+        refused = all(
+            provider.supports(OpCase(op, "float64", trial.facts))
+            for provider in subject.platform.ops()
+            if provider.op == op
+        )
+        assert (table.get(op, torch.float64, **trial.facts).provider == REFERENCE) is refused
+
+
+@clause("OPS-02")
+@pytest.mark.parametrize("op", OPS)
+def test_references_run_on_the_device(
+    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, op: str
+) -> None:
+    for trial in trials(op, claimed_dtype):
+        arguments = move(bound_device, trial.make())
+        with torch.inference_mode():
+            found = results(SCHEMAS[op].reference(*arguments))
+        for one, other in zip(found, results(exact(trial)), strict=True):
+            host = bound_device.to_host(one).wait()
+            off = float((host.double() - other).abs().max() / other.abs().max().clamp(min=1e-3))
+            assert off < tolerance(claimed_dtype), f"{trial}: off by {off:.2g}"
+
+
+@clause("OPS-03")
+@pytest.mark.parametrize("op", OPS)
+def test_a_provider_leaves_its_arguments_alone(
+    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, op: str
+) -> None:
+    schema = SCHEMAS[op]
+    tried = 0
+    for provider in providers_of(subject, op):
+        for trial in taken(provider, claimed_dtype):
+            before = trial.make()
+            _, arguments = call(bound_device, provider, trial)
+            for name, old, new in zip(schema.parameters, before, arguments, strict=True):
+                prepared = provider.prepare is not None and name == "weight"
+                if not isinstance(old, torch.Tensor) or name in schema.may_overwrite or prepared:
+                    continue
+                assert torch.equal(bound_device.to_host(new).wait(), old), f"{provider.name} changed {name}: {trial}"
+            tried += 1
+    if not tried:
+        not_claimed(f"{op} in {claimed_dtype}: the reference runs")

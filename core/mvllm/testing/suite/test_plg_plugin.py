@@ -1,0 +1,121 @@
+"""PLG: a plugin can be found, is light, and keeps to the front door."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mvllm.errors import MvllmError
+from mvllm.platform.choose import choose_platform
+from mvllm.platform.discovery import check_contract, find_sources
+from mvllm.testing.children import ask_child
+from mvllm.testing.marks import clause
+from mvllm.testing.subject import Examinee
+
+IMPORT_CPU_SECONDS = 2.0
+"""Time of the processor that the entry point's module may take, beyond `mvllm.plugin_api`. An ordinary one takes 0.01."""
+
+FRONT_DOOR = "mvllm.plugin_api"
+OWN_TESTS = "mvllm.testing"
+
+
+def look_at(examinee: Examinee, **order: Any) -> dict[str, Any]:
+    """The plugin, seen from a fresh process."""
+    assert examinee.candidate is not None, f"no installed distribution offers a platform {examinee.name!r}"
+    module = examinee.candidate.source.entry_point.partition(":")[0]
+    return ask_child("mvllm.testing._probe", {"module": module, "bind_after_fork": False, **order})
+
+
+@pytest.fixture(scope="module")
+def facts(examinee: Examinee) -> dict[str, Any]:
+    return look_at(examinee)
+
+
+@clause("PLG-01")
+def test_importing_the_entry_point_loads_nothing_heavy(facts: dict[str, Any]) -> None:
+    assert facts["imported"] == [], "the entry point's module imports these, which listing platforms then pays for"
+    assert facts["libraries"] == [], "the entry point's module loads these shared libraries"
+
+
+@clause("PLG-01")
+def test_importing_the_entry_point_takes_hardly_any_time(facts: dict[str, Any]) -> None:
+    assert facts["import_seconds"] < IMPORT_CPU_SECONDS
+
+
+@clause("PLG-02")
+def test_the_plugin_calls_itself_what_its_entry_point_is_called(examinee: Examinee, facts: dict[str, Any]) -> None:
+    assert facts["is_spec"], "mvllm_platform() must return a PlatformSpec"
+    assert facts["name"] == examinee.name
+
+
+@clause("PLG-03")
+def test_the_package_imports_only_the_front_door(examinee: Examinee) -> None:
+    files = list(sources_of(examinee))
+    assert files, "no source of the plugin was found"
+    found = {f"{file.name}:{line}: {name}" for file in files for line, name in imports_of(file) if not allowed(name)}
+    assert not found, f"a plugin imports {FRONT_DOOR} and nothing else of mvllm: {sorted(found)}"
+
+
+@clause("PLG-04")
+def test_one_distribution_claims_the_name(examinee: Examinee) -> None:
+    owners = {f"{s.distribution} {s.version}" for s in find_sources() if s.name == examinee.name}
+    assert len(owners) == 1, f"the name {examinee.name!r} is claimed by {sorted(owners) or 'nobody'}"
+
+
+@clause("PLG-04")
+def test_core_speaks_the_plugins_contract(examinee: Examinee) -> None:
+    candidate = examinee.candidate
+    assert candidate is not None and candidate.spec is not None, candidate and candidate.failure
+    check_contract(candidate.spec, candidate.source)
+
+
+@clause("PLG-04")
+def test_the_platform_can_be_chosen_by_its_name(examinee: Examinee) -> None:
+    try:
+        chosen = choose_platform(examinee.name)
+    except MvllmError as e:
+        pytest.fail(str(e), pytrace=False)
+    assert chosen.platform.spec.name == chosen.source.name == examinee.name
+
+
+def sources_of(examinee: Examinee) -> Iterator[Path]:
+    """The Python files of the package that the entry point lies in."""
+    assert examinee.candidate is not None
+    source = examinee.candidate.source
+    module = source.entry_point.partition(":")[0]
+    parents = module.split(".")
+    for depth in range(1, len(parents) + 1):
+        spec = importlib.util.find_spec(".".join(parents[:depth]))
+        if spec is None:
+            return
+        if spec.origin is None:  # a namespace: others may live in it as well
+            continue
+        origin = Path(spec.origin)
+        yield from origin.parent.rglob("*.py") if origin.name == "__init__.py" else [origin]
+        return
+
+
+def imports_of(file: Path) -> Iterator[tuple[int, str]]:
+    """Modules that a file imports, `from` imports with the name behind the module's."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "import_module":
+            if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def allowed(name: str) -> bool:
+    """Whether an import is none of mvllm's insides."""
+    inside = name == "mvllm" or name.startswith("mvllm.")
+    doors = (FRONT_DOOR, OWN_TESTS)
+    return not inside or any(name == door or name.startswith(door + ".") for door in doors)
+
+

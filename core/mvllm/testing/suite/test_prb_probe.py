@@ -1,0 +1,65 @@
+"""PRB: asking a platform whether it can be used costs nothing and changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mvllm.testing.marks import clause
+from mvllm.testing.subject import Examinee
+from mvllm.testing.suite.test_plg_plugin import look_at
+
+PROBE_CPU_SECONDS = 1.0
+"""Time of this process' processor, which other load on the machine does not lengthen."""
+
+
+@pytest.fixture(scope="module")
+def probed(examinee: Examinee) -> dict[str, Any]:
+    capabilities = examinee.capabilities
+    claimed = not examinee.error and capabilities.fork_safe and capabilities.torch_device
+    return look_at(examinee, bind_after_fork=claimed)
+
+
+@clause("PRB-01")
+def test_a_probe_raises_nothing_and_answers_with_a_result(probed: dict[str, Any]) -> None:
+    assert not probed["error"], probed["error"]
+    assert probed["is_result"], "the probe must return a ProbeResult"
+
+
+@clause("PRB-01")
+def test_a_probe_says_what_it_found_or_what_is_missing(probed: dict[str, Any]) -> None:
+    assert probed["reason"].strip()
+    if not probed["available"]:
+        assert (probed["remedy"] or "").strip(), "what can the user do about it?"
+    assert probed["indices"] == list(range(len(probed["indices"]))), "devices are numbered from 0"
+
+
+@clause("PRB-01")
+def test_a_probe_takes_under_a_second(probed: dict[str, Any]) -> None:
+    assert max(probed["cpu_seconds"]) < PROBE_CPU_SECONDS
+
+
+@clause("PRB-02")
+def test_a_process_that_has_probed_can_be_forked_and_the_child_can_probe(probed: dict[str, Any]) -> None:
+    assert probed["fork"] == ""
+
+
+@clause("PRB-02", needs="fork_safe")
+def test_the_child_of_a_process_that_has_probed_can_use_the_device(probed: dict[str, Any]) -> None:
+    assert probed.get("bind_after_fork", "") == ""
+
+
+@clause("PRB-03")
+def test_a_probe_loads_no_torch(probed: dict[str, Any]) -> None:
+    assert probed["loaded"] == []
+
+
+@clause("PRB-03")
+def test_a_probe_leaves_nothing_behind(probed: dict[str, Any]) -> None:
+    assert (probed["new_threads"], probed["new_children"], probed["changed_variables"]) == (0, 0, [])
+
+
+@clause("PRB-03")
+def test_two_probes_answer_the_same(probed: dict[str, Any]) -> None:
+    assert probed["same"]

@@ -1,0 +1,90 @@
+"""SHP: steps have the sizes that the platform asked for, and none that it has not met in warm-up."""
+
+from __future__ import annotations
+
+import pytest
+
+from mvllm.platform.phases import Phase, enter_phase
+from mvllm.plugin_api import CompileBackend, DeviceRuntime, ShapePolicy
+from mvllm.testing.marks import clause, not_claimed
+from mvllm.testing.subject import Examinee
+from mvllm.testing.zoo import Zoo, assert_tokens, engine, generate, main_dtype, tie_of
+from mvllm.worker.step_inputs import StepInputBuilder, StepInputs
+from mvllm.worker.worker import Worker
+
+DIMENSIONS = ("tokens", "requests", "pages")
+
+
+def shapes_of(subject: Examinee) -> ShapePolicy:
+    with enter_phase(Phase.WORKER):
+        return subject.platform.shapes()
+
+
+@clause("SHP-01")
+def test_shapes_are_pure(subject: Examinee) -> None:
+    assert isinstance(shapes_of(subject), ShapePolicy)
+    assert shapes_of(subject) == shapes_of(subject)
+
+
+@clause("SHP-01", needs="static_shapes")
+def test_static_shapes_have_buckets_for_every_dimension(subject: Examinee) -> None:
+    shapes = shapes_of(subject)
+    assert [name for name in DIMENSIONS if not getattr(shapes, name)] == []
+
+
+@clause("SHP-02", needs="torch_device")
+def test_steps_have_sizes_among_the_buckets_and_nothing_is_compiled_after_warm_up(
+    subject: Examinee, free_device: None, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = shapes_of(subject)
+    if subject.platform.worker_class() is not None:
+        not_claimed("core's worker")
+    if not any(getattr(shapes, name) for name in DIMENSIONS):
+        not_claimed("buckets: shapes are free")
+    seen: dict[str, set[int]] = {name: set() for name in DIMENSIONS}
+    build, warm_up = StepInputBuilder.build, Worker.warm_up
+    compiled_after_warm_up: list[str] = []
+    warm = False
+
+    def watched_build(self: StepInputBuilder, plan: object) -> StepInputs:
+        inputs = build(self, plan)  # type: ignore[arg-type]
+        seen["tokens"] |= {inputs.layout.num_tokens, len(inputs.token_ids), len(inputs.positions)}
+        seen["requests"] |= {inputs.layout.num_requests, len(inputs.layout.seq_lens_device), len(inputs.logits_at)}
+        seen["pages"].add(int(inputs.layout.block_table_device.shape[1]))
+        return inputs
+
+    def watched_warm_up(self: Worker) -> None:
+        nonlocal warm
+        warm_up(self)
+        warm = True
+
+    monkeypatch.setattr(StepInputBuilder, "build", watched_build)
+    monkeypatch.setattr(Worker, "warm_up", watched_warm_up)
+    with enter_phase(Phase.WORKER):
+        compiler = subject.platform.compiler()
+    if compiler is not None:
+        compile_ = type(compiler).compile
+
+        def watched_compile(self: CompileBackend, function: object, *, dynamic: bool) -> object:
+            if warm:
+                compiled_after_warm_up.append(repr(function))
+            return compile_(self, function, dynamic=dynamic)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(type(compiler), "compile", watched_compile)
+    expected = zoo.oracle("llama")
+    with engine(subject, expected.folder) as llm:
+        outputs = generate(llm, expected.prompts)
+    assert_tokens(zoo, "llama", expected, outputs, tie_of(subject.capabilities, main_dtype(subject.capabilities)))
+    for name in DIMENSIONS:
+        buckets = getattr(shapes, name)
+        assert not buckets or seen[name] <= {0, *buckets}, f"{name}: {sorted(seen[name])}, but buckets are {buckets}"
+    assert compiled_after_warm_up == []
+
+
+@clause("SHP-01")
+def test_the_device_takes_a_shape_that_it_has_not_met(bound_device: DeviceRuntime) -> None:
+    """Profiling and sampling make shapes of their own before and beside the steps."""
+    import torch
+
+    for size in (1, 3, 17):
+        assert float(bound_device.to_host(bound_device.to_device(torch.ones(size, 5)).sum()).wait()) == 5 * size

@@ -1,0 +1,229 @@
+"""Tiny checkpoints with random weights, one for each family of models, and what transformers makes of them.
+
+transformers in float32 on the host, one prompt at a time, is the oracle. Prompts are chosen so that no greedy token of
+theirs is near a tie: another order of a sum cannot change one, another mask or angle does.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mvllm.entrypoints.llm import LLM
+from mvllm.messages.sampling_params import SamplingParams
+from mvllm.plugin_api import Capabilities
+from mvllm.testing.subject import Examinee
+
+VOCAB_SIZE = 320
+NUM_TOKENS = 16
+MAX_LEN = 640
+CLEAR = 0.01
+"""Logits by which the greedy token of every position of a prompt leads."""
+TIE = {"float32": 0.0, "float16": 0.1, "bfloat16": 0.6}
+"""How far a generated token's logit, as the oracle computes it, may lie below the largest, by dtype: what rounding
+every intermediate result of three layers to the dtype makes of logits whose spread is about 3. 1.0 for other dtypes."""
+LOGPROB_TOLERANCE = {"float32": 1e-3, "float16": 0.06, "bfloat16": 0.4}
+"""The same for log-probabilities of given tokens."""
+
+LENGTHS = (1, 7, 16, 33, 48, 90)
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_LEN,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+_LLAMA = {**_SIZES, "intermediate_size": 192, "num_key_value_heads": 2}
+_GPT2 = {
+    **{"vocab_size": VOCAB_SIZE, "n_embd": 256, "n_inner": 192, "n_layer": 3, "n_head": 4, "n_positions": MAX_LEN},
+    **{"bos_token_id": 0, "eos_token_id": 1},
+}
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", _LLAMA),
+    "qwen2": ("Qwen2Config", _LLAMA),
+    "qwen3": ("Qwen3Config", {**_LLAMA, "head_dim": 64}),
+    "mistral": ("MistralConfig", {**_LLAMA, "sliding_window": None}),
+    "mistral-window": ("MistralConfig", {**_LLAMA, "sliding_window": 11}),
+    "opt": ("OPTConfig", {**_SIZES, "ffn_dim": 192}),
+    "gpt2": ("GPT2Config", _GPT2),
+}
+FAMILIES = tuple(_FAMILIES)
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """What transformers makes of some prompts.
+
+    Attributes:
+        folder: The checkpoint.
+        prompts: Token ids.
+        tokens: [prompts][NUM_TOKENS]: greedy continuations.
+    """
+
+    folder: Path
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+
+
+class Zoo:
+    """The checkpoints of one session, made when they are asked for.
+
+    Args:
+        folder: Where they are kept.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._models: dict[str, Any] = {}
+        self._oracles: dict[tuple[str, tuple[int, ...]], Oracle] = {}
+
+    def checkpoint(self, family: str) -> Path:
+        """The folder of a family's checkpoint."""
+        self._model(family)
+        return self._folder / family
+
+    def oracle(self, family: str, lengths: tuple[int, ...] = LENGTHS) -> Oracle:
+        """Prompts of these lengths and their greedy continuations."""
+        key = (family, lengths)
+        if key not in self._oracles:
+            rng = random.Random(family)
+            found = [self._clear_prompt(family, length, rng) for length in lengths]
+            prompts, tokens = [prompt for prompt, _ in found], [tokens for _, tokens in found]
+            self._oracles[key] = Oracle(self.checkpoint(family), prompts, tokens)
+        return self._oracles[key]
+
+    @torch.inference_mode()
+    def logits(self, family: str, token_ids: list[int]) -> torch.Tensor:
+        """float32 [tokens, vocabulary]: what the oracle says after each of the tokens."""
+        found: torch.Tensor = self._model(family)(torch.tensor([token_ids])).logits[0].float()
+        return found
+
+    def _clear_prompt(self, family: str, length: int, rng: random.Random) -> tuple[list[int], list[int]]:
+        best: tuple[float, list[int], list[int]] | None = None
+        for _ in range(12):
+            prompt = [rng.randrange(2, VOCAB_SIZE) for _ in range(length)]
+            tokens, lead = self._generate(family, prompt)
+            if best is None or lead > best[0]:
+                best = (lead, prompt, tokens)
+            if lead >= CLEAR:
+                break
+        assert best is not None
+        return best[1], best[2]
+
+    @torch.inference_mode()
+    def _generate(self, family: str, prompt: list[int]) -> tuple[list[int], float]:
+        """Greedy tokens, and the smallest lead that one of them had."""
+        model, tokens, lead = self._model(family), [], math.inf
+        ids, past = torch.tensor([prompt]), None
+        for _ in range(NUM_TOKENS):
+            output = model(ids, past_key_values=past, use_cache=True)
+            past = output.past_key_values
+            best = output.logits[0, -1].float().topk(2)
+            tokens.append(int(best.indices[0]))
+            lead = min(lead, float(best.values[0] - best.values[1]))
+            ids = torch.tensor([tokens[-1:]])
+        return tokens, lead
+
+    def _model(self, family: str) -> Any:
+        if family not in self._models:
+            import transformers
+
+            name, settings = _FAMILIES[family]
+            config = getattr(transformers, name)(**settings)
+            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+            model = model.to(torch.float32).eval()
+            draw_weights(model)
+            model.save_pretrained(self._folder / family)
+            self._models[family] = model
+        return self._models[family]
+
+
+@torch.no_grad()
+def draw_weights(model: Any, seed: int = 0) -> None:
+    """Random weights under which attention is peaked and logits are spread."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if "norm" in name or ".ln_" in name:
+            noise = 1 + 0.2 * noise if name.endswith("weight") else 0.05 * noise
+        elif parameter.dim() == 1:
+            noise = 0.3 * noise
+        elif any(part in name for part in ("embed_positions", "wpe")):
+            noise = 0.8 * noise
+        elif any(part in name for part in ("embed_tokens", "wte")):
+            noise = 0.2 * noise
+        else:
+            transposed = any(part in name for part in ("c_attn", "c_proj", "c_fc"))
+            noise = noise * (1.4 / math.sqrt(parameter.shape[0 if transposed else 1]))
+        parameter.copy_(noise)
+
+
+# ----------------------------------------------------------------------------------------------------- engines beside it
+
+
+def main_dtype(capabilities: Capabilities) -> str:
+    """float32 where it is claimed, since tokens are exact then; else the platform's favourite."""
+    return "float32" if "float32" in capabilities.dtypes else capabilities.dtypes[0]
+
+
+def tie_of(capabilities: Capabilities, dtype: str) -> float:
+    """How far below the largest a token's logit may lie, when computing in `dtype`."""
+    stored = dtype if dtype in capabilities.kv_dtypes else (*capabilities.kv_dtypes, dtype)[0]
+    return max(TIE.get(dtype, 1.0), TIE.get(stored, 1.0))
+
+
+def make_llm(examinee: Examinee, folder: Path, **settings: Any) -> LLM:
+    """An engine on the platform under test."""
+    defaults: dict[str, Any] = {
+        "platform": examinee.name,
+        "dtype": main_dtype(examinee.capabilities),
+        "skip_tokenizer_init": True,
+        "max_model_len": MAX_LEN,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": MAX_LEN,
+        "kv_cache_memory_bytes": 2**26,
+        "use_tqdm_on_load": False,
+    }
+    return LLM(str(folder), **(defaults | settings))
+
+
+@contextmanager
+def engine(examinee: Examinee, folder: Path, **settings: Any) -> Iterator[LLM]:
+    """The same, closed at the end."""
+    with make_llm(examinee, folder, **settings) as llm:
+        yield llm
+
+
+def generate(llm: LLM, prompts: list[list[int]], **settings: Any) -> list[Any]:
+    """Greedy continuations of NUM_TOKENS tokens."""
+    params = SamplingParams(
+        **{"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False, **settings}
+    )
+    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+
+
+def assert_tokens(zoo: Zoo, family: str, expected: Oracle, outputs: list[Any], tie: float) -> None:
+    """Fails unless the outputs are the oracle's: exactly, or, where `tie` is not 0, up to ties.
+
+    Up to ties: each token's logit, after the tokens that really stand before it, is within `tie` of the largest.
+    """
+    assert len(outputs) == len(expected.prompts)
+    for prompt, wanted, output in zip(expected.prompts, expected.tokens, outputs, strict=True):
+        found, where = list(output.outputs[0].token_ids), f"{family}, prompt of {len(prompt)} tokens"
+        assert len(found) == NUM_TOKENS, where
+        if tie == 0:
+            assert found == wanted, where
+            continue
+        logits = zoo.logits(family, prompt + found)[len(prompt) - 1 : -1]
+        short = logits.max(dim=1).values - logits.gather(1, torch.tensor(found).view(-1, 1)).flatten()
+        assert float(short.max()) <= tie, f"{where}: a token lies {float(short.max()):.2f} below the best"
