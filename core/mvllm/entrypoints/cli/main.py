@@ -25,6 +25,7 @@ COMMANDS = {
     "doctor": "check this installation and this machine",
     "conformance": "examine whether a platform plugin keeps the contract, clause by clause",
     "ops": "list the operations and what implements them on a platform",
+    "plugin": "write a platform plugin to start from: `mvllm plugin new NAME`",
 }
 """Each is a module of this package with `add_arguments(parser)` and `run(args) -> exit status`."""
 
