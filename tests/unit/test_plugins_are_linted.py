@@ -14,7 +14,8 @@ PACKAGES = sorted(init.parent for source in SOURCES for init in (ROOT / source).
 PLATFORMS = {
     package.name
     for package in PACKAGES
-    if "mvllm.platforms" in tomllib.loads((package.parents[1] / "pyproject.toml").read_text())["project"]["entry-points"]
+    if "mvllm.platforms"
+    in tomllib.loads((package.parents[1] / "pyproject.toml").read_text())["project"]["entry-points"]
 }
 
 

@@ -1,4 +1,4 @@
-"""Op providers of other packages than the platform's: entry points of `mvllm.op_providers`, used when asked for by name.
+"""Op providers of other packages than the platform's: entry points of `mvllm.op_providers`, used when asked for.
 
 The entry point names a function without arguments that returns a sequence of OpProvider, called in each worker.
 """

@@ -171,7 +171,8 @@ class TestStatLoggers:
         assert sys.modules["acme_extras"].calls == [(0, 1), "closed"]
 
     @pytest.mark.parametrize(
-        ("value", "init"), [("Acme", "raise OSError('no such host')"), ("Acme", "raise SystemExit(2)"), ("calls.copy", "")]
+        ("value", "init"),
+        [("Acme", "raise OSError('no such host')"), ("Acme", "raise SystemExit(2)"), ("calls.copy", "")],
     )
     def test_one_that_cannot_be_made_is_named(self, site, config, value, init):
         point_at(site, "mvllm.stat_loggers", value, LOGGER.format(init=init or "pass", record="pass"))
@@ -180,7 +181,10 @@ class TestStatLoggers:
 
 
 class TestCommands:
-    TEXT = "def add_arguments(parser):\n    parser.add_argument('word')\ndef run(args):\n    print(args.word)\n    return 7\n"
+    TEXT = (
+        "def add_arguments(parser):\n    parser.add_argument('word')\n"
+        "def run(args):\n    print(args.word)\n    return 7\n"
+    )
 
     def test_a_command_of_another_package_runs(self, site, capsys):
         site(self.TEXT)
