@@ -86,13 +86,13 @@ def find(door: Door, name: str) -> PluginSource | None:
     if len(let_in) > 1:
         listed = "; ".join(map(str, let_in))
         raise ConfigError(
-            f"The {door.noun} {name!r} is offered by {len(let_in)} installed packages: {listed}. Uninstall all but one, or "
-            f"name the one that is meant in {ENVIRONMENT_VARIABLE}."
+            f"The {door.noun} {name!r} is offered by {len(let_in)} installed packages: {listed}. Uninstall all but "
+            f"one, or name the one that is meant in {ENVIRONMENT_VARIABLE}."
         )
     if owners and not let_in:
         raise ConfigError(
-            f"The {door.noun} {name!r} is offered by {owners[0]}, which {ENVIRONMENT_VARIABLE} does not let in (it lets "
-            f"in: {', '.join(sorted(allow_list() or ())) or 'nothing'}). Add {owners[0].distribution} to it if you "
+            f"The {door.noun} {name!r} is offered by {owners[0]}, which {ENVIRONMENT_VARIABLE} does not let in (it "
+            f"lets in: {', '.join(sorted(allow_list() or ())) or 'nothing'}). Add {owners[0].distribution} to it if you "
             "trust that package."
         )
     return let_in[0] if let_in else None

@@ -65,9 +65,7 @@ def check_name(name: str) -> None:
             f"joined by single dashes, at most {LONGEST_NAME} characters.{hint}"
         )
     if name.startswith("mvllm-"):
-        raise ConfigError(
-            f"Leave out 'mvllm-': the package of a platform acme is called mvllm-acme. Found {name!r}."
-        )
+        raise ConfigError(f"Leave out 'mvllm-': the package of a platform acme is called mvllm-acme. Found {name!r}.")
     ours = {package.removeprefix("mvllm-") for package in installable_platforms()}
     if name in RESERVED | ours:
         raise ConfigError(f"The name {name!r} is reserved. Choose another, for instance the name of your hardware.")
@@ -93,9 +91,7 @@ def write_plugin(name: str, folder: Path) -> list[Path]:
         ConfigError: The folder holds something, or cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(
-            f"{folder} exists and is not an empty folder; nothing was written. Pass another with --dir."
-        )
+        raise ConfigError(f"{folder} exists and is not an empty folder; nothing was written. Pass another with --dir.")
     package = f"mvllm_{name.replace('-', '_')}"
     words = {
         "@name@": name,
