@@ -265,7 +265,7 @@ def variable_of(lane: Lane) -> str:
 
 
 def verdict(lanes: Sequence[Lane], results: dict[str, str]) -> tuple[str, int]:
-    """What became of each lane, as Markdown, and the exit status: 1 if one failed, or one that needs nothing was not run.
+    """What became of each lane, as Markdown, and the exit status: 1 if one failed, or one that could have was not run.
 
     Args:
         results: The service's word for each lane: success, failure, cancelled or skipped.
