@@ -41,9 +41,9 @@ def resolve_model_class(architecture: str) -> type[CausalLM]:
         ConfigError: The plugin that has it is not let in, or cannot be loaded.
     """
     if architecture in _MODELS:
-        for source in doors.installed(doors.MODELS):
-            if source.name == architecture:
-                logger.warning("%s offers %s, which core has itself: core's runs.", source, architecture)
+        for rival in doors.installed(doors.MODELS):
+            if rival.name == architecture:
+                logger.warning("%s offers %s, which core has itself: core's runs.", rival, architecture)
         module, _, name = _MODELS[architecture].partition(":")
         model_class: type[CausalLM] = getattr(importlib.import_module(module), name)
         return model_class

@@ -90,10 +90,10 @@ def find(door: Door, name: str) -> PluginSource | None:
             f"one, or name the one that is meant in {ENVIRONMENT_VARIABLE}."
         )
     if owners and not let_in:
+        listed = ", ".join(sorted(allow_list() or ())) or "nothing"
         raise ConfigError(
-            f"The {door.noun} {name!r} is offered by {owners[0]}, which {ENVIRONMENT_VARIABLE} does not let in (it "
-            f"lets in: {', '.join(sorted(allow_list() or ())) or 'nothing'}). Add {owners[0].distribution} to it if you "
-            "trust that package."
+            f"The {door.noun} {name!r} is offered by {owners[0]}, which {ENVIRONMENT_VARIABLE} does not let in (it lets"
+            f" in: {listed}). Add {owners[0].distribution} if you trust that package."
         )
     return let_in[0] if let_in else None
 
