@@ -194,6 +194,14 @@ class EngineArgs:
     platform: str | None = option(
         None, help="Platform plugin to run on; by default the only available one.", group="platform"
     )
+    op_providers: str | None = option(
+        None,
+        help="Installed sets of op providers to use before the platform's own, by name, comma-separated.",
+        group="platform",
+    )
+    stat_loggers: str | None = option(
+        None, help="Installed stat loggers to tell every step, by name, comma-separated.", group="platform"
+    )
 
     def __post_init__(self) -> None:
         for name in ("model", "tokenizer", "generation_config"):
@@ -288,6 +296,8 @@ class EngineArgs:
             load=LoadConfig(load_format=self.load_format, use_tqdm=self.use_tqdm_on_load),
             platform=self.platform,
             enforce_eager=self.enforce_eager,
+            op_providers=_names(self.op_providers),
+            stat_loggers=_names(self.stat_loggers),
         )
 
     def create_model_config(self) -> ModelConfig:
@@ -370,6 +380,11 @@ class EngineArgs:
             )
         if pp > model.num_layers:
             raise ConfigError(f"pipeline_parallel_size is {pp}, but the model has only {model.num_layers} layers.")
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    """`a, b` as (a, b), each once."""
+    return tuple(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
 
 
 def _unknown(keyword: str, names: dict[str, str]) -> str:

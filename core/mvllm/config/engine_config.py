@@ -107,6 +107,8 @@ class EngineConfig:
     Attributes:
         platform: Name of the platform asked for, or None to choose the only available one.
         enforce_eager: Never capture graphs or compile.
+        op_providers: Names of installed sets of op providers to use before the platform's.
+        stat_loggers: Names of installed stat loggers to tell every step.
     """
 
     model: ModelConfig
@@ -116,6 +118,8 @@ class EngineConfig:
     load: LoadConfig = LoadConfig()
     platform: str | None = None
     enforce_eager: bool = False
+    op_providers: tuple[str, ...] = ()
+    stat_loggers: tuple[str, ...] = ()
 
 
 def replace_field(config: EngineConfig, field: str, value: Any) -> EngineConfig:

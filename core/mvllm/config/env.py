@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 
 KNOWN_VARIABLES: dict[str, str] = {
     "MVLLM_PLATFORM": "Platform plugin to run on, where --platform or platform= does not say.",
+    "MVLLM_PLUGINS": "Comma-separated packages or names that may plug in beside platforms; without it, all that are "
+    "asked for may.",
     "MVLLM_LOGGING_LEVEL": "Level of mvllm's log: DEBUG, INFO, WARNING or ERROR.",
 }
 """Name to meaning. Environment variables carry facts about a deployment; behaviour has settings."""

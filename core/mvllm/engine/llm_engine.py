@@ -15,12 +15,14 @@ from mvllm.engine.kv_sizing import CacheSummary
 from mvllm.engine.output_processor import OutputProcessor
 from mvllm.engine.outputs import RequestOutput
 from mvllm.engine.parallel_sampling import CoreIds, fan_out
+from mvllm.engine.stat_loggers import StatLoggers
 from mvllm.engine.tokenizer import Tokenizer, load_tokenizer
 from mvllm.errors import ConfigError, EngineDeadError, RequestError
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.models.support import check_architecture
+from mvllm.ops.installed import check_providers
 from mvllm.platform.choose import choose_platform
 
 
@@ -76,12 +78,18 @@ class LLMEngine:
         # The cheapest reasons to fail come first, and the weights last.
         if client is None:
             check_architecture(config.model)
+            check_providers(config.op_providers)
         chosen = choose_platform(config.platform) if client is None else None
         tokenizer = load_tokenizer(config.model)
         if tokenizer is not None:
             name = f"The tokenizer of {config.model.tokenizer}"
             check_tokenizer(config.model.vocab_size, tokenizer.length, tokenizer=name)
-        self._client: EngineClient = client if client is not None else make_client(config, chosen)
+        self._stat_loggers = StatLoggers(config)
+        try:
+            self._client: EngineClient = client if client is not None else make_client(config, chosen)
+        except BaseException:
+            self._stat_loggers.close()
+            raise
         self.config = self._client.config
         self._closed = False
         self._dead: BaseException | None = None
@@ -225,6 +233,8 @@ class LLMEngine:
         if processed.requests_to_abort:
             self._client.abort_requests(processed.requests_to_abort)
         self.num_generated_tokens += processed.num_new_tokens
+        if core_outputs.stats is not None:
+            self._stat_loggers.record(core_outputs.stats, processed.num_new_tokens)
         return processed.request_outputs
 
     def wake(self) -> None:
@@ -241,7 +251,10 @@ class LLMEngine:
         """Ends the engine and frees its memory. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._client.shutdown()
+            try:
+                self._client.shutdown()
+            finally:
+                self._stat_loggers.close()
 
     def _require_alive(self) -> None:
         if self._closed:

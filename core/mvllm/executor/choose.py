@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -12,13 +11,12 @@ from collections.abc import Callable
 from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import ConfigError
 from mvllm.executor.interface import Executor
+from mvllm.platform import doors
 from mvllm.platform.ask import ask
 from mvllm.platform.discovery import load_attribute
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.topology import LaunchTopology
-
-ENTRY_POINT_GROUP = "mvllm.executors"
 
 _BUILT_IN = {
     "uni": "mvllm.executor.uniproc:UniProcExecutor",
@@ -108,15 +106,9 @@ def _require_ray() -> None:
 
 
 def _load(name: str) -> Callable[[EngineConfig, Platform], Executor]:
-    for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name):
-        try:
-            return _checked(name, entry_point.load())
-        except (ImportError, AttributeError) as e:
-            owner = f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else "a distribution"
-            raise ConfigError(
-                f"distributed_executor_backend {name!r} names {entry_point.value} of {owner}, which cannot be loaded: "
-                f"{type(e).__name__}: {e}"
-            ) from e
+    source = None if name in _BUILT_IN else doors.find(doors.EXECUTORS, name)
+    if source is not None:
+        return _checked(name, doors.load(doors.EXECUTORS, source))
     path = _BUILT_IN.get(name, name)
     module, _, attribute = path.replace(":", ".").rpartition(".")
     try:
@@ -124,7 +116,7 @@ def _load(name: str) -> Callable[[EngineConfig, Platform], Executor]:
     except (ImportError, AttributeError, ValueError) as e:
         raise ConfigError(
             f"distributed_executor_backend {name!r} is neither built in ({', '.join(sorted(_BUILT_IN))}), nor an "
-            f"entry point of {ENTRY_POINT_GROUP}, nor an importable dotted path: {e}"
+            f"entry point of {doors.EXECUTORS.group}, nor an importable dotted path: {e}"
         ) from e
 
 

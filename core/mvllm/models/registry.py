@@ -1,4 +1,8 @@
-"""Architectures by the names that `config.json` uses. A model's module is imported when it is asked for."""
+"""Architectures by the names that `config.json` uses. A model's module is imported when it is asked for.
+
+Other packages add architectures through entry points of `mvllm.models`: the name is the architecture's, the value
+`package.module:Class`, a CausalLM. One that core has as well is core's.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 from mvllm.errors import ModelError
+from mvllm.logging import get_logger
+from mvllm.platform import doors
 
 if TYPE_CHECKING:
     from mvllm.models.causal_lm import CausalLM
+
+logger = get_logger(__name__)
 
 _MODELS = {
     "LlamaForCausalLM": "mvllm.models.llama:LlamaForCausalLM",
@@ -21,21 +29,32 @@ _MODELS = {
 
 
 def supported_architectures() -> tuple[str, ...]:
-    """Names that `resolve_model_class` takes, sorted."""
-    return tuple(sorted(_MODELS))
+    """Names that `resolve_model_class` takes, sorted: core's and those of installed plugins."""
+    return tuple(sorted({*_MODELS, *doors.offered(doors.MODELS)}))
 
 
 def resolve_model_class(architecture: str) -> type[CausalLM]:
     """The class that runs checkpoints of `architecture`.
 
     Raises:
-        ModelError: There is none; the message lists those there are.
+        ModelError: There is none, and the message lists those there are; or a plugin's is no model class.
+        ConfigError: The plugin that has it is not let in, or cannot be loaded.
     """
-    path = _MODELS.get(architecture)
-    if path is None:
+    if architecture in _MODELS:
+        for rival in doors.installed(doors.MODELS):
+            if rival.name == architecture:
+                logger.warning("%s offers %s, which core has itself: core's runs.", rival, architecture)
+        module, _, name = _MODELS[architecture].partition(":")
+        model_class: type[CausalLM] = getattr(importlib.import_module(module), name)
+        return model_class
+    source = doors.find(doors.MODELS, architecture)
+    if source is None:
         raise ModelError(
             f"The architecture {architecture!r} is not supported. Supported: {', '.join(supported_architectures())}."
         )
-    module, _, name = path.partition(":")
-    model_class: type[CausalLM] = getattr(importlib.import_module(module), name)
-    return model_class
+    found = doors.load(doors.MODELS, source)
+    from mvllm.models.causal_lm import CausalLM
+
+    if not (isinstance(found, type) and issubclass(found, CausalLM)):
+        raise ModelError(f"{source} must name a subclass of mvllm.extension_api.CausalLM, found {found!r}.")
+    return found

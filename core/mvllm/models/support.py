@@ -5,6 +5,7 @@ from __future__ import annotations
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError
 from mvllm.models.registry import supported_architectures
+from mvllm.platform import doors
 
 
 def check_architecture(config: ModelConfig) -> None:
@@ -15,9 +16,10 @@ def check_architecture(config: ModelConfig) -> None:
 
     Raises:
         ModelError: Says what was found and what is supported.
+        ConfigError: An installed plugin has it, but is not let in, or several have it.
     """
     supported = supported_architectures()
-    if config.architecture in supported:
+    if config.architecture in supported or doors.find(doors.MODELS, config.architecture) is not None:
         return
     code = ""
     if "auto_map" in config.hf_config:

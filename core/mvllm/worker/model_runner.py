@@ -30,6 +30,7 @@ from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.models.registry import resolve_model_class
 from mvllm.models.weights import load_weights
 from mvllm.ops.dtypes import torch_dtype
+from mvllm.ops.installed import installed_providers
 from mvllm.ops.registry import OpTable
 from mvllm.platform.ask import ask, ask_attention_backend
 from mvllm.platform.attention import AttentionBackend, AttentionSpec
@@ -101,7 +102,9 @@ class ModelRunner:
         context = BuildContext(
             dtype=dtype,
             device=self._runtime.device,
-            ops=OpTable.resolve(ask(self._platform, "ops", returns=Sequence)),
+            ops=OpTable.resolve(
+                [*installed_providers(self._config.op_providers), *ask(self._platform, "ops", returns=Sequence)]
+            ),
             attention=self._backend_for,
             tp=self._tp,
             pp=self._pp,

@@ -15,6 +15,7 @@ EXECUTOR = ROOT / "core" / "mvllm" / "executor"
 SOURCES = [
     *EXECUTOR.rglob("*.py"),
     *(ROOT / "core" / "mvllm" / "engine").glob("*.py"),
+    ROOT / "core" / "mvllm" / "platform" / "doors.py",
     *(ROOT / "platforms" / "cpu" / "src").rglob("*communicator.py"),
 ]
 PAGE = (ROOT / "docs" / "executors.md").read_text(encoding="utf-8")

@@ -9,9 +9,9 @@ import pytest
 
 from mvllm.config.engine_config import EngineConfig, ParallelConfig
 from mvllm.errors import ConfigError, PlatformError
-from mvllm.executor import choose
 from mvllm.executor.choose import make_executor
 from mvllm.executor.uniproc import UniProcExecutor
+from mvllm.platform.doors import EXECUTORS
 from mvllm.platform.phases import Phase
 from mvllm.platform.topology import LaunchTopology
 from tests.unit.engine.builders import make_config
@@ -42,12 +42,12 @@ def entry_points(monkeypatch):
     """Entry points that the test says are installed, by name."""
 
     def install(**values):
-        group = choose.ENTRY_POINT_GROUP
+        group = EXECUTORS.group
         found = {name: importlib.metadata.EntryPoint(name, value, group) for name, value in values.items()}
 
-        def search(*, group, name):
-            assert group == choose.ENTRY_POINT_GROUP
-            return [found[name]] if name in found else []
+        def search(*, group):
+            assert group == EXECUTORS.group
+            return list(found.values())
 
         monkeypatch.setattr(importlib.metadata, "entry_points", search)
 
@@ -102,7 +102,7 @@ def test_a_name_that_leads_nowhere_says_where_was_looked(entry_points, name):
     entry_points()
     text = refusal(config(name))
     assert repr(name) in text
-    assert "built in (" in text and "uni" in text and choose.ENTRY_POINT_GROUP in text and "dotted path" in text
+    assert "built in (" in text and "uni" in text and EXECUTORS.group in text and "dotted path" in text
 
 
 @pytest.mark.parametrize("path", [f"{__name__}.NotAnExecutor", "mvllm.executor.choose.make_executor"])

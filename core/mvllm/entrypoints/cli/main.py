@@ -6,12 +6,12 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
-from types import ModuleType
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType, ModuleType
+from typing import NoReturn, cast
 
 from mvllm.config.env import describe_unknown, unknown_variables
-from mvllm.errors import MvllmError
+from mvllm.errors import ConfigError, MvllmError
 from mvllm.logging import configure_logging, get_logger
 from mvllm.version import __version__
 
@@ -25,6 +25,7 @@ COMMANDS = {
     "doctor": "check this installation and this machine",
     "conformance": "examine whether a platform plugin keeps the contract, clause by clause",
     "ops": "list the operations and what implements them on a platform",
+    "plugin": "write a platform plugin to start from: `mvllm plugin new NAME`",
 }
 """Each is a module of this package with `add_arguments(parser)` and `run(args) -> exit status`."""
 
@@ -43,9 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     module: ModuleType | None = None
     try:
         name = next((a for a in arguments if not a.startswith("-")), None)
+        installed: dict[str, str] = {}
         if name in COMMANDS:
             module = importlib.import_module(f"mvllm.entrypoints.cli.{name}")
-        args = _make_parser(name, module).parse_args(_expand_help(arguments))
+        else:
+            installed = _installed_commands()
+            module = _load_installed(name) if name in installed else None
+        args = _make_parser(name, module, installed).parse_args(_expand_help(arguments))
         configure_logging()
         _warn_about_environment()
         assert module is not None
@@ -89,7 +94,26 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` lists what there is.\n")
 
 
-def _make_parser(name: str | None, module: ModuleType | None) -> argparse.ArgumentParser:
+def _installed_commands() -> dict[str, str]:
+    """Commands of other packages that may be used, each with who offers it. None of them is imported."""
+    from mvllm.platform import doors
+
+    sources = [source for source in doors.installed(doors.COMMANDS) if doors.is_allowed(source)]
+    return {s.name: f"added by {s.distribution} {s.version}" for s in sources if s.name not in COMMANDS}
+
+
+def _load_installed(name: str) -> ModuleType:
+    from mvllm.platform import doors
+
+    source, module = doors.load_by_name(doors.COMMANDS, name)
+    if not all(callable(getattr(module, function, None)) for function in ("add_arguments", "run")):
+        raise ConfigError(f"{source} must name a module with add_arguments(parser) and run(args), found {module!r}.")
+    return cast(ModuleType, module)
+
+
+def _make_parser(
+    name: str | None, module: ModuleType | None, installed: Mapping[str, str] = MappingProxyType({})
+) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="mvllm",
         description="Run large language models on the hardware for which a platform plugin is installed.",
@@ -97,7 +121,7 @@ def _make_parser(name: str | None, module: ModuleType | None) -> argparse.Argume
     )
     parser.add_argument("--version", action="version", version=f"mvllm {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command, summary in COMMANDS.items():
+    for command, summary in {**COMMANDS, **installed}.items():
         sub = commands.add_parser(
             command,
             help=summary,

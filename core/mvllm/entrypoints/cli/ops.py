@@ -8,17 +8,20 @@ import argparse
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command."""
     parser.add_argument("--platform", metavar="NAME", help="The platform. Default: the only available one.")
+    parser.add_argument("--op-providers", metavar="NAMES", help="Installed sets to ask first, comma-separated.")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints a line per operation, with the providers in the order in which they are asked."""
+    from mvllm.ops.installed import installed_providers
     from mvllm.ops.registry import OpTable
     from mvllm.platform.choose import choose_platform
     from mvllm.platform.phases import Phase, enter_phase
 
     chosen = choose_platform(args.platform)
     with enter_phase(Phase.WORKER):
-        table = OpTable.resolve(chosen.platform.ops())
+        names = [name.strip() for name in (args.op_providers or "").split(",") if name.strip()]
+        table = OpTable.resolve([*installed_providers(names), *chosen.platform.ops()])
     rows = table.describe()
     print(f"Operations on platform {chosen}.")
     print("Providers are asked in this order; the first that supports a case runs it.\n")

@@ -1,0 +1,24 @@
+# mvllm on ROCm devices. NOT RUN ON HARDWARE: nobody has started this image on such a device yet, and its platform package
+# (platforms/rocm) has to be in the repository. From the top of the repository:
+#
+#   docker build -f ci/docker/rocm.Dockerfile -t mvllm:rocm .
+#   docker run --rm --device=/dev/kfd --device=/dev/dri --group-add video --ipc=host mvllm:rocm conformance --platform rocm
+FROM rocm/dev-ubuntu-24.04:6.4-complete
+LABEL mvllm.tested-on-hardware="no"
+RUN apt-get update && apt-get install -y --no-install-recommends g++ python3-dev python3-pip python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+RUN python3 -m venv /opt/mvllm
+ENV PATH=/opt/mvllm/bin:$PATH
+# The index that has builds of torch for ROCm.
+ARG TORCH_INDEX_URL
+RUN python3 -m pip install --no-cache-dir --index-url "${TORCH_INDEX_URL:?pass --build-arg TORCH_INDEX_URL=...}" torch
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY core core
+COPY platforms/rocm platforms/rocm
+RUN python3 -m pip install --no-cache-dir ".[testing]" ./platforms/rocm
+RUN useradd --create-home mvllm
+USER mvllm
+WORKDIR /home/mvllm
+ENTRYPOINT ["mvllm"]
+CMD ["doctor"]

@@ -1,0 +1,114 @@
+"""All that plugins other than platforms may import from mvllm: models, executors, stat loggers, op providers, commands.
+
+Unlike `mvllm.plugin_api`, this surface has no contract version: what stands here follows the engine and may change with
+every minor version of mvllm, so a package that uses it states a range (`mvllm>=0.1,<0.2`). Everything is resolved on
+first use; importing this module loads neither torch nor the engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mvllm.config.engine_config import EngineConfig
+    from mvllm.config.model import ModelConfig
+    from mvllm.config.rope_parameters import RopeParameters
+    from mvllm.engine.stat_loggers import StatLogger
+    from mvllm.errors import ConfigError, ModelError, MvllmError
+    from mvllm.executor.interface import Executor
+    from mvllm.executor.multiproc import MultiprocExecutor
+    from mvllm.executor.uniproc import UniProcExecutor
+    from mvllm.layers.attention import Attention
+    from mvllm.layers.context import BuildContext, ForwardStep
+    from mvllm.layers.embedding import Embedding, LMHead, VocabEmbedding
+    from mvllm.layers.linear import ColumnParallelLinear, QKVLinear, ReplicatedLinear, RowParallelLinear
+    from mvllm.layers.mlp import MLP, GatedMLP
+    from mvllm.layers.norm import LayerNorm, RMSNorm
+    from mvllm.layers.rotary import RotaryEmbedding
+    from mvllm.logging import get_logger
+    from mvllm.messages.requests import SchedulerStats
+    from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+    from mvllm.models.causal_lm import CausalLM
+    from mvllm.platform.interface import Platform
+    from mvllm.platform.op_provider import OpCase, OpProvider
+
+_HOMES = {
+    "EngineConfig": "mvllm.config.engine_config",
+    "ModelConfig": "mvllm.config.model",
+    "RopeParameters": "mvllm.config.rope_parameters",
+    "StatLogger": "mvllm.engine.stat_loggers",
+    "ConfigError": "mvllm.errors",
+    "ModelError": "mvllm.errors",
+    "MvllmError": "mvllm.errors",
+    "Executor": "mvllm.executor.interface",
+    "MultiprocExecutor": "mvllm.executor.multiproc",
+    "UniProcExecutor": "mvllm.executor.uniproc",
+    "Attention": "mvllm.layers.attention",
+    "BuildContext": "mvllm.layers.context",
+    "ForwardStep": "mvllm.layers.context",
+    "Embedding": "mvllm.layers.embedding",
+    "LMHead": "mvllm.layers.embedding",
+    "VocabEmbedding": "mvllm.layers.embedding",
+    "ColumnParallelLinear": "mvllm.layers.linear",
+    "QKVLinear": "mvllm.layers.linear",
+    "ReplicatedLinear": "mvllm.layers.linear",
+    "RowParallelLinear": "mvllm.layers.linear",
+    "GatedMLP": "mvllm.layers.mlp",
+    "MLP": "mvllm.layers.mlp",
+    "LayerNorm": "mvllm.layers.norm",
+    "RMSNorm": "mvllm.layers.norm",
+    "RotaryEmbedding": "mvllm.layers.rotary",
+    "get_logger": "mvllm.logging",
+    "SchedulerStats": "mvllm.messages.requests",
+    "ModelRunnerOutput": "mvllm.messages.scheduler_output",
+    "SchedulerOutput": "mvllm.messages.scheduler_output",
+    "CausalLM": "mvllm.models.causal_lm",
+    "Platform": "mvllm.platform.interface",
+    "OpCase": "mvllm.platform.op_provider",
+    "OpProvider": "mvllm.platform.op_provider",
+}
+"""Where each name lives."""
+
+__all__ = [
+    "Attention",
+    "BuildContext",
+    "CausalLM",
+    "ColumnParallelLinear",
+    "ConfigError",
+    "Embedding",
+    "EngineConfig",
+    "Executor",
+    "ForwardStep",
+    "GatedMLP",
+    "LMHead",
+    "LayerNorm",
+    "MLP",
+    "ModelConfig",
+    "ModelError",
+    "ModelRunnerOutput",
+    "MultiprocExecutor",
+    "MvllmError",
+    "OpCase",
+    "OpProvider",
+    "Platform",
+    "QKVLinear",
+    "RMSNorm",
+    "ReplicatedLinear",
+    "RopeParameters",
+    "RotaryEmbedding",
+    "RowParallelLinear",
+    "SchedulerOutput",
+    "SchedulerStats",
+    "StatLogger",
+    "UniProcExecutor",
+    "VocabEmbedding",
+    "get_logger",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'mvllm.extension_api' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)

@@ -1,0 +1,32 @@
+"""Operations that come with a package of their own, for any platform whose tensors torch knows.
+
+mvllm ops --op-providers torch-norms                       shows where they would run
+mvllm generate --op-providers torch-norms ...              runs them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mvllm.extension_api import OpCase, OpProvider
+
+if TYPE_CHECKING:
+    import torch
+
+
+def providers() -> Sequence[OpProvider]:
+    """What the entry point names: called in each worker of an engine that asks for `torch-norms`."""
+    return (OpProvider(op="rms_norm", name="torch-rms-norm", function=rms_norm, supports=supports, priority=10),)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """torch's fused norm, where the reference is five operations."""
+    import torch.nn.functional as F
+
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def supports(case: OpCase) -> list[str]:
+    """Half precision rounds at another place than the reference does."""
+    return [] if case.dtype == "float32" else [f"computes in float32, not {case.dtype}"]

@@ -1,0 +1,158 @@
+"""The examples of plugins that are no platforms, installed beside each other: each does what it is there for."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mvllm import LLM, SamplingParams
+from mvllm.entrypoints.cli.main import main
+from mvllm.errors import ConfigError, ModelError
+from tests.helpers.plugins import ROOT, prepend, write_metadata
+
+PROMPTS = [[5, 6, 7], [90, 1], list(range(40)), [11] * 17]
+EXAMPLES = ("example-model", "example-executor", "example-ops", "example-stat-logger")
+
+
+@pytest.fixture
+def examples(tmp_path, monkeypatch):
+    """All four installed; their sources are those of the repository, their entry points those of pyproject.toml."""
+    paths = []
+    for name in EXAMPLES:
+        declared = tomllib.loads((ROOT / "plugins" / name / "pyproject.toml").read_text())["project"]
+        points = "".join(
+            f"[{group}]\n" + "".join(f"{key} = {value}\n" for key, value in entries.items())
+            for group, entries in declared["entry-points"].items()
+        )
+        paths += [str(write_metadata(tmp_path / "site", declared["name"], points))]
+        paths += [str(ROOT / "plugins" / name / "src")]
+    prepend(monkeypatch, list(dict.fromkeys(paths)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def model(examples) -> Path:
+    from mvllm_example_model.checkpoint import write_checkpoint
+
+    return write_checkpoint(examples / "model")
+
+
+def generate(model, prompts=PROMPTS, **settings):
+    settings = {"kv_cache_memory_bytes": 1 << 22, "skip_tokenizer_init": True, "platform": "cpu", **settings}
+    with LLM(str(model), use_tqdm_on_load=False, dtype="float32", **settings) as llm:
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def plain_forward(weights: dict[str, torch.Tensor], ids: list[int]) -> torch.Tensor:
+    """Logits of the last token, from the definition alone: no cache, no batch, no layer of the engine."""
+
+    def norm(x, name):
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weights[f"{name}.weight"]
+
+    def heads(x, name, count):
+        return F.linear(x, weights[f"{name}.weight"]).view(len(ids), count, 8).transpose(0, 1)
+
+    x = weights["tokens.weight"][ids] + weights["positions.weight"][: len(ids)]
+    for layer in range(3):
+        name = f"blocks.{layer}"
+        normed = norm(x, f"{name}.norm")
+        query = heads(normed, f"{name}.query", 4)
+        key, value = (heads(normed, f"{name}.{kind}", 2).repeat_interleave(2, 0) for kind in ("key", "value"))
+        scores = (query @ key.transpose(1, 2)) / 8**0.5
+        hidden = torch.ones(len(ids), len(ids)).triu(1).bool()
+        attended = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value).transpose(0, 1).flatten(1)
+        inner = F.gelu(F.linear(normed, weights[f"{name}.up.weight"]))
+        x = x + F.linear(attended, weights[f"{name}.output.weight"]) + F.linear(inner, weights[f"{name}.down.weight"])
+    return F.linear(norm(x, "final_norm"), weights["head.weight"])[-1]
+
+
+def expected(prompts=PROMPTS, num_tokens=24) -> list[list[int]]:
+    from mvllm_example_model.checkpoint import make_weights
+
+    weights = {name: weight.double() for name, weight in make_weights().items()}
+    answers = []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(num_tokens):
+            ids.append(int(plain_forward(weights, ids).argmax()))
+        answers.append(ids[len(prompt) :])
+    return answers
+
+
+class TestModel:
+    def test_its_tokens_are_those_of_a_plain_forward_in_torch(self, model):
+        assert generate(model) == expected()
+
+    def test_also_in_chunks_with_preemption_and_a_cached_prefix(self, model):
+        prompts = [*PROMPTS, [*range(40), 3]]
+        tight = {"max_num_batched_tokens": 9, "max_num_seqs": 3, "max_model_len": 80, "kv_cache_memory_bytes": 49152}
+        assert generate(model, prompts, **tight) == expected(prompts)
+
+    @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+    def test_also_over_two_workers_that_find_the_plugin_themselves(self, model, sizes):
+        assert generate(model, **sizes) == expected()
+
+    def test_without_the_plugin_the_error_lists_what_is_supported(self, model, monkeypatch):
+        for name in EXAMPLES:
+            sys.path.remove(str(ROOT / "plugins" / name / "src"))
+        sys.path.remove(str(model.parent / "site"))
+        with pytest.raises(ModelError, match="'ParallelBlockForCausalLM' is not supported"):
+            generate(model)
+
+    def test_outside_the_allow_list_it_is_refused_and_its_package_named(self, model, monkeypatch):
+        monkeypatch.setenv("MVLLM_PLUGINS", "mvllm-example-ops")
+        with pytest.raises(ConfigError, match=r"mvllm-example-model 0\.1\.0"):
+            generate(model)
+
+
+class TestExecutor:
+    def test_it_records_every_step_and_changes_no_token(self, model, monkeypatch, tmp_path):
+        monkeypatch.setenv("EXAMPLE_EXECUTOR_RECORD", str(tmp_path / "record"))
+        assert generate(model, distributed_executor_backend="recording") == expected()
+        lines = [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
+        assert len(lines) >= 24 and [line["step"] for line in lines] == sorted({line["step"] for line in lines})
+
+
+class TestOps:
+    def test_they_run_where_they_are_asked_for_and_change_no_token(self, model, monkeypatch):
+        import mvllm_example_ops
+
+        calls = []
+        true_norm = mvllm_example_ops.rms_norm
+        monkeypatch.setattr(mvllm_example_ops, "rms_norm", lambda *a: calls.append(1) or true_norm(*a))
+        assert generate(model) == expected() and not calls
+        assert generate(model, op_providers="torch-norms") == expected() and calls
+
+    def test_the_list_of_operations_shows_them_first(self, examples, capsys):
+        assert main(["ops", "--platform", "cpu", "--op-providers", "torch-norms"]) == 0
+        [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rms_norm ")]
+        assert line.split()[1] == "torch-rms-norm,"
+
+    def test_a_set_that_nobody_offers_is_refused_before_anything_is_loaded(self, model):
+        with pytest.raises(ConfigError, match=r"'warp'.*There are: torch-norms"):
+            generate(model, op_providers="warp")
+
+
+class TestStatLogger:
+    def test_it_writes_a_line_per_step_and_the_command_sums_them_up(self, model, capsys):
+        generate(model, stat_loggers="csv")
+        with open("stats.csv", newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert sum(int(row["new_tokens"]) for row in rows) == 24 * len(PROMPTS)
+        assert max(int(row["running"]) for row in rows) == len(PROMPTS)
+        capsys.readouterr()
+        assert main(["stats", "stats.csv"]) == 0
+        assert f"tokens          {24 * len(PROMPTS)}" in capsys.readouterr().out
+
+    def test_installed_and_not_asked_for_it_does_nothing(self, model):
+        generate(model)
+        assert not Path("stats.csv").exists()

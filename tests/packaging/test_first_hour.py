@@ -1,0 +1,200 @@
+"""A vendor's first hour, walked from docs/writing-a-platform.md alone: its commands, in an environment that has never
+seen this repository, with the wheel of the core.
+
+What takes no part in the story is not installed again: torch and the other requirements are links to those of the
+environment that runs the tests. mvllm itself and every plugin are left out of the links, and come from wheels.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.conftest import REPOSITORY, build_wheel
+
+pytestmark = pytest.mark.serial
+
+PAGE = REPOSITORY / "docs" / "writing-a-platform.md"
+OURS = re.compile(r"(__editable__)?[._]*mvllm", re.IGNORECASE)
+NOT_LINKED = re.compile(r"(pip|distutils-precedence)([-.].*)?|.*\.(pth|egg-link)|__pycache__")
+
+
+def commands_of(page: str) -> list[str]:
+    """The lines of every block that the page marks to be run, in their order."""
+    blocks = re.findall(r"<!-- run -->\n```console\n(.*?)```", page, flags=re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line.strip()]
+
+
+COMMANDS = commands_of(PAGE.read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Desk:
+    """A folder and a fresh environment, outside the repository."""
+
+    folder: Path
+    bin: Path
+    wheels: Path
+
+    def run(self, command: str, *, timeout: int = 900, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """Runs one line as a vendor would type it; packages come from the wheels at hand and from nowhere else."""
+        kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
+        pip = {
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(self.wheels),
+            "PIP_NO_BUILD_ISOLATION": "0",  # pip's way of saying yes: the build tools are those that are there
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            "PIP_CONFIG_FILE": os.devnull,
+        }
+        path = f"{self.bin}{os.pathsep}{os.environ['PATH']}"
+        return subprocess.run(
+            shlex.split(command),
+            cwd=cwd or self.folder,
+            env={**kept, **pip, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory) -> Desk:
+    root = tmp_path_factory.mktemp("vendor")
+    wheels = root / "wheels"
+    build_wheel(REPOSITORY, wheels)
+    links = root / "requirements"
+    links.mkdir()
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if not OURS.match(entry.name) and not NOT_LINKED.fullmatch(entry.name):
+            (links / entry.name).symlink_to(entry)
+    environment = root / "venv"
+    venv.EnvBuilder(with_pip=True, symlinks=True).create(environment)
+    subprocess.run([environment / "bin" / "python", "-m", "pip", "uninstall", "-q", "-y", "setuptools"], check=True)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    (environment / "lib" / version / "site-packages" / "requirements.pth").write_text(f"{links}\n")
+    folder = root / "desk"
+    folder.mkdir()
+    return Desk(folder, environment / "bin", wheels)
+
+
+@pytest.fixture(scope="module")
+def hour(desk) -> dict[str, subprocess.CompletedProcess[str]]:
+    """Every command of the page with what came of it; one that fails ends the hour."""
+    done: dict[str, subprocess.CompletedProcess[str]] = {}
+    for command in COMMANDS:
+        done[command] = desk.run(command)
+        if done[command].returncode != 0:
+            pytest.fail(f"$ {command}\n{done[command].stdout[-6000:]}\n{done[command].stderr[-6000:]}", pytrace=False)
+    return done
+
+
+def output(hour, beginning: str) -> str:
+    [found] = [done.stdout + done.stderr for command, done in hour.items() if command.startswith(beginning)]
+    return found
+
+
+def test_the_page_tells_the_whole_hour():
+    steps = ["pip install", "mvllm plugin new acme", "pip install -e mvllm-acme", "mvllm platforms", "mvllm generate"]
+    places = [next(i for i, command in enumerate(COMMANDS) if command.startswith(step)) for step in steps]
+    assert places == sorted(places)
+    assert COMMANDS[-1].startswith("mvllm conformance --platform acme")
+
+
+def test_mvllm_comes_from_the_wheel_and_nothing_else_of_ours_is_there(hour, desk):
+    listed = desk.run("python -m pip list").stdout
+    assert {line.split()[0] for line in listed.splitlines() if line.startswith("mvllm")} == {"mvllm", "mvllm-acme"}
+    where = desk.run("python -c 'import mvllm, mvllm_acme; print(mvllm.__file__, mvllm_acme.__file__)'").stdout.split()
+    assert Path(where[0]).is_relative_to(desk.bin.parent) and Path(where[1]).is_relative_to(desk.folder)
+
+
+def test_the_platform_is_found_and_available(hour):
+    found = output(hour, "mvllm platforms")
+    assert "acme: available" in found and "mvllm-acme 0.1.0" in found
+
+
+def test_the_doctor_has_run_its_check(hour):
+    assert "platform.acme.device" in output(hour, "mvllm doctor")
+
+
+def test_its_operation_stands_before_the_reference(hour):
+    assert re.search(r"^rms_norm +acme-rms-norm, reference", output(hour, "mvllm ops"), flags=re.MULTILINE)
+
+
+def test_text_is_generated_on_it(hour):
+    text = output(hour, "mvllm generate")
+    assert "Paris" in text and "platform acme, from mvllm-acme 0.1.0" in text
+
+
+def test_it_passes_the_conformance_suite(hour):
+    closing = output(hour, "mvllm conformance").strip().splitlines()[-1]
+    assert re.search(r"\b[1-9]\d* passed", closing) and "failed" not in closing and "error" not in closing
+
+
+def test_its_own_tests_are_the_suite_through_pytest(hour, desk):
+    done = desk.run("python -m pytest -q -p no:cacheprovider --mvllm-only=PLG,PRB", cwd=desk.folder / "mvllm-acme")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\b[1-9]\d* passed", done.stdout)
+
+
+def test_what_was_written_is_fully_typed_and_neatly_formatted(hour, desk, tmp_path):
+    source = desk.folder / "mvllm-acme" / "src"
+    for command in (
+        f"{sys.executable} -m mypy --strict --cache-dir {tmp_path} --python-executable {desk.bin}/python mvllm_acme",
+        f"{sys.executable} -m ruff check --isolated --no-cache --line-length 120 --select E,F,W,I,UP,B mvllm_acme",
+        f"{sys.executable} -m ruff format --isolated --no-cache --line-length 120 --check mvllm_acme",
+    ):
+        done = desk.run(command, cwd=source)
+        assert done.returncode == 0, f"$ {command}\n{done.stdout}{done.stderr}"
+
+
+def test_the_package_builds_into_a_wheel_with_its_entry_point(hour, desk, tmp_path):
+    import zipfile
+
+    done = desk.run(f"pip wheel -q --no-deps -w {tmp_path} ./mvllm-acme")
+    assert done.returncode == 0, done.stderr
+    [wheel] = tmp_path.glob("mvllm_acme-0.1.0-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        assert "mvllm_acme/py.typed" in names
+        assert not [name for name in names if name.startswith("tests")]
+        points = archive.read("mvllm_acme-0.1.0.dist-info/entry_points.txt").decode()
+    assert "[mvllm.platforms]\nacme = mvllm_acme.plugin" in points
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("arguments", "says"),
+        [
+            ("acme", "already installed: mvllm-acme 0.1.0"),
+            ("Acme_X1", "'acme-x1' would do"),
+            ("9lives", "beginning with a letter"),
+            ("a" * 41, "at most 40"),
+            ("mvllm-zeta", "Leave out 'mvllm-'"),
+            ("cpu", "reserved"),
+            ("demo", "reserved"),
+            ("zeta --dir mvllm-acme", "not an empty folder"),
+            ("zeta --dir mvllm-acme/README.md", "not an empty folder"),
+            ("zeta --dir mvllm-acme/README.md/below", "cannot be written"),
+        ],
+    )
+    def test_a_name_or_folder_that_will_not_do_is_refused_and_nothing_is_written(self, hour, desk, arguments, says):
+        before = sorted(desk.folder.rglob("*"))
+        done = desk.run(f"mvllm plugin new {arguments}")
+        assert done.returncode == 1 and says in done.stderr, done.stderr
+        assert sorted(desk.folder.rglob("*")) == before
+
+    def test_a_name_of_several_words_gives_a_package_that_is_found(self, hour, desk):
+        (desk.folder / "elsewhere").mkdir()
+        assert desk.run("mvllm plugin new zeta-2 --dir elsewhere").returncode == 0, "an empty folder will do"
+        assert desk.run("pip install -q --no-deps ./elsewhere").returncode == 0
+        assert "zeta-2: available" in desk.run("mvllm platforms --platform zeta-2").stdout
+        assert desk.run("pip uninstall -q -y mvllm-zeta-2").returncode == 0

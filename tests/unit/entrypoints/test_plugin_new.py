@@ -1,0 +1,80 @@
+"""What `mvllm plugin new` writes: every file of the template, with every word filled in, and nothing over something."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import mvllm
+from mvllm.entrypoints.cli import plugin
+from mvllm.entrypoints.cli.main import main
+from mvllm.errors import ConfigError
+from mvllm.plugin_api import CONTRACT
+
+TEMPLATE = Path(mvllm.__file__).parent / "entrypoints" / "plugin_template"
+
+
+def test_every_file_of_the_template_goes_somewhere():
+    assert {name for name in plugin.FILES.values() if name} == {path.name for path in TEMPLATE.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "cls"), [("acme", "mvllm_acme", "Acme"), ("x-2-go", "mvllm_x_2_go", "X2Go")]
+)
+def test_every_word_is_filled_in_and_every_file_is_what_its_name_says(tmp_path, name, package, cls):
+    for path in plugin.write_plugin(name, tmp_path / "new"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"@\w+@", text) and "@" not in path.name
+        if path.suffix == ".py":
+            ast.parse(text)
+        elif path.suffix == ".toml":
+            tomllib.loads(text)
+        elif path.suffix == ".yml":
+            yaml.safe_load(text)
+    folder = tmp_path / "new" / "src" / package
+    assert f"class {cls}Platform(Platform)" in (folder / "platform.py").read_text()
+    assert f"contract={CONTRACT}" in (folder / "plugin.py").read_text()
+    project = tomllib.loads((tmp_path / "new" / "pyproject.toml").read_text())["project"]
+    assert project["name"] == f"mvllm-{name}"
+    assert project["entry-points"]["mvllm.platforms"] == {name: f"{package}.plugin"}
+    assert all(re.fullmatch(r"[\w\[\]-]+(>=[\d.]+)?", text) for text in project["dependencies"]), "floors only"
+
+
+def test_it_is_written_here_under_the_packages_name_and_the_next_steps_are_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plugin", "new", "acme"]) == 0
+    assert (tmp_path / "mvllm-acme" / "tests" / "test_conformance.py").read_text().count("\n") == 1
+    assert (tmp_path / "mvllm-acme" / "tests" / "conftest.py").read_text().count("\n") == 1
+    printed = capsys.readouterr().out
+    assert "pip install -e mvllm-acme" in printed and "mvllm conformance --platform acme" in printed
+
+
+def test_a_folder_that_holds_something_is_left_as_it_is(tmp_path):
+    (tmp_path / "precious").write_text("x")
+    with pytest.raises(ConfigError, match="not an empty folder"):
+        plugin.write_plugin("acme", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize(
+    "name", ["", "-a", "a-", "a--b", "a_b", "Ä", "a b", "../x", "a" * 41, "mvllm-a", "cpu", "auto"]
+)
+def test_a_name_that_will_not_do_is_refused(name):
+    with pytest.raises(ConfigError):
+        plugin.check_name(name)
+
+
+@pytest.mark.parametrize("name", ["acme", "a", "a1-b2", "x" * 40])
+def test_a_name_that_will_do_is_accepted(name):
+    plugin.check_name(name)
+
+
+def test_nothing_in_the_template_reaches_behind_the_front_door():
+    for path in TEMPLATE.glob("*.py.tmpl"):
+        for module in re.findall(r"^\s*(?:from|import) (mvllm[\w.]*)", path.read_text(), flags=re.MULTILINE):
+            assert module in ("mvllm.plugin_api", "mvllm.testing.suite.everything"), path.name
