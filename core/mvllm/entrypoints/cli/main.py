@@ -24,6 +24,7 @@ COMMANDS = {
     "platforms": "list the platform plugins found, and why they can or cannot be used",
     "doctor": "check this installation and this machine",
     "ops": "list the operations and what implements them on a platform",
+    "contract": "print what a platform plugin may rely on, or what changed in it",
 }
 """Each is a module of this package with `add_arguments(parser)` and `run(args) -> exit status`."""
 
