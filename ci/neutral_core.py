@@ -38,10 +38,11 @@ VENDOR_WORDS = frozenset(
     """.split()  # noqa: SIM905
 )
 
-# The one neutral meaning of a vendor-flavoured word: an argument name that every user of the field already types.
-ALLOWED_NAMES = frozenset({"gpu_memory_utilization"})
+# The neutral meanings of vendor-flavoured words: an argument name that every user of the field already types, and torch's
+# name of its place for devices of any maker, which core speaks of but never computes on.
+ALLOWED_NAMES = frozenset({"gpu_memory_utilization", "PrivateUse1", "_get_privateuse1_backend_name"})
 
-DEVICE_STRING = re.compile(r"(cpu|cuda|gpu|hip|xpu|tpu|npu|hpu|mps|xla|mlx|mlu|ipu|mtia|vulkan|privateuseone)(:\d+)?")
+DEVICE_STRING = re.compile(r"(cpu|cuda|gpu|hip|xpu|tpu|npu|hpu|mps|xla|mlx|mlu|ipu|mtia|vulkan|privateuseone|privateuse1)(:\d+)?")
 TORCH_DOORS = frozenset({"accelerator", "cpu"})  # torch.accelerator, torch.cpu; vendors are caught as words
 UNSAFE_MODULES = frozenset({"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"})
 UNSAFE_BUILTINS = frozenset({"eval", "exec"})

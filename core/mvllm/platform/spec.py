@@ -27,6 +27,8 @@ class PlatformSpec:
         factory: `package.module:function` returning a Platform.
         torch_floor: Lowest torch version it works with, or None if it needs no torch.
         priority: Order in listings, higher first. It never decides a choice.
+        torch_backend: The name under which its device library registers itself in PrivateUse1, torch's one place for a
+            foreign device; None if it does not. Core tells where two want that place.
     """
 
     name: str
@@ -36,6 +38,7 @@ class PlatformSpec:
     factory: str
     torch_floor: str | None = None
     priority: int = 0
+    torch_backend: str | None = None
 
 
 @dataclass(frozen=True)
