@@ -42,7 +42,9 @@ VENDOR_WORDS = frozenset(
 # name of its place for devices of any maker, which core speaks of but never computes on.
 ALLOWED_NAMES = frozenset({"gpu_memory_utilization", "PrivateUse1", "_get_privateuse1_backend_name"})
 
-DEVICE_STRING = re.compile(r"(cpu|cuda|gpu|hip|xpu|tpu|npu|hpu|mps|xla|mlx|mlu|ipu|mtia|vulkan|privateuseone|privateuse1)(:\d+)?")
+DEVICE_STRING = re.compile(
+    r"(cpu|cuda|gpu|hip|xpu|tpu|npu|hpu|mps|xla|mlx|mlu|ipu|mtia|vulkan|privateuseone|privateuse1)(:\d+)?"
+)
 TORCH_DOORS = frozenset({"accelerator", "cpu"})  # torch.accelerator, torch.cpu; vendors are caught as words
 UNSAFE_MODULES = frozenset({"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"})
 UNSAFE_BUILTINS = frozenset({"eval", "exec"})
