@@ -38,7 +38,7 @@ VENDOR_WORDS = frozenset(
     """.split()  # noqa: SIM905
 )
 
-# The neutral meanings of vendor-flavoured words: an argument name that every user of the field already types, and torch's
+# The neutral meanings of vendor-flavoured words: an argument that every user of the field already types, and torch's
 # name of its place for devices of any maker, which core speaks of but never computes on.
 ALLOWED_NAMES = frozenset({"gpu_memory_utilization", "PrivateUse1", "_get_privateuse1_backend_name"})
 

@@ -204,7 +204,7 @@ def _requirements(candidate: Candidate) -> Checks:
     try:
         requirements = importlib.metadata.requires(name) or []
     except importlib.metadata.PackageNotFoundError:
-        return
+        requirements = []  # a bare entry point asks for nothing
     problems = [problem for r in requirements if _applies(r) and (problem := _problem_with(r)) is not None]
     yield _check(
         f"platform.{candidate.name}.requirements",
