@@ -195,7 +195,8 @@ def _plugin(candidate: Candidate) -> Checks:
     if probe is not None:
         devices = ", ".join(device.name for device in probe.devices)
         found = f"{probe.reason}" + (f" ({devices})" if devices and devices not in probe.reason else "")
-        yield _check(f"{prefix}.devices", probe.available, found, probe.remedy, CheckStatus.WARNING)
+        remedy = probe.remedy or f"see what {candidate.source.distribution} needs: a device, its driver, permissions"
+        yield _check(f"{prefix}.devices", probe.available, found, remedy, CheckStatus.WARNING)
 
 
 def _requirements(candidate: Candidate) -> Checks:
