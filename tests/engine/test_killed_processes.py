@@ -213,6 +213,7 @@ def test_killing_the_front_end_before_its_core_has_workers_leaves_nothing(start:
     assert front_end.wait() == -signal.SIGKILL
 
 
+@pytest.mark.serial  # of the five seconds, a busy machine takes its part
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_end_everything_soon(start: Start, phase: str, number: signal.Signals) -> None:

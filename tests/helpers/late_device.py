@@ -32,6 +32,7 @@ from mvllm.plugin_api import (
     WorkerContext,
 )
 from mvllm.worker.worker import Worker
+from mvllm_fault_injection.faults import FaultPlan
 from mvllm_fault_injection.platform import FaultyPlatform, FaultyRuntime
 from tests.helpers.host_sync import NoQuestions, NoReading
 from tests.helpers.late_plugin import LOG, SPEC
@@ -75,7 +76,7 @@ class LateRuntime(FaultyRuntime):
     """
 
     def __init__(self, rank: int) -> None:
-        super().__init__()
+        super().__init__(FaultPlan.from_environment())
         self._rank = rank
         self._log = os.environ[LOG]
         self._kept: list[torch.Tensor] = []

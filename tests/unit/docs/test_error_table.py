@@ -12,6 +12,11 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 EXECUTOR = ROOT / "core" / "mvllm" / "executor"
+SOURCES = [
+    *EXECUTOR.rglob("*.py"),
+    *(ROOT / "core" / "mvllm" / "engine").glob("*.py"),
+    *(ROOT / "platforms" / "cpu" / "src").rglob("*communicator.py"),
+]
 PAGE = (ROOT / "docs" / "executors.md").read_text(encoding="utf-8")
 
 HOLE = "\0"  # where a source has a value, and the page has "..."
@@ -50,9 +55,9 @@ def _without_docstrings(tree: ast.Module) -> Iterator[ast.AST]:
 
 @functools.cache
 def source_texts() -> list[str]:
-    """Every text in the executors' sources, with a hole for each value."""
+    """Every text in the sources of executors, engine core and communicator, with a hole for each value."""
     texts = []
-    for file in sorted(EXECUTOR.rglob("*.py")):
+    for file in sorted(SOURCES):
         texts += [text for n in _without_docstrings(ast.parse(file.read_text("utf-8"))) if (text := _constant(n))]
     return texts
 
