@@ -124,11 +124,12 @@ def test_its_plan_its_operations_and_its_checks_are_heeded(core_only, beside_tor
     assert "broken" not in {status for name, status in seen["checks"].items() if name.startswith("platform.")}
     refused = core_only.run(
         *["-c", "import sys; from mvllm.entrypoints.cli.main import main; sys.exit(main())"],
-        *["generate", "--model", "demo", "--prompt", "x", "--platform", "frozen", "--tensor-parallel-size", "3"],
+        *["generate", "--model", "demo", "--prompt", "x", "--platform", "frozen"],
+        *["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"],
         path=path,
     )
     assert refused.returncode == 1
-    assert "There are two devices, not 3." in refused.stderr and "Ask for at most 2." in refused.stderr
+    assert "There are two devices, not 4." in refused.stderr and "Ask for at most 2." in refused.stderr
 
 
 def test_a_core_of_the_next_major_refuses_it_with_both_versions_and_the_command(core_only, frozen, core_of):
