@@ -4,6 +4,8 @@
 The idea: a vendor name in the core is a branch that belongs behind the platform contract, wherever it hides, so every
 *word* is looked at: identifiers (`is_cuda_alike`, `CudaGraph`), strings, docstrings and comments alike. Words that are
 harmless as prose but not as code ("cpu" as a device, `torch.accelerator`, `eval`) are looked for in the syntax tree.
+There a word put together out of pieces is read as a whole, a torch under another name is still torch, and an attribute
+of torch whose name is made at run time is an offence by itself. All this stops habits and shortcuts, not malice.
 
     python3 ci/neutral_core.py [FOLDER or FILE ...]     prints file:line: offence; exit status 1 if there is any
 """
@@ -15,7 +17,8 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,15 +37,27 @@ VENDOR_WORDS = frozenset(
     trainium inferentia xrt
     gpu ipu mlu mtia musa vpu vulkan
     cambricon metax maca rbln rebellions spyre tenstorrent graphcore sambanova cerebras qualcomm mthreads
+    iluvatar biren enflame kunlun kunlunxin hygon dcu groq furiosa
     privateuseone privateuse1
     """.split()  # noqa: SIM905
 )
 
-# The one neutral meaning of a vendor-flavoured word: an argument name that every user of the field already types.
-ALLOWED_NAMES = frozenset({"gpu_memory_utilization"})
+# The neutral meanings of vendor-flavoured words: an argument that every user of the field already types, and torch's
+# name of its place for devices of any maker, which core speaks of but never computes on.
+ALLOWED_NAMES = frozenset({"gpu_memory_utilization", "PrivateUse1", "_get_privateuse1_backend_name"})
 
-DEVICE_STRING = re.compile(r"(cpu|cuda|gpu|hip|xpu|tpu|npu|hpu|mps|xla|mlx|mlu|ipu|mtia|vulkan|privateuseone)(:\d+)?")
-TORCH_DOORS = frozenset({"accelerator", "cpu"})  # torch.accelerator, torch.cpu; vendors are caught as words
+# Makers' names that are ordinary words, too: a question about one is a branch on a maker all the same.
+QUESTION = re.compile(
+    r"(?:is|has|on|for|use|uses)_(?:\w+_)?(apple|metal|neuron|arm|google|amazon|moore|tesla|hopper)(?:_\w+)?"
+)
+
+DEVICE_STRING = re.compile(
+    r"(cpu|cuda|gpu|hip|xpu|tpu|npu|hpu|mps|xla|mlx|mlu|ipu|mtia|vulkan|privateuseone|privateuse1)(:\d+)?"
+)
+# Parts of torch that lead to a device behind the runtime's back; those of vendors are caught as words.
+TORCH_DOORS = frozenset({"accelerator", "cpu", "get_device_module"})
+DEVICE_QUESTIONS = frozenset({"is_cpu"})
+ATTRIBUTE_READERS = frozenset({"getattr", "hasattr", "setattr", "delattr", "inspect.getattr_static"})
 UNSAFE_MODULES = frozenset({"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"})
 UNSAFE_BUILTINS = frozenset({"eval", "exec"})
 UNSAFE_CALLS = frozenset({"torch.load", "yaml.load", "yaml.unsafe_load", "os.system", "os.popen", "builtins.eval"})
@@ -63,7 +78,7 @@ def check_source(source: str) -> list[Offence]:
         SyntaxError: It is no Python.
     """
     tree = ast.parse(source)
-    return sorted({*vendor_words(source), *unsafe_or_device_code(tree)})
+    return sorted({*vendor_words(source), *built_words(tree, source), *unsafe_or_device_code(tree)})
 
 
 def vendor_words(source: str) -> Iterator[Offence]:
@@ -76,6 +91,83 @@ def vendor_words(source: str) -> Iterator[Offence]:
                 if name not in ALLOWED_NAMES:
                     for word in named_vendors(name):
                         yield Offence(token.start[0] + offset, f"{name!r} names hardware ({word})")
+        if token.type == tokenize.NAME:
+            if not token.string.isascii():
+                yield Offence(token.start[0], f"{token.string!r}: Python reads it as another name than the eye does")
+            if asked := QUESTION.fullmatch(token.string):
+                yield Offence(token.start[0], f"{token.string!r} asks for a maker ({asked[1]}); ask for an ability")
+
+
+def built_words(tree: ast.Module, source: str) -> Iterator[Offence]:
+    """Vendor words in text that is put together in the code, and does not stand there as one piece."""
+    lines = source.splitlines()
+    for node in ast.walk(tree):
+        text = built_text(node)
+        if text is None:
+            continue
+        written = unicodedata.normalize("NFKC", "\n".join(lines[node.lineno - 1 : node.end_lineno]))
+        for name in NAME.findall(text):
+            if name not in ALLOWED_NAMES and name not in NAME.findall(written):
+                for word in named_vendors(name):
+                    yield Offence(node.lineno, f"{name!r}, put together here, names hardware ({word})")
+
+
+TEXT_METHODS = frozenset(
+    """
+    lower upper casefold title capitalize swapcase strip lstrip rstrip replace removeprefix removesuffix join format
+    translate decode encode
+    """.split()  # noqa: SIM905
+)
+
+
+def built_text(node: ast.AST) -> str | None:
+    """The text that an expression of constants gives, as far as constants and the methods of text go; else None."""
+    value = constant(node)
+    return value.decode("latin-1") if isinstance(value, bytes) else value if isinstance(value, str) else None
+
+
+def constant(node: ast.AST) -> object:
+    """The value of an expression of constants; None if it is something else."""
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.BinOp(left=left, op=ast.Add() | ast.Mod() | ast.Mult() as op, right=right):
+            values = constant(left), constant(right)
+            action = {ast.Add: lambda a, b: a + b, ast.Mod: lambda a, b: a % b, ast.Mult: times}[type(op)]
+            return None if None in values else tried(action, *values)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return tried(lambda a: -a, constant(operand))
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            values = tuple(constant(item) for item in items)
+            return None if None in values else values
+        case ast.JoinedStr(values=parts):
+            values = [built_text(part.value if isinstance(part, ast.FormattedValue) else part) for part in parts]
+            return None if None in values else "".join(map(str, values))
+        case ast.Subscript(value=value, slice=ast.Slice(lower=lower, upper=upper, step=step)):
+            ends = [None if end is None else constant(end) for end in (lower, upper, step)]
+            return tried(lambda text: text[slice(*ends)], constant(value))
+        case ast.Call(func=ast.Name(id="chr"), args=[code]):
+            return tried(chr, constant(code))
+        case ast.Call(func=ast.Name(id="str"), args=[text]):
+            return built_text(text)
+        case ast.Call(func=ast.Attribute(value=owner, attr=method), args=arguments) if method in TEXT_METHODS:
+            text, values = constant(owner), [constant(argument) for argument in arguments]
+            if not isinstance(text, str | bytes) or None in values:
+                return None
+            return tried(lambda: getattr(text, method)(*values))
+        case _:
+            return None
+
+
+def times(a: object, b: object) -> object:
+    return a * b if isinstance(b, int) and b < 100 else None  # type: ignore[operator]
+
+
+def tried(action: Callable[..., object], *values: object) -> object:
+    try:
+        return action(*values)
+    except (TypeError, ValueError, KeyError, IndexError, LookupError, UnicodeError):
+        return None  # no expression that works: it will not name anything either
 
 
 def named_vendors(name: str) -> list[str]:
@@ -83,31 +175,113 @@ def named_vendors(name: str) -> list[str]:
 
     `is_cuda_alike`, `CudaGraph`, `CUDA_VISIBLE_DEVICES`, `cuda12` and `torch_npu` hold one each; `chip`, `ship` none.
     """
+    name = unicodedata.normalize("NFKC", name)  # as Python itself reads identifiers
     parts = {part.lower() for chunk in name.split("_") for part in [chunk, *WORD.findall(chunk)]}
     parts |= {part.rstrip("0123456789") for part in parts} | {part.removesuffix("s") for part in parts}
     return sorted(parts & VENDOR_WORDS)
 
 
-def unsafe_or_device_code(tree: ast.AST) -> Iterator[Offence]:
-    prose = docstrings(tree)
+def unsafe_or_device_code(tree: ast.Module) -> Iterator[Offence]:
+    prose, torches = docstrings(tree), names_of_torch(tree)
     for node in ast.walk(tree):
-        match node:
-            case ast.Constant(value=str() as text) if node not in prose and DEVICE_STRING.fullmatch(text.lower()):
+        if node not in prose and isinstance(node, ast.expr) and (text := built_text(node)) is not None:
+            if DEVICE_STRING.fullmatch(text.lower()):
                 yield Offence(node.lineno, f"{text!r} is a device string; devices come from the platform")
-            case ast.Attribute(value=ast.Name(id="torch"), attr=attr) if attr in TORCH_DOORS:
-                yield Offence(node.lineno, f"torch.{attr}: devices are reached through the platform's DeviceRuntime")
+        match node:
+            case ast.Attribute(attr=attr):
+                root, _, path = dotted(node).partition(".")
+                if root in torches and through_a_door(path.split(".")):
+                    yield Offence(
+                        node.lineno, f"torch.{path}: devices are reached through the platform's DeviceRuntime"
+                    )
+                if attr in DEVICE_QUESTIONS:
+                    yield Offence(node.lineno, f"{attr} asks where a tensor is; that is the platform's to know")
+                if root in torches and path in ("__dict__", "__getattribute__", "__getattr__"):
+                    yield Offence(node.lineno, f"torch.{path}: name what is used of torch")
+            case ast.Subscript(value=ast.Call(func=ast.Name(id="vars"), args=[owner])) if dotted(owner) in torches:
+                yield Offence(node.lineno, "vars(torch)[...]: name what is used of torch")
             case ast.Import(names=names):
-                yield from (forbidden_import(node.lineno, alias.name) for alias in names if unsafe_module(alias.name))
+                for alias in names:
+                    if unsafe_module(alias.name) or door_of_torch(alias.name):
+                        yield forbidden_import(node.lineno, alias.name)
             case ast.ImportFrom(module=str() as module):
                 if unsafe_module(module):
                     yield forbidden_import(node.lineno, module)
                 for alias in node.names:
-                    if f"{module}.{alias.name}" in UNSAFE_CALLS or (module == "torch" and alias.name in TORCH_DOORS):
-                        yield forbidden_import(node.lineno, f"{module}.{alias.name}")
+                    full = f"{module}.{alias.name}"
+                    if full in UNSAFE_CALLS or door_of_torch(full):
+                        yield forbidden_import(node.lineno, full)
             case _:
                 pass
         if isinstance(node, ast.Call):
             yield from unsafe_call(node)
+            yield from hidden_attribute(node, torches)
+
+
+def names_of_torch(tree: ast.Module) -> set[str]:
+    """What this module calls torch: `import torch as t` and `t = torch` give it another name."""
+    names = {"torch"}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=aliases):
+                names |= {alias.asname for alias in aliases if alias.name == "torch" and alias.asname}
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Name(id=other)) if other in names:
+                names.add(name)
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if is_import_of_torch(call):
+                names.add(name)
+            case _:
+                pass
+    return names
+
+
+def is_import_of_torch(call: ast.Call) -> bool:
+    imports = dotted(call.func) in ("importlib.import_module", "import_module", "__import__")
+    return imports and bool(call.args) and built_text(call.args[0]) == "torch"
+
+
+def through_a_door(path: list[str]) -> bool:
+    return any(part in TORCH_DOORS or part.startswith("_accelerator") for part in path)
+
+
+def door_of_torch(module: str) -> bool:
+    top, *path = module.split(".")
+    return top == "torch" and through_a_door(path)
+
+
+def hidden_attribute(call: ast.Call, torches: set[str]) -> Iterator[Offence]:
+    """An attribute of torch that is looked up by text, and modules of torch that are imported by it."""
+    name = dotted(call.func)
+    if name in ATTRIBUTE_READERS and len(call.args) > 1:
+        root, _, path = dotted(call.args[0]).partition(".")
+        wanted = built_text(call.args[1])
+        of_torch = root in torches or (isinstance(call.args[0], ast.Call) and is_import_of_torch(call.args[0]))
+        if of_torch and wanted is None:
+            yield Offence(call.lineno, f"{name} of torch with a name made at run time: name what is used of torch")
+        elif of_torch and through_a_door([*path.split("."), *str(wanted).split(".")]):
+            yield Offence(
+                call.lineno, f"{name} of torch.{wanted}: devices are reached through the platform's DeviceRuntime"
+            )
+        elif wanted in DEVICE_QUESTIONS:
+            yield Offence(call.lineno, f"{wanted} asks where a tensor is; that is the platform's to know")
+    if name in ("operator.attrgetter", "attrgetter", "operator.methodcaller", "methodcaller") and call.args:
+        wanted = built_text(call.args[0])
+        if wanted is None or through_a_door(wanted.split(".")):
+            yield Offence(call.lineno, f"{name} with {wanted or 'a name made at run time'}: name what is used")
+    if name in ("importlib.import_module", "import_module", "__import__") and call.args:
+        [first, *_] = call.args
+        begins = first.values[0] if isinstance(first, ast.JoinedStr) and first.values else first
+        while isinstance(begins, ast.BinOp):
+            begins = begins.left
+        text = built_text(first)
+        if text is not None and door_of_torch(text):
+            yield forbidden_import(call.lineno, text)
+        elif text is None and (built_text(begins) or "").startswith("torch"):
+            yield Offence(call.lineno, "a module of torch whose name is made at run time: name what is used of torch")
+    if name == "torch.device" or (name.endswith(".device") and name.split(".")[0] in torches):
+        if call.args and isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, int):
+            yield Offence(
+                call.lineno, "torch.device of a number is a device of torch's choice; devices come from the platform"
+            )
 
 
 def unsafe_call(call: ast.Call) -> Iterator[Offence]:
@@ -118,9 +292,9 @@ def unsafe_call(call: ast.Call) -> Iterator[Offence]:
         if keyword.arg == "shell" and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False):
             yield Offence(call.lineno, "shell= hands text to a shell; pass a list of arguments")
     if name in ("importlib.import_module", "__import__") and call.args:
-        first = call.args[0]
-        if isinstance(first, ast.Constant) and isinstance(first.value, str) and unsafe_module(first.value):
-            yield forbidden_import(call.lineno, first.value)
+        module = built_text(call.args[0])
+        if module is not None and unsafe_module(module):
+            yield forbidden_import(call.lineno, module)
 
 
 def unsafe_module(name: str) -> bool:
@@ -131,6 +305,8 @@ def unsafe_module(name: str) -> bool:
 def forbidden_import(line: int, name: str) -> Offence:
     if name.split(".")[0] == "core":
         return Offence(line, f"import {name}: a second copy of the package; import mvllm")
+    if door_of_torch(name):
+        return Offence(line, f"import {name}: devices are reached through the platform's DeviceRuntime")
     if name.startswith("mvllm_"):
         return Offence(line, f"import {name}: the engine imports no plugin; plugins come through entry points")
     return Offence(line, f"import {name}: not in the core")

@@ -77,6 +77,80 @@ def test_a_device_is_never_spelt_out(source, sign):
 
 
 @pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        ("getattr(torch, 'cu' + 'da')", "cuda"),
+        ("getattr(torch, 'cu' 'da')", "cuda"),
+        ("hasattr(torch, f'{\"x\"}pu')", "xpu"),
+        ("getattr(torch, 'aduc'[::-1])", "cuda"),
+        ("getattr(torch, 'XPU'.lower())", "xpu"),
+        ("name = ''.join(['n', 'p', 'u'])", "npu"),
+        ("name = ''.join(('c', chr(117), 'da'))", "cuda"),
+        ("name = '%sip' % 'h'", "hip"),
+        ("name = '{}{}'.format('mp', 's')", "mps"),
+        ("name = 'c-u-d-a'.replace('-', '')", "cuda"),
+        ("name = '\\x63uda'", "cuda"),
+        ("name = b'cuda'.decode()", "cuda"),
+        ("importlib.import_module('torch.' + 'x' + 'pu')", "xpu"),
+        ("torch.\uff43\uff55\uff44\uff41.synchronize()", "cuda"),
+        ("torch.hip.synchronize()", "hip"),
+        ("torch.npu.synchronize()", "npu"),
+        ("torch.xpu.synchronize()", "xpu"),
+        ("torch.cuda.synchronize()", "cuda"),
+        ("if platform.is_xpu(): ...", "xpu"),
+        ("if is_hygon: ...", "hygon"),
+        ("torch.utils.rename_privateuse1_backend('x')", "privateuse1"),
+    ],
+)
+def test_a_vendor_is_seen_in_pieces_and_in_disguise(source, word):
+    assert any(f"({word})" in text for text in offences(source)), offences(source)
+
+
+@pytest.mark.parametrize("name", ["is_apple", "is_apple_silicon", "has_metal", "use_metal_kernels", "is_really_neuron"])
+def test_a_question_about_a_maker_with_an_ordinary_name_is_seen(name):
+    assert any("asks for a maker" in text for text in offences(f"if {name}(): ...")), offences(name)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch as t\nt.accelerator.synchronize()",
+        "import torch\nt = torch\nt.accelerator.synchronize()",
+        "t = importlib.import_module('torch')\nt.accelerator.synchronize()",
+        "getattr(__import__('torch'), 'accelerator')",
+        "import torch.accelerator",
+        "import torch.accelerator as host",
+        "from torch.accelerator import synchronize",
+        "from torch import accelerator as host",
+        "getattr(torch, 'accelerator')",
+        "getattr(torch, 'accel' + 'erator')",
+        "getattr(torch, name)",
+        "getattr(torch, f'{device.type}').synchronize()",
+        "hasattr(torch, kind)",
+        "torch.__dict__[name]",
+        "torch.__getattribute__(name)",
+        "vars(torch)[name]",
+        "operator.attrgetter('accelerator')(torch)",
+        "operator.attrgetter(name)(torch)",
+        "importlib.import_module(f'torch.{name}')",
+        "importlib.import_module('torch.' + name)",
+        "importlib.import_module('torch.' + 'cpu')",
+        "torch.get_device_module(device)",
+        "torch._C._accelerator_synchronizeDevice(0)",
+        "torch.backends.cpu.get_cpu_capability()",
+        "torch.device(0)",
+        "tensor.is_cpu",
+        "getattr(tensor, 'is_cpu')",
+        "device = 'c' + 'pu'",
+        "device = 'CPU'.lower()",
+        "impl('PrivateUse1')",
+    ],
+)
+def test_torch_has_no_back_door_to_a_device(source):
+    assert offences(source), source
+
+
+@pytest.mark.parametrize(
     ("source", "sign"),
     [
         ("import pickle", "pickle"),
@@ -111,6 +185,16 @@ def test_the_core_imports_no_plugin(source):
     "source",
     [
         "chip, ship, whip = tip(relationship)",
+        "getattr(torch, 'float32')",
+        "getattr(model, name)",
+        "dtypes = {name: value for name, value in vars(torch).items()}",
+        "importlib.import_module(name)",
+        "importlib.import_module(f'mvllm.{name}')",
+        "torch.device(name)",
+        "text = 'torch has one place for a foreign device (PrivateUse1)'",
+        "is_applicable, has_metallic, on_armed = 1, 2, 3",
+        "text = 'a' + b + 'c' * 5",
+        "text = '%d of %d' % (1, 2)",
         "x = model.eval()",
         "on_the_host = tensor.cpu()",
         "regex.compile(r'a')",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
 
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype called `name`, for instance `bfloat16`.
@@ -11,8 +13,8 @@ def torch_dtype(name: str) -> torch.dtype:
     Raises:
         ValueError: torch has no such dtype.
     """
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
+    dtype = _DTYPES.get(name)
+    if dtype is None:
         raise ValueError(f"There is no dtype {name!r}.")
     return dtype
 

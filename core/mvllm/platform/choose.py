@@ -10,7 +10,14 @@ from dataclasses import dataclass
 
 from mvllm.errors import PlatformError
 from mvllm.logging import get_logger
-from mvllm.platform.discovery import Candidate, PluginSource, discover, find_sources, load_attribute
+from mvllm.platform.discovery import (
+    Candidate,
+    PluginSource,
+    discover,
+    find_sources,
+    load_attribute,
+    needs_another_contract,
+)
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, enter_phase
 
@@ -131,6 +138,8 @@ def _build(candidate: Candidate) -> Platform:
         except KeyboardInterrupt:
             raise
         except BaseException as e:  # a plugin may raise anything, SystemExit included
+            if (telling := needs_another_contract(e, candidate.source)) is not None:
+                raise telling from e
             raise PlatformError(
                 f"The platform {candidate.name!r} ({candidate.source}) failed while it was being built: "
                 f"{type(e).__name__}: {e}"

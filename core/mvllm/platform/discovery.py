@@ -4,14 +4,19 @@ The loop is our own: pluggy's loader imports everything at once, stops at the fi
 distribution that uses a taken name. Here each plugin is loaded on its own, and whatever goes wrong is kept beside its
 name, so that it can be shown to the user.
 
-    entry point ──import──> hook module ──hook──> PlatformSpec ──contract──> probe ──> ProbeResult
+    entry point ──import──> hook module ──hook──> PlatformSpec ──contract──> probe ──> ProbeResult ──torch──> usable
                  (light)                                        (checked before device code is imported)
+
+A plugin may be so far from this core that it does not get as far as saying its contract: it imports a name, or fills in
+a field, that is not there. That is told as what it is, too, and not as the ImportError that Python makes of it.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
+import re
 import time
 import traceback
 from collections import Counter
@@ -52,7 +57,7 @@ class PluginFailure:
     """What went wrong with a plugin.
 
     Attributes:
-        stage: `import`, `hook`, `contract`, `duplicate`, `probe` or `factory`.
+        stage: `import`, `contract`, `duplicate`, `probe` or `torch`.
         message: One or two lines for the user.
         error: The exception, with its cause, or None.
         remedy: What to do.
@@ -136,6 +141,12 @@ def check_contract(spec: PlatformSpec, source: PluginSource) -> None:
     Raises:
         ContractError: Names both distributions, both versions and the command that mends it.
     """
+    if not (isinstance(spec.contract, tuple) and [type(part) for part in spec.contract] == [int, int]):
+        raise ContractError(
+            f"{source.distribution} {source.version} says that it was built for platform contract {spec.contract!r}; "
+            f"a contract is (major, minor), and mvllm {__version__} speaks {_dotted(CONTRACT)}. "
+            f"Run: pip install -U {source.distribution}"
+        )
     major, minor = spec.contract
     if major == CONTRACT[0] and minor <= CONTRACT[1]:
         return
@@ -143,8 +154,67 @@ def check_contract(spec: PlatformSpec, source: PluginSource) -> None:
     remedy = f"pip install -U {'mvllm' if plugin_is_newer else source.distribution}"
     raise ContractError(
         f"{source.distribution} {source.version} was built for platform contract {major}.{minor}, but mvllm "
-        f"{__version__} speaks {CONTRACT[0]}.{CONTRACT[1]}. Run: {remedy}"
+        f"{__version__} speaks {_dotted(CONTRACT)}. Run: {remedy}"
     )
+
+
+def check_torch(spec: PlatformSpec, source: PluginSource) -> None:
+    """Fails unless the installed torch is at least the plugin's floor; reads metadata, imports nothing.
+
+    Raises:
+        PlatformError: Names the plugin, both versions of torch and the command that mends it.
+    """
+    if spec.torch_floor is None:
+        return
+    try:
+        installed = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        if importlib.util.find_spec("torch") is not None:
+            return  # put there by hand: nobody knows its version without importing it
+        found = "torch is not installed"
+    else:
+        if reaches(installed, spec.torch_floor):
+            return
+        found = f"torch {installed} is installed"
+    raise PlatformError(
+        f"{source.distribution} {source.version} needs torch {spec.torch_floor} or newer, but {found}. "
+        f"Run: pip install -U {source.distribution} 'torch>={spec.torch_floor}'"
+    )
+
+
+def reaches(installed: str, floor: str) -> bool:
+    """Whether a version is at least another. A build before the release of a version counts as that version."""
+    from packaging.version import Version
+
+    return Version(installed).release >= Version(floor).release
+
+
+def needs_another_contract(error: BaseException, source: PluginSource) -> ContractError | None:
+    """What it means when a plugin fails because the contract lacks something that it asks for; None for other errors.
+
+    The one who has met `error` raises or keeps the answer, whose cause it is.
+    """
+    text = str(error)
+    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "mvllm":
+        wanted = re.search(r"cannot import name '(\w+)'", text)
+        lacking = f"{wanted[1]} in {error.name}" if wanted else f"the module {error.name}"
+    elif isinstance(error, AttributeError) and (found := re.search(r"module 'mvllm\S*' has no attribute '\w+'", text)):
+        lacking = f"it: {found[0]}"
+    elif isinstance(error, TypeError) and re.match(r"(PlatformSpec|ProbeResult|DeviceInfo)\.__init__\(\) ", text):
+        lacking = f"it: {text}"
+    else:
+        return None
+    telling = ContractError(
+        f"{source.distribution} {source.version} was built for another platform contract: it asks for something that "
+        f"contract {_dotted(CONTRACT)} of mvllm {__version__} does not have ({lacking}). "
+        f"Run: pip install -U mvllm {source.distribution}"
+    )
+    telling.__cause__ = error
+    return telling
+
+
+def _dotted(contract: tuple[int, int]) -> str:
+    return f"{contract[0]}.{contract[1]}"
 
 
 def _examine(source: PluginSource, rivals: Sequence[PluginSource]) -> Candidate:
@@ -162,7 +232,9 @@ def _examine(source: PluginSource, rivals: Sequence[PluginSource]) -> Candidate:
     seconds = time.perf_counter() - start
     if isinstance(probe, PluginFailure):
         return Candidate(source, spec, probe_seconds=seconds, failure=probe)
-    return Candidate(source, spec, probe, seconds)
+    # Where there is no device for it, its torch does not matter: it must not be in the way of another platform.
+    torch = _attempt("torch", source, lambda: check_torch(spec, source)) if probe.available else None
+    return Candidate(source, spec, probe, seconds, torch if isinstance(torch, PluginFailure) else None)
 
 
 def _load_spec(source: PluginSource) -> PlatformSpec:
@@ -202,15 +274,15 @@ def _attempt(stage: str, source: PluginSource, action: Callable[[], Any]) -> Any
         return action()
     except KeyboardInterrupt:
         raise
-    except ContractError as e:
-        return PluginFailure("contract", str(e), e, str(e).rpartition("Run: ")[2])
     except BaseException as e:  # noqa: BLE001  (stored; shown beside the plugin's name)
-        return PluginFailure(
-            stage,
-            f"{type(e).__name__}: {e}",
-            e,
-            f"pip install -U {source.distribution}, or pip uninstall {source.distribution} if it is not needed",
-        )
+        error = needs_another_contract(e, source) or e
+        message, _, command = str(error).rpartition(" Run: ")
+        if isinstance(error, ContractError):
+            return PluginFailure("contract", str(error), error, command)
+        if isinstance(error, PlatformError) and message:
+            return PluginFailure(stage, message, error, command)
+        remedy = f"pip install -U {source.distribution}, or pip uninstall {source.distribution} if it is not needed"
+        return PluginFailure(stage, f"{type(error).__name__}: {error}", error, remedy)
 
 
 def _duplicate(source: PluginSource, rivals: Sequence[PluginSource]) -> PluginFailure:

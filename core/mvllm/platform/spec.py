@@ -29,6 +29,8 @@ class PlatformSpec:
         priority: Order in listings, higher first. It never decides a choice.
         by_name_only: It runs only where a user names it, and is no choice where nobody names one (a device for tests,
             say, that is installed beside real ones).
+        torch_backend: The name under which its device library registers itself in PrivateUse1, torch's one place for a
+            foreign device; None if it does not. Core tells where two want that place.
     """
 
     name: str
@@ -39,6 +41,7 @@ class PlatformSpec:
     torch_floor: str | None = None
     priority: int = 0
     by_name_only: bool = False
+    torch_backend: str | None = None
 
 
 @dataclass(frozen=True)

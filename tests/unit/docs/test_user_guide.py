@@ -35,9 +35,12 @@ def test_the_ids_of_all_checks_are_listed(monkeypatch, tmp_path):
     source = PluginSource("acme", "acme.plugin", "mvllm-acme", "1.0")
     good = Candidate(source, spec, ProbeResult(True, "1 device"))
     bad = Candidate(source, failure=PluginFailure("import", "gone", None, "mend it"))
+    hidden = Candidate(source, spec, ProbeResult(False, "no device"))
     monkeypatch.setattr(checks, "_TORCH_PROBE", "pass")
+    monkeypatch.setattr(checks, "_DEVICE_VARIABLE_PROBE", "print('ACME_DEVICES')")
+    monkeypatch.setenv("ACME_DEVICES", "")
     found = set()
-    for candidate in (good, bad):
+    for candidate in (good, bad, hidden):
         monkeypatch.setattr(checks, "discover", lambda only=None, candidate=candidate: [candidate])
         found |= {check.id for check in checks.run_checks(model=save_model_folder(tmp_path))}
     listed = re.findall(r"^\| `([\w.<>]+)` \|", section("Doctor"), flags=re.MULTILINE)

@@ -198,6 +198,31 @@ class TestDoctor:
         assert check["status"] == status
         assert "ACME_VISIBLE_DEVICES" in check["found"]
 
+    def test_a_platform_may_name_the_variable_that_hides_its_devices(self, plugins, capsys, monkeypatch):
+        plugins(ABSENT)
+        monkeypatch.setattr(doctor_checks, "_DEVICE_VARIABLE_PROBE", "print('ACME_CHIPS')")
+        assert "platform.absent.visible_devices" not in doctor(capsys)[1]
+        monkeypatch.setenv("ACME_CHIPS", "7")
+        check = doctor(capsys)[1]["platform.absent.visible_devices"]
+        assert check["status"] == "warning"
+        assert "ACME_CHIPS='7'" in check["found"] and "unset it" in check["remedy"]
+
+    def test_a_platform_that_cannot_be_asked_without_a_device_names_no_variable(self, plugins, capsys, monkeypatch):
+        plugins(ABSENT)
+        monkeypatch.setattr(doctor_checks, "_DEVICE_VARIABLE_PROBE", "print('PATH'); raise ImportError('no driver')")
+        assert "platform.absent.visible_devices" not in doctor(capsys)[1]
+
+    @pytest.mark.parametrize(("free", "status"), [(64 * 2**20, "warning"), (2**30, "ok")])
+    def test_small_shared_memory(self, plugins, capsys, monkeypatch, free, status):
+        plugins(GOOD)
+        usage = doctor_checks.shutil.disk_usage("/")
+        monkeypatch.setattr(doctor_checks.shutil, "disk_usage", lambda folder: usage._replace(total=free, free=free))
+        check = doctor(capsys)[1]["system.shared_memory"]
+        assert check["status"] == status
+        assert f"{free // 2**20:,} MiB free" in check["found"]
+        if status == "warning":
+            assert "--shm-size" in check["remedy"] and "--ipc=host" in check["remedy"]
+
     def test_a_misspelt_variable(self, plugins, capsys, monkeypatch):
         plugins(GOOD)
         monkeypatch.setenv("MVLLM_LOGING_LEVEL", "x")

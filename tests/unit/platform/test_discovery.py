@@ -10,7 +10,7 @@ import pytest
 
 from mvllm.errors import ContractError, PlatformError
 from mvllm.platform import choose, discovery
-from mvllm.platform.discovery import PluginSource, check_contract, discover, load_attribute
+from mvllm.platform.discovery import PluginSource, check_contract, check_torch, discover, load_attribute
 from mvllm.platform.hookspecs import hookimpl
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, current_phase
@@ -99,6 +99,88 @@ class TestContractVersion:
         assert failure.stage == "contract"
         assert failure.remedy == "pip install -U mvllm"
         assert isinstance(failure.error, ContractError)
+
+    @pytest.mark.parametrize("contract", ["1.0", (1,), (1, 0, 0), None, (1, "0"), 1.0])
+    def test_what_is_no_version_at_all_is_told_as_such(self, contract):
+        with pytest.raises(ContractError, match=r"a contract is \(major, minor\).*Run: pip install -U mvllm-acme"):
+            check_contract(replace(SPEC, contract=contract), SOURCE)
+
+
+class TestTorch:
+    @pytest.fixture(autouse=True)
+    def torch(self, monkeypatch):
+        versions = {"torch": "2.9.1+cpu"}
+
+        def version(name):
+            if name not in versions:
+                raise discovery.importlib.metadata.PackageNotFoundError(name)
+            return versions[name]
+
+        monkeypatch.setattr(discovery.importlib.metadata, "version", version)
+        return versions
+
+    @pytest.mark.parametrize("floor", [None, "2.6", "2.9", "2.9.1", "2.9.1+acme"])
+    def test_one_that_is_new_enough_passes(self, floor):
+        check_torch(replace(SPEC, torch_floor=floor), SOURCE)
+
+    @pytest.mark.parametrize("floor", ["2.10", "3", "2.9.2"])
+    def test_one_that_is_too_old_is_told_with_both_versions_and_the_command(self, floor):
+        with pytest.raises(PlatformError) as caught:
+            check_torch(replace(SPEC, torch_floor=floor), SOURCE)
+        assert f"needs torch {floor} or newer, but torch 2.9.1+cpu is installed" in str(caught.value)
+        assert str(caught.value).endswith(f"Run: pip install -U mvllm-acme 'torch>={floor}'")
+
+    def test_a_torch_without_metadata_may_be_of_any_version(self, torch):
+        torch.clear()
+        check_torch(replace(SPEC, torch_floor="99"), SOURCE)
+
+    def test_it_fails_where_the_devices_are_there_and_keeps_what_was_learnt(self, installed):
+        installed.add(hook=lambda: replace(SPEC, torch_floor="99"))
+        [candidate] = discover()
+        assert candidate.failure is not None and candidate.failure.stage == "torch"
+        assert candidate.failure.remedy == "pip install -U mvllm-acme 'torch>=99'"
+        assert "Run:" not in candidate.failure.message
+        assert candidate.probe is not None and not candidate.available
+
+    def test_where_there_is_no_device_it_does_not_matter(self, installed):
+        installed.add(hook=lambda: replace(SPEC, torch_floor="99"), probe=lambda: ProbeResult(False, "no device"))
+        [candidate] = discover()
+        assert candidate.failure is None
+
+
+class TestAnotherContract:
+    """A plugin that asks for what is not there is stale or too new, and not merely broken."""
+
+    @pytest.mark.parametrize(
+        "act",
+        [
+            lambda: exec("from mvllm.plugin_api import DeviceWarp"),
+            lambda: exec("import mvllm.device_warp"),
+            lambda: exec("from mvllm import plugin_api; plugin_api.DeviceWarp"),
+            lambda: PlatformSpec("acme", "Acme", CONTRACT, "x:y", "x:z", warp=9),  # type: ignore[call-arg]
+            lambda: ProbeResult(True),  # type: ignore[call-arg]
+        ],
+    )
+    def test_it_is_told_with_both_distributions_and_the_cause(self, installed, act):
+        installed.add(hook=act)
+        failure = failure_of()
+        assert failure.stage == "contract" and isinstance(failure.error, ContractError)
+        assert "mvllm-acme 1.2 was built for another platform contract" in failure.message
+        assert failure.remedy == "pip install -U mvllm mvllm-acme"
+        assert isinstance(failure.error.__cause__, ImportError | AttributeError | TypeError)
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            ImportError("cannot import name 'x' from 'torch'", name="torch"),
+            ModuleNotFoundError("No module named 'mvllm_acme.gone'", name="mvllm_acme.gone"),
+            AttributeError("module 'acme' has no attribute 'mvllm'"),
+            TypeError("AcmeSpec.__init__() got an unexpected keyword argument 'x'"),
+        ],
+    )
+    def test_other_errors_are_the_plugins_own(self, installed, error):
+        installed.add(hook=raising(error))
+        assert failure_of().stage == "import"
 
 
 class TestFailures:

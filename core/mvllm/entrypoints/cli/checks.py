@@ -15,7 +15,7 @@ from pathlib import Path
 from mvllm.config.env import describe_unknown, unknown_variables
 from mvllm.errors import MvllmError
 from mvllm.platform.choose import ENVIRONMENT_VARIABLE, installable_platforms
-from mvllm.platform.discovery import Candidate, discover, find_sources, load_attribute
+from mvllm.platform.discovery import Candidate, discover, find_sources, load_attribute, reaches
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.spec import CONTRACT, Check, CheckStatus
 from mvllm.version import __version__
@@ -24,6 +24,13 @@ _MIN_PYTHON = (3, 11)
 _MIN_SHARED_MEMORY = 256 * 2**20
 _MIN_OPEN_FILES = 1024
 _TORCH_TIMEOUT_SECONDS = 120
+_TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_DEVICE_VARIABLE_PROBE = """
+import sys
+from mvllm.config.engine_config import ParallelConfig
+from mvllm.platform.discovery import load_attribute
+print(load_attribute(sys.argv[1])().topology(ParallelConfig()).device_variable or "")
+"""
 _TORCH_PROBE = "import torch; print(torch.__version__); print((torch.ones(2) + 1).sum().item())"
 
 Checks = Iterable[Check]
@@ -46,6 +53,8 @@ def run_checks(*, platform: str | None = None, model: str | None = None) -> list
         prefix = f"platform.{candidate.name}"
         checks += _guarded(f"{prefix}.plugin", lambda c=candidate: _plugin(c))  # type: ignore[misc]
         checks += _guarded(f"{prefix}.doctor", lambda c=candidate: _own_checks(c))  # type: ignore[misc]
+        checks += _guarded(f"{prefix}.visible_devices", lambda c=candidate: _hidden_devices(c))  # type: ignore[misc]
+    checks += _guarded("torch.backends", lambda: _torch_backends(candidates))
     checks += _guarded("platform.choice", lambda: _choice(candidates, platform))
     checks += _guarded("environment.visible_devices", _visible_devices)
     checks += _guarded("environment.unknown", _unknown_variables)
@@ -97,10 +106,20 @@ def _dependencies() -> Checks:
         remedy = "install it: pip install mvllm"
         yield Check("core.dependencies", CheckStatus.WARNING, "mvllm is run from a folder, not installed", remedy)
         return
-    needed = [r for r in requirements if "extra ==" not in r]
+    needed = [r for r in requirements if _applies(r)]
     problems = [problem for r in needed if (problem := _problem_with(r)) is not None]
     found = "; ".join(problems) if problems else f"all {len(needed)} required packages are there"
     yield _check("core.dependencies", not problems, found, "pip install -U mvllm")
+
+
+def _applies(requirement: str) -> bool:
+    """Whether it is meant for this machine, and for no extra."""
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        return "extra ==" not in requirement
+    marker = Requirement(requirement).marker
+    return marker is None or marker.evaluate({"extra": ""})
 
 
 def _problem_with(requirement: str) -> str | None:
@@ -122,6 +141,7 @@ def _problem_with(requirement: str) -> str | None:
 def _torch(candidates: Sequence[Candidate]) -> Checks:
     """Imports torch in a process of its own: an import that crashes must not take the doctor with it."""
     floors = {c.name: c.spec.torch_floor for c in candidates if c.spec is not None and c.spec.torch_floor}
+    plugins = {c.name: c.source.distribution for c in candidates}
     try:
         installed = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -138,14 +158,10 @@ def _torch(candidates: Sequence[Candidate]) -> Checks:
     for name, floor in floors.items():
         yield _check(
             f"platform.{name}.torch",
-            _version(installed) >= _version(floor or ""),
+            reaches(installed, floor),
             f"torch {installed}, needed is {floor} or newer",
-            f"pip install -U torch mvllm-{name}",
+            f"pip install -U {plugins[name]} 'torch>={floor}'",
         )
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3])
 
 
 # --- platforms
@@ -164,7 +180,8 @@ def _entry_points(candidates: Sequence[Candidate], asked: str | None) -> Checks:
 def _plugin(candidate: Candidate) -> Checks:
     """One plugin: does it load, does it speak our contract, does it find devices?"""
     prefix = f"platform.{candidate.name}"
-    if candidate.failure is not None:
+    yield from _requirements(candidate)
+    if candidate.failure is not None and candidate.failure.stage != "torch":  # which has a check of its own
         failure = candidate.failure
         part = "contract" if failure.stage == "contract" else "plugin"
         found = f"{candidate.source} is broken at {failure.stage}: {failure.message}"
@@ -178,7 +195,24 @@ def _plugin(candidate: Candidate) -> Checks:
     if probe is not None:
         devices = ", ".join(device.name for device in probe.devices)
         found = f"{probe.reason}" + (f" ({devices})" if devices and devices not in probe.reason else "")
-        yield _check(f"{prefix}.devices", probe.available, found, probe.remedy, CheckStatus.WARNING)
+        remedy = probe.remedy or f"see what {candidate.source.distribution} needs: a device, its driver, permissions"
+        yield _check(f"{prefix}.devices", probe.available, found, remedy, CheckStatus.WARNING)
+
+
+def _requirements(candidate: Candidate) -> Checks:
+    """What the plugin's own metadata require, against what is installed: pip was overruled, or something came later."""
+    name = candidate.source.distribution
+    try:
+        requirements = importlib.metadata.requires(name) or []
+    except importlib.metadata.PackageNotFoundError:
+        requirements = []  # a bare entry point asks for nothing
+    problems = [problem for r in requirements if _applies(r) and (problem := _problem_with(r)) is not None]
+    yield _check(
+        f"platform.{candidate.name}.requirements",
+        not problems,
+        "; ".join(problems) if problems else f"what {name} requires is there",
+        f"pip install -U mvllm {name}",
+    )
 
 
 def _own_checks(candidate: Candidate) -> Checks:
@@ -187,6 +221,59 @@ def _own_checks(candidate: Candidate) -> Checks:
         return
     with enter_phase(Phase.FRONTEND):
         yield from load_attribute(candidate.spec.factory)().doctor()
+
+
+def _hidden_devices(candidate: Candidate) -> Checks:
+    """Whether the variable that the platform names in its topology hides all its devices.
+
+    The platform is asked in a process of its own: without a device, its library may not even load.
+    """
+    if candidate.failure is not None or candidate.spec is None or candidate.available:
+        return
+    command = [sys.executable, "-c", _DEVICE_VARIABLE_PROBE, candidate.spec.factory]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_TIMEOUT_SECONDS, check=False)
+    variable = (ran.stdout.strip().splitlines() or [""])[-1] if ran.returncode == 0 else ""
+    value = os.environ.get(variable)
+    if value is not None:
+        found = f"{variable}={value!r}, and {candidate.name} finds no device"
+        remedy = f"{variable} hides devices from {candidate.name}; unset it, or list the devices to use"
+        yield Check(f"platform.{candidate.name}.visible_devices", CheckStatus.WARNING, found, remedy)
+
+
+def _torch_backends(candidates: Sequence[Candidate]) -> Checks:
+    """Who wants PrivateUse1, of which torch has one: platforms say so, torch loads some libraries by itself."""
+    claims = {c.source.distribution: c for c in candidates if c.spec is not None and c.spec.torch_backend}
+    loaded_with_torch = set()
+    if os.environ.get(_TORCH_AUTOLOAD) != "0":
+        found = importlib.metadata.entry_points(group="torch.backends")
+        loaded_with_torch = {ep.dist.name for ep in found if ep.dist is not None}
+    # A platform's library belongs to the platform, whoever publishes it.
+    libraries = {name: {name, *_required_names(name)} for name in claims}
+    strangers = loaded_with_torch - {library for own in libraries.values() for library in own}
+    texts = [f"{c.spec.torch_backend!r} of {c.source}" for c in claims.values() if c.spec is not None]
+    texts += [f"{name}, which torch loads by itself" for name in sorted(strangers)]
+    found_text = "; ".join(texts) if texts else "nobody wants it"
+    if len(claims) + len(strangers) < 2 or not claims:
+        yield Check("torch.backends", CheckStatus.OK, f"torch's place for a foreign device (PrivateUse1): {found_text}")
+        return
+    early = [name for name, own in libraries.items() if own & loaded_with_torch]
+    found_text = f"more than one wants torch's one place for a foreign device (PrivateUse1): {found_text}"
+    names = " or ".join(f"--platform {c.name}" for c in claims.values())
+    remedy = f"an engine uses one: {names}; or pip uninstall those that are not needed"
+    if early or strangers:
+        remedy = f"{_TORCH_AUTOLOAD}=0 keeps torch from loading them by itself; {remedy}"
+    # One that is loaded with torch has the place before the platform chosen gets there.
+    yield Check("torch.backends", CheckStatus.BROKEN if early else CheckStatus.WARNING, found_text, remedy)
+
+
+def _required_names(distribution: str) -> set[str]:
+    from packaging.requirements import Requirement
+
+    try:
+        requirements = importlib.metadata.requires(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return set()
+    return {Requirement(r).name for r in requirements if _applies(r)}
 
 
 def _choice(candidates: Sequence[Candidate], asked: str | None) -> Checks:

@@ -26,6 +26,7 @@ COMMANDS = {
     "conformance": "examine whether a platform plugin keeps the contract, clause by clause",
     "ops": "list the operations and what implements them on a platform",
     "plugin": "write a platform plugin to start from: `mvllm plugin new NAME`",
+    "contract": "print what a platform plugin may rely on, or what changed in it",
 }
 """Each is a module of this package with `add_arguments(parser)` and `run(args) -> exit status`."""
 

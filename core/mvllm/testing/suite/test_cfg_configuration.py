@@ -130,12 +130,12 @@ def test_two_reads_of_capabilities_and_spec_are_equal(frontend: Platform) -> Non
 
 @clause("CFG-03")
 def test_capabilities_name_what_there_is(frontend: Platform) -> None:
-    import torch
+    from mvllm.ops.dtypes import torch_dtype
 
     capabilities = frontend.capabilities
     assert capabilities.dtypes, "a platform computes in some dtype"
     for name in (*capabilities.dtypes, *capabilities.kv_dtypes):
-        assert isinstance(getattr(torch, name, None), torch.dtype), f"{name!r} is no dtype"
+        torch_dtype(name)  # raises where there is none
     assert capabilities.collectives <= COLLECTIVES
     assert capabilities.max_head_size is None or capabilities.max_head_size > 0
     for field in dataclasses.fields(Capabilities):

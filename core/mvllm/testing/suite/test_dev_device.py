@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from mvllm.ops.dtypes import torch_dtype
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import DeviceRuntime, MemoryInfo, WorkerContext
 from mvllm.testing.marks import clause, exhaustive, not_run
@@ -63,7 +64,7 @@ def test_values_survive_the_way_to_the_device_and_back(bound_device: DeviceRunti
 def test_values_of_every_compute_dtype_survive(
     bound_device: DeviceRuntime, claimed_dtype: str, shape: tuple[int, ...]
 ) -> None:
-    host = values(getattr(torch, claimed_dtype), *shape)
+    host = values(torch_dtype(claimed_dtype), *shape)
     assert torch.equal(bound_device.to_host(bound_device.to_device(host.clone())).wait(), host)
 
 
@@ -121,8 +122,8 @@ def test_shutdown_may_be_called_twice(subject: Examinee, free_device: None) -> N
 def test_empty_gives_what_was_asked_for_on_the_device(
     bound_device: DeviceRuntime, claimed_dtype: str, shape: tuple[int, ...]
 ) -> None:
-    tensor = bound_device.empty(shape, getattr(torch, claimed_dtype))
-    assert tuple(tensor.shape) == shape and tensor.dtype == getattr(torch, claimed_dtype)
+    tensor = bound_device.empty(shape, torch_dtype(claimed_dtype))
+    assert tuple(tensor.shape) == shape and tensor.dtype == torch_dtype(claimed_dtype)
     assert tensor.device.type == torch.device(bound_device.device).type
 
 

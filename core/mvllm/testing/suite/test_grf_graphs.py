@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mvllm.ops.dtypes import torch_dtype
 from mvllm.plugin_api import CompileBackend, DeviceRuntime, GraphBackend
 from mvllm.testing.marks import clause
 from mvllm.testing.subject import Examinee
@@ -20,7 +21,7 @@ def test_a_replay_reads_the_inputs_anew_and_leaves_results_in_place(
     subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
     graphs = graphs_of(subject, bound_device)
-    dtype = getattr(torch, claimed_dtype)
+    dtype = torch_dtype(claimed_dtype)
     x = bound_device.to_device(torch.ones(4, 8, dtype=dtype))
     weight = bound_device.to_device(torch.full((8, 8), 0.5, dtype=dtype))
     out = bound_device.to_device(torch.zeros(4, 8, dtype=dtype))
@@ -79,7 +80,7 @@ def test_a_compiled_function_gives_what_the_function_gives(
     for dynamic in (False, True):
         compiled = compiler.compile(function, dynamic=dynamic)
         for size in (4, 9) if dynamic else (4, 4):
-            host = torch.linspace(-2, 2, size).to(getattr(torch, claimed_dtype))
+            host = torch.linspace(-2, 2, size).to(torch_dtype(claimed_dtype))
             found = bound_device.to_host(compiled(bound_device.to_device(host))).wait()
             torch.testing.assert_close(found, function(host), rtol=2e-2, atol=2e-2)
     key = compiler.cache_key()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mvllm.messages.sampling_params import SamplingParams
+from mvllm.ops.dtypes import torch_dtype
 from mvllm.plugin_api import DeviceRuntime
 from mvllm.sampling.output import SamplerOutput
 from mvllm.sampling.sampler import Sampler
@@ -59,7 +60,7 @@ def probabilities(logits: torch.Tensor, settings: dict[str, float | int]) -> np.
 
 @clause("SMP-01")
 def test_greedy_takes_a_token_of_largest_logit(bound_device: DeviceRuntime, claimed_dtype: str) -> None:
-    logits = random_logits(33).to(getattr(torch, claimed_dtype))
+    logits = random_logits(33).to(torch_dtype(claimed_dtype))
     found = torch.tensor(sample(bound_device, logits, [SamplingParams(temperature=0)] * 33).tolist())
     assert torch.equal(logits.gather(1, found.view(-1, 1)).flatten(), logits.max(dim=1).values)
 
@@ -85,7 +86,7 @@ def test_draws_follow_the_distribution(bound_device: DeviceRuntime, settings: st
 
 @clause("SMP-03")
 def test_log_probabilities_are_exact(bound_device: DeviceRuntime, claimed_dtype: str) -> None:
-    logits = random_logits(9).to(getattr(torch, claimed_dtype))
+    logits = random_logits(9).to(torch_dtype(claimed_dtype))
     output = sample(bound_device, logits, [SamplingParams(temperature=0, logprobs=5)] * 9)
     tokens, exact = output.tolist(), torch.log_softmax(logits.double(), dim=-1)
     for row, entry in output.logprobs.items():

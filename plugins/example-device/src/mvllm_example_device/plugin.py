@@ -16,6 +16,7 @@ SPEC = PlatformSpec(
     factory="mvllm_example_device.platform:make_platform",
     torch_floor="2.6",
     by_name_only=True,
+    torch_backend="example",
 )
 DTYPES = ("float32", "bfloat16")
 LIBRARY = Path(__file__).with_name("_device.so")

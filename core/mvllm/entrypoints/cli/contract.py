@@ -1,0 +1,52 @@
+"""`mvllm contract`: what a platform plugin may rely on, and what has changed since a state that was kept."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from mvllm.errors import ConfigError
+from mvllm.platform.surface import Surface, as_data, as_text, from_data, read_surface
+from mvllm.platform.surface_changes import changes, needed_version
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this command."""
+    parser.add_argument("--json", action="store_true", help="Print JSON; kept in a file, it serves --against.")
+    parser.add_argument(
+        "--against",
+        metavar="FILE",
+        help="Print what changed since the contract in this file, which an earlier --json wrote; exit status 1 if a "
+        "plugin written for that one may have to be changed.",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the contract, or the differences."""
+    surface = read_surface()
+    if args.against is not None:
+        return _compare(_read(args.against), surface, as_json=args.json)
+    print(json.dumps(as_data(surface), indent=1) if args.json else as_text(surface))
+    return 0
+
+
+def _compare(old: Surface, new: Surface, *, as_json: bool) -> int:
+    found = changes(old, new)
+    compatible = needed_version(old.contract, found)[0] == old.contract[0]
+    if as_json:
+        listed = [{"step": change.step, "text": change.text} for change in found]
+        print(json.dumps({"compatible": compatible, "changes": listed}, indent=1))
+    else:
+        print("\n".join(map(str, found)) if found else "nothing changed")
+    return 0 if compatible else 1
+
+
+def _read(path: str) -> Surface:
+    try:
+        return from_data(json.loads(Path(path).read_text("utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ConfigError(
+            f"--against {path} cannot be read as a contract ({type(e).__name__}: {e}); give a file that "
+            "`mvllm contract --json` wrote."
+        ) from e

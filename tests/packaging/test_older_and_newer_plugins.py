@@ -1,0 +1,168 @@
+"""A plugin goes on working with every later minor version of the contract, and is refused by name with any other.
+
+`frozen_plugin_1_0` was written against contract 1.0. Its wheel is installed beside the wheel of today's core, and that
+core is also made to believe that it speaks another version, as one of next year will.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mvllm.plugin_api import CONTRACT
+from tests.e2e.demo_answers import COMPLETIONS, says
+from tests.packaging import wheels
+
+FROZEN = Path(__file__).parent / "frozen_plugin_1_0"
+FROZEN_SHA256 = "ff4cd1affb17eda81f5d7c5bb60e8ea6c53ea98c378964e2b41c07c2b3667268"
+
+GENERATE = """
+import json
+from mvllm import LLM, SamplingParams
+prompts = {prompts!r}
+with LLM("demo", platform="frozen", max_model_len=512, kv_cache_memory_bytes=32 * 2**20) as llm:
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=48), use_tqdm=False)
+    print(json.dumps([output.outputs[0].text for output in outputs]))
+"""
+
+CHOOSE = """
+import json
+from mvllm import PlatformError
+from mvllm.platform.choose import choose_platform
+try:
+    print(json.dumps(["chosen", str(choose_platform("frozen"))]))
+except PlatformError as error:
+    print(json.dumps([type(error).__name__, str(error)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def beside_torch(tmp_path_factory):
+    return wheels.link_torch(tmp_path_factory.mktemp("with_torch") / "site")
+
+
+@pytest.fixture(scope="module")
+def install_frozen(tmp_path_factory, core_only):
+    """Installs the wheel of a copy of the frozen plugin in which some text was replaced by another."""
+
+    def install(*replacements):
+        folder = tmp_path_factory.mktemp("frozen")
+        project = shutil.copytree(FROZEN, folder / "project")
+        plugin = project / "src" / "mvllm_frozen" / "plugin.py"
+        for old, new in replacements:
+            assert old in plugin.read_text()
+            plugin.write_text(plugin.read_text().replace(old, new))
+        return wheels.install(core_only, folder / "site", wheels.build(project))
+
+    return install
+
+
+@pytest.fixture(scope="module")
+def frozen(install_frozen):
+    return install_frozen()
+
+
+@pytest.fixture
+def core_of(tmp_path):
+    """A folder that makes every Python that has it on its search path take the core for one of that contract."""
+
+    def make(major, minor):
+        folder = tmp_path / f"core_{major}_{minor}"
+        wheels.write(
+            folder, "sitecustomize.py", f"from mvllm.platform import spec\nspec.CONTRACT = ({major}, {minor})\n"
+        )
+        return folder
+
+    return make
+
+
+def test_the_frozen_plugin_is_the_one_of_old():
+    digest = hashlib.sha256()
+    for file in sorted(FROZEN.rglob("*")):
+        if file.suffix in (".py", ".toml"):
+            digest.update(str(file.relative_to(FROZEN)).encode() + file.read_bytes())
+    assert digest.hexdigest() == FROZEN_SHA256, "a frozen plugin is not changed to follow the core: see its README.md"
+
+
+@pytest.mark.parametrize("contract", [CONTRACT, (1, 1)], ids=["this_core", "the_next_minor"])
+def test_a_plugin_of_an_older_minor_generates_the_right_text(core_only, beside_torch, frozen, core_of, contract):
+    folders = [] if contract == CONTRACT else [core_of(*contract)]
+    path = [*folders, frozen, beside_torch]
+    spoken = core_only.evaluate("from mvllm.plugin_api import CONTRACT; print(*CONTRACT)", path=path)
+    assert spoken == f"{contract[0]} {contract[1]}"
+    prompts = list(COMPLETIONS)[:6]
+    printed = core_only.evaluate(GENERATE.format(prompts=prompts), path=path, timeout=300)
+    texts = json.loads(printed.splitlines()[-1])
+    wrong = {prompt: text for prompt, text in zip(prompts, texts, strict=True) if not says(text, COMPLETIONS[prompt])}
+    assert not wrong
+
+
+def test_its_plan_its_operations_and_its_checks_are_heeded(core_only, beside_torch, frozen):
+    path = [frozen, beside_torch]
+    printed = core_only.evaluate(
+        """
+        import json
+        from mvllm.entrypoints.cli.checks import run_checks
+        from mvllm.ops.registry import OpTable
+        from mvllm.platform.choose import choose_platform
+        platform = choose_platform("frozen").platform
+        [norm] = [row for row in OpTable.resolve(platform.ops()).describe() if row.op == "rms_norm"]
+        print(json.dumps({
+            "norm": norm.candidates,
+            "checks": {check.id: check.status.value for check in run_checks(platform="frozen")},
+        }))
+        """,
+        path=path,
+    )
+    seen = json.loads(printed.splitlines()[-1])
+    assert seen["norm"][0] == "ice-rms-norm"
+    assert seen["checks"]["platform.frozen.temperature"] == "ok"
+    assert "broken" not in {status for name, status in seen["checks"].items() if name.startswith("platform.")}
+    refused = core_only.run(
+        *["-c", "import sys; from mvllm.entrypoints.cli.main import main; sys.exit(main())"],
+        *["generate", "--model", "demo", "--prompt", "x", "--platform", "frozen"],
+        *["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"],
+        path=path,
+    )
+    assert refused.returncode == 1
+    assert "There are two devices, not 4." in refused.stderr and "Ask for at most 2." in refused.stderr
+
+
+def test_a_core_of_the_next_major_refuses_it_with_both_versions_and_the_command(core_only, frozen, core_of):
+    kind, text = json.loads(core_only.evaluate(CHOOSE, path=[core_of(2, 0), frozen]))
+    assert kind == "ContractError"
+    assert "mvllm-frozen 1.0.3 was built for platform contract 1.0" in text
+    assert "mvllm 0.1.0 speaks 2.0. Run: pip install -U mvllm-frozen" in text
+
+
+@pytest.mark.parametrize("contract", ["(1, 1)", "(2, 0)"])
+def test_a_plugin_of_a_later_contract_is_refused_by_this_core(core_only, install_frozen, contract):
+    newer = install_frozen(("contract=(1, 0)", f"contract={contract}"))
+    kind, text = json.loads(core_only.evaluate(CHOOSE, path=[newer]))
+    assert kind == "ContractError"
+    dotted = contract.strip("()").replace(", ", ".")
+    assert f"mvllm-frozen 1.0.3 was built for platform contract {dotted}" in text
+    assert f"mvllm 0.1.0 speaks {CONTRACT[0]}.{CONTRACT[1]}. Run: pip install -U mvllm\n" in text + "\n"
+
+
+def test_a_platform_that_finds_its_place_in_torch_taken_says_by_whom(core_only, beside_torch, install_frozen, tmp_path):
+    owner = install_frozen(("torch_floor=", 'torch_backend="ice", torch_floor='))
+    code = "def start():\n    import torch\n    torch.utils.rename_privateuse1_backend('lava')\n"
+    wheel = wheels.library_wheel(tmp_path, "torch-lava", "7.0", code, autoload=True)
+    rival = wheels.install(core_only, tmp_path / "rival", wheel)
+    program = GENERATE.format(prompts=["The capital of France is"])
+    path = [owner, rival, beside_torch]
+    refused = core_only.run("-c", program, path=path, timeout=300)
+    assert refused.returncode == 1
+    for words in (
+        "'frozen' registers itself with torch as 'ice'",
+        "taken by 'lava'",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD=0",
+    ):
+        assert words in refused.stderr
+    printed = core_only.evaluate(program, path=path, timeout=300, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert "Paris" in printed

@@ -1,0 +1,152 @@
+"""Platform plugins that vendors might publish, as real wheels, installed by pip into a folder of their own."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+from pathlib import Path
+
+from hatchling.builders.wheel import WheelBuilder
+from packaging.requirements import Requirement
+
+from mvllm.plugin_api import CONTRACT
+
+PROJECT = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "{distribution}"
+version = "{version}"
+dependencies = {requires}
+
+[project.entry-points."{group}"]
+{name} = "{entry_point}"
+
+[tool.hatch.build.targets.wheel]
+packages = ["{package}"]
+"""
+
+PLUGIN = """
+from mvllm.plugin_api import PlatformSpec, ProbeResult, hookimpl
+{first_line}
+
+@hookimpl
+def mvllm_platform():
+    return PlatformSpec(
+        name={name!r},
+        vendor="Acme",
+        contract={contract!r},
+        probe="{package}.plugin:probe",
+        factory="{package}.device:make_platform",
+        {spec}
+    )
+
+def probe():
+    {probe}
+    return ProbeResult(True, "1 device")
+"""
+
+DEVICE = """
+from mvllm.plugin_api import LaunchTopology, Platform
+{device_line}
+
+class AcmePlatform(Platform):
+    spec = capabilities = None
+    plan = init_device = communicator = attention_backend = None
+
+    def topology(self, parallel):
+        return LaunchTopology(1, 1, ("uni",), device_variable="ACME_CHIPS")
+
+def make_platform():
+    return AcmePlatform()
+"""
+
+
+def build(project: Path) -> Path:
+    """The wheel of a project whose build backend is hatchling."""
+    return Path(next(iter(WheelBuilder(str(project)).build(directory=str(project / "dist"), versions=["standard"]))))
+
+
+def plugin_wheel(
+    folder: Path,
+    name="acme",
+    *,
+    distribution=None,
+    version="1.2.3",
+    contract=CONTRACT,
+    requires=(),
+    first_line="",
+    spec="",
+    probe="pass",
+    device_line="",
+    entry_point=None,
+) -> Path:
+    """A wheel with a platform that can be chosen; the keywords say what is peculiar about it."""
+    distribution = distribution or f"mvllm-{name}"
+    package = distribution.replace("-", "_")
+    values = {key: value for key, value in locals().items() if key not in ("folder", "requires")}
+    values |= {"entry_point": entry_point or f"{package}.plugin", "group": "mvllm.platforms"}
+    project = folder / f"{distribution}-{version}"
+    write(project, "pyproject.toml", PROJECT.format(requires=json.dumps(list(requires)), **values))
+    write(project, f"{package}/__init__.py", "")
+    write(project, f"{package}/plugin.py", PLUGIN.format(**values))
+    write(project, f"{package}/device.py", DEVICE.format(**values))
+    return build(project)
+
+
+def library_wheel(folder: Path, distribution: str, version: str, code: str, *, autoload: bool = False) -> Path:
+    """A wheel with one module; with `autoload`, torch calls its function `start` as soon as torch is imported."""
+    package = distribution.replace("-", "_")
+    project = folder / f"{distribution}-{version}"
+    text = PROJECT.format(
+        distribution=distribution,
+        version=version,
+        requires="[]",
+        group="torch.backends" if autoload else "nobody.asks",
+        name=package,
+        entry_point=f"{package}:start",
+        package=package,
+    )
+    write(project, "pyproject.toml", text)
+    write(project, f"{package}/__init__.py", code)
+    return build(project)
+
+
+def write(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def install(environment, folder: Path, *wheels: Path) -> Path:
+    """Has pip install the wheels into `folder`, to be put on a search path.
+
+    One after the other: two of them may have a file in common, as two distributions of one environment may.
+    """
+    for wheel in wheels:
+        options = ["--no-deps", "--no-index", "--no-compile", "--quiet", "--disable-pip-version-check", "--upgrade"]
+        done = environment.run("-m", "pip", "install", *options, "--target", folder, wheel)
+        assert done.returncode == 0, done.stdout + done.stderr
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def link_torch(folder: Path) -> Path:
+    """Makes `folder` hold the torch of this environment, with what it needs and nothing else of it, by links."""
+    folder.mkdir()
+    for name in distributions_below("torch"):
+        found = importlib.metadata.distribution(name)
+        for top in {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            (folder / top).symlink_to(found.locate_file(top))
+    return folder
+
+
+@functools.cache
+def distributions_below(name: str) -> frozenset[str]:
+    """A distribution and all that it requires on this machine."""
+    required = [Requirement(text) for text in importlib.metadata.requires(name) or []]
+    needed = [r.name for r in required if r.marker is None or r.marker.evaluate({"extra": ""})]
+    return frozenset({name}).union(*(distributions_below(r) for r in needed))
