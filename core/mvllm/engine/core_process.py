@@ -196,6 +196,7 @@ def _serve(start: CoreStart, control: socket.socket, board: StatusBoard) -> None
     try:
         core.on_failure(inbox.put)
         proc = EngineCoreProc(start.name, core, inbox, outbox, board)
+        board.write(0, IDLE)  # before the front end may look
         send_message(control, CoreHandshake(CoreReady(core.cache_summary, core.start_seconds)))
         proc.run_busy_loop()
     finally:
