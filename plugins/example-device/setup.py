@@ -1,4 +1,4 @@
-"""Compiles the device against the installed torch. It is not optional: without it there is no platform."""
+"""Compiles the device, operations and no Python module, against the installed torch. Without it there is no platform."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ except ImportError as e:
         "remedy: install torch first, then: pip install --no-build-isolation mvllm-example-device"
     ) from e
 
-# Declares operations, not a Python module: no code of Python's interface is compiled in.
 DEVICE = CppExtension("mvllm_example_device._device", ["csrc/device.cpp"], extra_compile_args=["-O1", "-g0", "-w"])
 
 
