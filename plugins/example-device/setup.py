@@ -1,4 +1,4 @@
-"""Compiles the device, operations and no Python module, against the installed torch. Without it there is no platform."""
+"""Compiles the device (operations, no Python module) against the installed torch: without it there is no platform."""
 
 from __future__ import annotations
 
