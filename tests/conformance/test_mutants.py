@@ -12,6 +12,8 @@ import pytest
 from tests.conformance.mutants import MUTANTS, failing, unchanged
 from tests.helpers.plugins import ROOT
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1600)]
+
 UNCHANGED = [mutant for mutant, _ in unchanged()]
 
 
@@ -33,13 +35,11 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("number", range(len(UNCHANGED)), ids=[mutant.name for mutant in UNCHANGED])
 def test_the_device_as_it_is_fails_nothing(examined: Path, number: int) -> None:
     assert failing(examined / str(number)) == []
 
 
-@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("number", range(len(MUTANTS)), ids=[mutant.name for mutant in MUTANTS])
 def test_the_first_clause_that_fails_names_the_fault(examined: Path, number: int) -> None:
     mutant, found = MUTANTS[number], failing(examined / str(len(UNCHANGED) + number))
