@@ -30,6 +30,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -446,9 +447,18 @@ def conform(arguments: list[str]) -> int:
     setup()
     command = [str(BIN / "mvllm"), "conformance"]
     if arguments and not arguments[0].startswith("-"):
-        command += ["--platform", arguments[0]]
+        command += ["--platform", _platform_of(arguments[0])]
         arguments = arguments[1:]
     return subprocess.run([*command, *arguments], env=environment(OMP_NUM_THREADS="1")).returncode
+
+
+def _platform_of(name: str) -> str:
+    """The platform that a folder of plugins/ brings, by the folder's name; other names are platforms' already."""
+    project = ROOT / "plugins" / name / "pyproject.toml"
+    if not project.is_file():
+        return name
+    entry_points = tomllib.loads(project.read_text(encoding="utf-8"))["project"].get("entry-points", {})
+    return next(iter(entry_points.get("mvllm.platforms", {})), name)
 
 
 def build() -> int:

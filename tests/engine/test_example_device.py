@@ -95,6 +95,25 @@ def test_modes_give_the_same_tokens_and_their_rules_are_kept(make: Make, mode: s
     assert all(len(tokens) == 5 for tokens in run(llm, params))
 
 
+def test_prompt_log_probabilities_of_a_short_model_need_no_shape_beyond_the_warm_up(make: Make) -> None:
+    """The largest buckets hold more than the model's positions; a prompt has as many rows of logits as it likes."""
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False, prompt_logprobs=1)
+    prompts = [{"prompt_token_ids": [5 + i % 7 for i in range(length)]} for length in (2, 6, 20)]
+
+    def values(llm: LLM) -> list[list[float]]:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [
+            [entry[token].logprob for entry, token in zip(o.prompt_logprobs[1:], o.prompt_token_ids[1:], strict=True)]
+            for o in outputs
+        ]
+
+    free = values(make(max_model_len=26))
+    static = values(make(max_model_len=26, MVLLM_EXAMPLE_MODE="static"))
+    assert [len(row) for row in static] == [1, 5, 19]
+    for found, expected in zip(static, free, strict=True):
+        assert found == pytest.approx(expected, abs=1e-4)
+
+
 # --------------------------------------------------------------------------------------------------------------- memory
 
 

@@ -254,3 +254,8 @@ def test_conform_runs_the_suite_on_the_platform_named(dev, monkeypatch):
     monkeypatch.setattr(dev.subprocess, "run", run)
     assert dev.main(["conform", "cpu", "--only", "ATT"]) == 3
     assert started == [(["conformance", "--platform", "cpu", "--only", "ATT"], "1")]
+    plugin = dev.ROOT / "plugins" / "acme-device"
+    plugin.mkdir(parents=True)
+    (plugin / "pyproject.toml").write_text('[project.entry-points."mvllm.platforms"]\nacme = "mvllm_acme.plugin"\n')
+    dev.main(["conform", "acme-device"])
+    assert started[-1] == (["conformance", "--platform", "acme"], "1"), "a folder of plugins/ is its platform"

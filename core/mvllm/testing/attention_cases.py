@@ -196,9 +196,14 @@ class Bench:
         arrays: dict[str, Any] = {f"{name}_device": self.runtime.from_numpy(getattr(layout, name)) for name in _ARRAYS}
         return dataclasses.replace(layout, **arrays)
 
+    def begin(self, layout: BatchLayout) -> Any:
+        """Ends the step before, whatever that was, and builds the metadata of this one."""
+        self.runtime.step_mark()
+        return self.backend.build_metadata(self.on_device(layout))
+
     def write(self, layout: BatchLayout, keys: torch.Tensor, values: torch.Tensor) -> Any:
         """Stores the step's keys and values, given on the host; returns the step's metadata."""
-        metadata = self.backend.build_metadata(self.on_device(layout))
+        metadata = self.begin(layout)
         shape = keys.shape
         # Views of one projection, as a model hands them over.
         fused = self.runtime.to_device(torch.cat([keys.flatten(1), values.flatten(1)], dim=1))
@@ -226,7 +231,7 @@ class Bench:
         requests = [(0, length)] if as_prompt else [(position, 1) for position in range(length)]
         table = np.full((len(requests), len(blocks) + 1), OUT_OF_RANGE, dtype=np.int32)
         table[:, : len(blocks)] = blocks
-        metadata = self.backend.build_metadata(self.on_device(make_layout(requests, table, self.block_size)))
+        metadata = self.begin(make_layout(requests, table, self.block_size))
         query = self.runtime.to_device(torch.zeros(length, spec.num_heads, spec.head_size, dtype=dtype))
         answer = self.runtime.to_host(self.backend.forward(query, self.kv, metadata)).wait().double()
         heads = answer.view(length, spec.num_heads, spec.head_size)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,23 @@ _NOT_DEVICES = (
 )
 
 
-def ask_child(module: str, order: dict[str, Any], *, seconds: float = 120.0) -> dict[str, Any]:
+def ask_child(
+    module: str, order: dict[str, Any], *, seconds: float = 120.0, environment: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
     """Runs `python -m module ORDER` and returns the JSON object that it says.
+
+    Args:
+        module: What runs there.
+        order: Its only argument.
+        seconds: How long that may take.
+        environment: Its variables, but for the search path, which is this process'.
 
     Raises:
         AssertionError: It said nothing; the message has its output.
     """
     done = subprocess.run(
         [sys.executable, "-m", module, json.dumps(order)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env={**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         capture_output=True,
         stdin=subprocess.DEVNULL,
         text=True,

@@ -151,12 +151,12 @@ class Report:
 
     def markdown(self) -> str:
         """For a page: a row per clause, with its sentence."""
-        subject = self.subject
+        subject, devices = self.subject, Counter(self.subject.devices)
         head = [
             f"Platform `{subject.platform}`: {subject.distribution} {subject.version}, contract {subject.contract}, "
             f"on mvllm {self.core_version} (contract {self.core_contract}).",
             "",
-            *(f"- {device}" for device in subject.devices),
+            *(f"- {count} of: {device}" if count > 1 else f"- {device}" for device, count in devices.items()),
             *([""] if subject.devices else []),
             "| clause | rule | result | tests |",
             "|---|---|---|---|",

@@ -42,6 +42,7 @@ def arguments(settings: Settings) -> list[str]:
     found = [
         *("-c", str(here / "pytest.ini")),
         *("--rootdir", str(here / "suite")),
+        "--noconftest",  # pytest would take one of this folder, or of a folder of tests in it
         *("-p", "no:cacheprovider"),
         *("-p", PLUGIN),
         *("--pyargs", SUITE),

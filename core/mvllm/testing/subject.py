@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass, field, fields
 
 from mvllm.errors import MvllmError
@@ -19,9 +20,11 @@ class Examinee:
 
     Attributes:
         name: What users type.
+        environment: This process' variables before it had probed anything.
     """
 
     name: str
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ), repr=False, compare=False)
     _cache: dict[str, Platform] = field(default_factory=dict)
 
     @functools.cached_property
@@ -97,8 +100,9 @@ def find_examinee(name: str | None) -> Examinee:
     """
     if name is not None:
         return Examinee(name)
+    environment = dict(os.environ)
     try:
-        return Examinee(choose_platform().source.name)
+        return Examinee(choose_platform().source.name, environment)
     except MvllmError as e:
         raise PlatformError(f"Say which platform to examine with --mvllm-platform NAME. {e}") from e
 

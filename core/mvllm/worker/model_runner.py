@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.distributed.group import GroupCoordinator
@@ -86,6 +87,8 @@ class ModelRunner:
         self._layers: list[Attention] = []
         self._sampler = Sampler()
         self._device_tokens: DeviceTokens | None = None
+        self._logit_sizes: tuple[int, ...] | None = None
+        """Numbers of rows whose logits are computed at once, rising, where these are not free."""
         self._pipeline = Pipeline(
             pp,
             runtime,
@@ -144,6 +147,9 @@ class ModelRunner:
         scheduler, model = self._config.scheduler, self._config.model
         state = SamplingState(scheduler.max_num_seqs, model.vocab_size, model.seed)
         self.rows = RowTable(scheduler.max_num_seqs, model.max_model_len, block_size, state)
+        shapes: ShapePolicy = ask(self._platform, "shapes", returns=ShapePolicy)
+        if shapes.requests is not None:
+            self._logit_sizes = tuple(reversed(sample_sizes(shapes, scheduler.max_num_seqs)))
         on_device = keeps_tokens_on_device(self._config, self._platform.capabilities)
         self._inputs = StepInputBuilder(
             self.rows,
@@ -151,7 +157,7 @@ class ModelRunner:
             max_tokens=scheduler.max_num_batched_tokens,
             max_rows=scheduler.max_num_seqs,
             runtime=self._runtime,
-            shapes=ask(self._platform, "shapes", returns=ShapePolicy),
+            shapes=shapes,
             with_prompt_lens=self.model.uses_prompt_lens,
             with_sample_rows=on_device,
         )
@@ -234,7 +240,9 @@ class ModelRunner:
         hidden = None
         for shape in step_shapes(shapes, **limits, max_pages=self.rows.max_pages, block_size=block_size):
             inputs = dry_inputs(
-                shape.num_tokens,
+                min(
+                    shape.num_tokens, shape.num_requests * self._config.model.max_model_len
+                ),  # no request has more positions
                 shape.num_requests,
                 padded_tokens=shape.tokens,
                 padded_requests=shape.requests,
@@ -323,15 +331,17 @@ class ModelRunner:
                 continue
             targets = history.token_ids[row, first + 1 : last + 1].astype(np.int64)
             states = hidden[int(starts[i]) : int(starts[i]) + last - first]
+            chunk = self._logit_sizes[-1] if self._logit_sizes else _PROMPT_LOGPROB_CHUNK
             found[i] = [
-                self._prompt_piece(states[begin : begin + _PROMPT_LOGPROB_CHUNK], ids, wanted)
-                for begin in range(0, len(targets), _PROMPT_LOGPROB_CHUNK)
-                for ids in (targets[begin : begin + _PROMPT_LOGPROB_CHUNK],)
+                self._prompt_piece(states[begin : begin + chunk], targets[begin : begin + chunk], wanted)
+                for begin in range(0, len(targets), chunk)
             ]
         return found
 
     def _prompt_piece(self, states: torch.Tensor, token_ids: np.ndarray, num_logprobs: int) -> PromptPiece:
-        logits = self.model.compute_logits(states)
+        padding = ShapePolicy.pad(len(states), self._logit_sizes) - len(states)
+        padded = F.pad(states, (0, 0, 0, padding)) if padding else states
+        logits = self.model.compute_logits(padded)[: len(states)]
         gathered = gather_prompt_logprobs(logits, self._runtime.from_numpy(token_ids), num_logprobs)
         return PromptPiece(self._runtime.to_host(gathered), token_ids)
 

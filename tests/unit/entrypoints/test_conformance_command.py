@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 
 from mvllm.entrypoints.cli.main import main
 from mvllm.testing.clauses import CLAUSES
@@ -22,6 +25,22 @@ def test_it_examines_a_platform_writes_a_report_and_shows_it(tmp_path, capfd):
     assert json.loads(report.read_text())["clauses"]["SMP-01"]["status"] == "passed"
     assert main(["conformance", "--show", str(report)]) == 0
     assert "| SMP-01 | The greedy token" in capfd.readouterr().out
+
+
+def test_nothing_of_the_folder_that_it_is_started_in_takes_part(tmp_path):
+    (tmp_path / "tests").mkdir()
+    for folder in (tmp_path, tmp_path / "tests"):
+        (folder / "conftest.py").write_text("raise SystemExit('somebody else's')\n")
+    command = [sys.executable, "-c", "import sys; from mvllm.entrypoints.cli.main import main; sys.exit(main())"]
+    done = subprocess.run(
+        [*command, "conformance", "--platform", "cpu", "--only", "PLG-02"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0 and "PLG-02  passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_what_is_missing_is_said_with_the_command_that_installs_it(monkeypatch, capsys):

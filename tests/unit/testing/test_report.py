@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree
+from dataclasses import replace
 
 import pytest
 
@@ -84,6 +85,12 @@ def test_the_page_has_a_row_for_every_clause():
     for clause in CLAUSES.values():
         assert f"| {clause.id} | {clause.sentence} |" in rows
     assert "failed: 1 failed, first test_b" in rows
+
+
+def test_the_page_counts_devices_that_are_the_same():
+    subject = replace(SUBJECT, devices=("Acme One", "Acme One", "Acme Two"))
+    page = Report(subject, "0.1", "1.0", outcomes=[]).markdown()
+    assert "\n- 2 of: Acme One\n- Acme Two\n" in page
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"schema": 99}', "[]"])

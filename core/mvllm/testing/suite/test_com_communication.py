@@ -54,8 +54,9 @@ def test_calls_made_in_the_same_order_meet(subject: Examinee, world_size: int) -
 def test_results_are_the_same_bits_on_all_ranks(subject: Examinee, world_size: int, what: str) -> None:
     if what not in subject.capabilities.collectives:
         not_claimed(what)
+    """Whether they are the right ones is for the clause of each operation to say."""
     results = ranks_of(subject, world_size)
-    assert_done(results, what)
+    assert all(what in result.answers for result in results), [result.error_of(what) for result in results]
     assert len({result.answers[what]["digest"] for result in results}) == 1
 
 

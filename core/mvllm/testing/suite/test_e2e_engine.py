@@ -11,6 +11,7 @@ from mvllm.platform.ask import ask_attention_backend
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.testing.attention_cases import make_spec
 from mvllm.testing.marks import clause, exhaustive, not_claimed, not_run
+from mvllm.testing.plugin import DeviceHolder
 from mvllm.testing.ranks import parallel_config, topology_of, why_not_ranks
 from mvllm.testing.subject import Examinee
 from mvllm.testing.zoo import FAMILIES, MAX_LEN, NUM_TOKENS, Zoo, assert_tokens, engine, generate, main_dtype, tie_of
@@ -105,9 +106,11 @@ def test_chunks_of_a_prompt_change_no_token(subject: Examinee, free_device: None
 
 
 @clause("E2E-06")
-def test_a_request_that_was_preempted_changes_no_token(subject: Examinee, free_device: None, zoo: Zoo) -> None:
+def test_a_request_that_was_preempted_changes_no_token(
+    subject: Examinee, device_holder: DeviceHolder, free_device: None, zoo: Zoo
+) -> None:
     tie = tie_of(subject.capabilities, main_dtype(subject.capabilities))
-    small = {"block_size": size} if (size := smallest_block(subject)) else {}
+    small = {"block_size": size} if (size := smallest_block(subject, device_holder)) else {}
     with engine(subject, zoo.checkpoint("llama"), **small) as llm:
         summary = llm.llm_engine.cache_summary
         size, bytes_per_block = summary.block_size, summary.total_bytes // summary.num_blocks
@@ -124,10 +127,13 @@ def test_a_request_that_was_preempted_changes_no_token(subject: Examinee, free_d
         assert stats is not None and stats.num_preemptions > 0, "nothing was preempted: the test missed its point"
 
 
-def smallest_block(subject: Examinee) -> int | None:
+def smallest_block(subject: Examinee, device_holder: DeviceHolder) -> int | None:
     """The smallest block of at least 8 tokens that attention takes; None where only the platform's worker knows."""
     if not subject.capabilities.torch_device or subject.platform.worker_class() is not None:
         return None
+    device_holder.open()
     with enter_phase(Phase.WORKER):
         backend = ask_attention_backend(subject.platform, make_spec(dtype=main_dtype(subject.capabilities)))
-        return min((size for size in backend.kv_layout().block_sizes if size >= 8), default=None)
+        sizes = backend.kv_layout().block_sizes
+    device_holder.close()
+    return min((size for size in sizes if size >= 8), default=None)

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -94,8 +94,9 @@ def test_a_step_that_raises_ends_the_engine_and_not_the_process(
 ) -> None:
     expected = works(subject, zoo)
     with monkeypatch.context() as patch:
-        break_third_step(subject, patch)
+        arm = break_third_step(subject, patch)
         with make_llm(subject, zoo.checkpoint("llama")) as llm:
+            arm()
             with pytest.raises(EngineDeadError, match="on purpose"):
                 generate(llm, PROMPTS)
             with pytest.raises(EngineDeadError):
@@ -103,13 +104,21 @@ def test_a_step_that_raises_ends_the_engine_and_not_the_process(
     works(subject, zoo, expected)
 
 
-def break_third_step(subject: Examinee, patch: pytest.MonkeyPatch) -> None:
-    """Makes the third step raise between what is stored and what is read: in attention, or in the platform's worker."""
-    steps = iter(range(1000))
+def break_third_step(subject: Examinee, patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Makes a step raise between what is stored and what is read: in attention, or in the platform's worker.
+
+    Returns:
+        What to call when profiling and warm-up, whose steps are none of a request, are over: the third from then on
+        raises.
+    """
+    steps: list[Iterator[int]] = []
 
     def maybe() -> None:
-        if next(steps) >= 2:
+        if steps and next(steps[0]) >= 2:
             raise RuntimeError("broken on purpose by the conformance suite")
+
+    def arm() -> None:
+        steps.append(iter(range(1000)))
 
     path = subject.platform.worker_class()
     if path is not None:
@@ -121,7 +130,7 @@ def break_third_step(subject: Examinee, patch: pytest.MonkeyPatch) -> None:
             return execute(self, plan)
 
         patch.setattr(cls, "execute_model", execute_model)
-        return
+        return arm
     make = type(subject.platform).attention_backend
 
     def attention_backend(self: Any, spec: AttentionSpec) -> AttentionBackend:
@@ -129,14 +138,14 @@ def break_third_step(subject: Examinee, patch: pytest.MonkeyPatch) -> None:
         build = backend.build_metadata
 
         def build_metadata(batch: Any) -> Any:
-            if batch.max_seq_len <= 16:  # a real step, not the profiling one, which is as long as it can be
-                maybe()
+            maybe()
             return build(batch)
 
         backend.build_metadata = build_metadata  # type: ignore[method-assign]
         return backend
 
     patch.setattr(type(subject.platform), "attention_backend", attention_backend)
+    return arm
 
 
 @clause("LIF-04")

@@ -28,7 +28,8 @@ def look_at(examinee: Examinee, **order: Any) -> dict[str, Any]:
     """The plugin, seen from a fresh process."""
     assert examinee.candidate is not None, f"no installed distribution offers a platform {examinee.name!r}"
     module = examinee.candidate.source.entry_point.partition(":")[0]
-    return ask_child("mvllm.testing._probe", {"module": module, "bind_after_fork": False, **order})
+    whole = {"module": module, "bind_after_fork": False, **order}
+    return ask_child("mvllm.testing._probe", whole, environment=examinee.environment)
 
 
 @pytest.fixture(scope="module")

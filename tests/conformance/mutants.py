@@ -1,0 +1,494 @@
+"""The example device with one thing broken, many times over: what the conformance suite must find, and name.
+
+A mutant is an edit of one line or two in a copy of the device's sources, so it is there in every process that imports
+them. `python -m tests.conformance.mutants FOLDER` examines all of them:
+
+    one process imports torch ──fork──> the suite on a copy of the device ──> its JSON report
+                              ──fork──> the suite on the next copy        ──> ...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.plugins import EXAMPLE_SOURCE, write_metadata
+
+PACKAGE = "mvllm_example_device"
+ALWAYS = ("PLG-02", "CFG-02", "DEV-02", "DEV-04", "MEM-01", "KVL-01", "KVL-02", "ATT-05", "OPS-02")
+"""Clauses that every mutant is examined against, beside the one that names its fault."""
+COMMUNICATION = ("COM-01", "COM-02")
+"""The same for those whose fault is in the communicator, whose ranks are processes of their own."""
+AT_ONCE = 2
+"""Mutants that are examined side by side."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One breakage.
+
+    Attributes:
+        name: What is wrong.
+        clause: The clause that says so: the first that fails, in the order of docs/contract.md.
+        file: Source file of the example device.
+        old: Text that occurs there exactly once.
+        new: What stands in its place.
+        environment: Variables under which it is examined.
+    """
+
+    name: str
+    clause: str
+    file: str = ""
+    old: str = ""
+    new: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def clauses(self) -> tuple[str, ...]:
+        """Those it is examined against."""
+        further = COMMUNICATION if self.clause.startswith("COM") else ()
+        return tuple(sorted({*ALWAYS, *further, self.clause}))
+
+
+def _method(code: str) -> tuple[str, str, str]:
+    """A method more in the attention backend; `code` is indented like a module's."""
+    before = "    def build_metadata(self, batch"
+    indented = "".join(f"    {line}\n" if line else "\n" for line in code.splitlines())
+    return "attention.py", before, f"{indented}\n{before}"
+
+
+_STATIC = {"MVLLM_EXAMPLE_MODE": "static"}
+_OUTPUT = "        output = super().forward(query, kv, metadata, sinks)\n"
+_STEP = "        return super().build_metadata(batch)\n"
+_HOST_COPY = (
+    "        source = tensor.detach().clone()  # later work may overwrite what was submitted before this copy\n"
+)
+
+MUTANTS = (
+    # The plugin and its probe.
+    Mutant("the plugin's module imports torch", "PLG-01", "plugin.py", "from pathlib", "import torch\nfrom pathlib"),
+    Mutant("the plugin has another name", "PLG-02", "plugin.py", 'name="example"', 'name="exemplar"'),
+    Mutant(
+        "a file imports core's inside",
+        "PLG-03",
+        "communicator.py",
+        "import torch\n",
+        "import torch\nimport mvllm.platform.phases\n",
+    ),
+    Mutant("the contract is of another major version", "PLG-04", "plugin.py", "contract=(1, 0)", "contract=(2, 0)"),
+    Mutant("the factory raises", "PLG-04", "platform.py", "    return ExamplePlatform()", "    raise OSError(5)"),
+    Mutant("devices are numbered from 1", "PRB-01", "plugin.py", "DeviceInfo(i, ", "DeviceInfo(i + 1, "),
+    Mutant(
+        "the probe works only where it was imported",
+        "PRB-02",
+        "plugin.py",
+        'def probe() -> ProbeResult:\n    """',
+        'import os\n\n_HOME = os.getpid()\n\n\ndef probe() -> ProbeResult:\n    assert os.getpid() == _HOME\n    """',
+    ),
+    Mutant(
+        "the device cannot be opened after a fork, which is claimed",
+        "PRB-02",
+        "plugin.py",
+        "SPEC = PlatformSpec(",
+        "import os\n\nHOME = os.getpid()\nSPEC = PlatformSpec(",
+    ),
+    Mutant(
+        "the probe sets a variable",
+        "PRB-03",
+        "plugin.py",
+        "    devices = tuple(",
+        "    import os\n\n    os.environ['EXAMPLE_PROBED'] = '1'\n    devices = tuple(",
+    ),
+    Mutant(
+        "the probe leaves a thread",
+        "PRB-03",
+        "plugin.py",
+        "    devices = tuple(",
+        "    import threading\n\n    threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "    devices = tuple(",
+    ),
+    Mutant(
+        "two probes say different things",
+        "PRB-03",
+        "plugin.py",
+        'f"{settings.devices} devices in',
+        "f\"{__import__('time').monotonic_ns()} is when {settings.devices} devices were in",
+    ),
+    # Configuration.
+    Mutant(
+        "plan changes its mind",
+        "CFG-01",
+        "platform.py",
+        '"cache.memory_utilization", 0.9,',
+        '"cache.memory_utilization", 0.9 - next(_TURNS) / 1e6,',
+    ),
+    Mutant("a change has no reason", "CFG-02", "platform.py", '"the device\'s memory serves nothing else"', '" "'),
+    Mutant("a refusal has no remedy", "CFG-02", "platform.py", "f\"Use one of: auto, {', '.join(DTYPES)}.\"", '" "'),
+    Mutant("an unknown collective is claimed", "CFG-03", "platform.py", '"all_reduce all', '"allreduce all_reduce all'),
+    Mutant(
+        "a worker class that there is none of",
+        "CFG-04",
+        "platform.py",
+        "api.Phase.ENGINE, api.Phase.WORKER)\n        return None",
+        'api.Phase.ENGINE, api.Phase.WORKER)\n        return "mvllm_example_device.worker:Worker"',
+    ),
+    Mutant("no executor is allowed", "CFG-05", "platform.py", '("uni", "mp", "external_launcher", "ray")', "()"),
+    Mutant(
+        "a diagnosis has an id of nobody's",
+        "CFG-06",
+        "platform.py",
+        'api.Check("platform.example.library", api.CheckStatus.OK',
+        'api.Check("library", api.CheckStatus.OK',
+    ),
+    # The device.
+    Mutant(
+        "the last device cannot be bound",
+        "DEV-01",
+        "runtime.py",
+        "if ctx.local_rank >= settings.devices:",
+        "if ctx.local_rank + 1 >= settings.devices:",
+        {"MVLLM_EXAMPLE_DEVICES": "2"},
+    ),
+    Mutant(
+        "integers of 64 bits are narrowed",
+        "DEV-02",
+        "runtime.py",
+        "        return host.to(self.device)",
+        "        return (host.int() if host.dtype == torch.int64 else host).to(self.device)",
+    ),
+    Mutant(
+        "a copy to the host is made when it is waited for",
+        "DEV-02",
+        "runtime.py",
+        "        tensor = self._copy.result()",
+        "        tensor = self._copy().cpu()",
+    ),
+    Mutant(
+        "a second shutdown is an error",
+        "DEV-03",
+        "runtime.py",
+        "        if self._open:\n            self._open = False\n",
+        "        if True:\n            self._open = False\n",
+    ),
+    Mutant(
+        "empty forgets the dtype",
+        "DEV-04",
+        "runtime.py",
+        "torch.empty(shape, dtype=dtype, device=self.device)",
+        "torch.empty(shape, device=self.device)",
+    ),
+    Mutant(
+        "host buffers lie on the device",
+        "DEV-04",
+        "runtime.py",
+        "        return torch.empty(shape, dtype=dtype)\n",
+        "        return torch.empty(shape, dtype=dtype, device=self.device)\n",
+    ),
+    Mutant(
+        "there are no events",
+        "DEV-05",
+        "runtime.py",
+        "    def seed(self",
+        "    def event(self):\n        return None\n\n    def seed(self",
+    ),
+    Mutant(
+        "a mark without a step is an error",
+        "DEV-06",
+        "runtime.py",
+        "    def step_mark(self) -> None:\n",
+        "    def step_mark(self) -> None:\n        assert self._batch is not None\n",
+    ),
+    # Memory.
+    Mutant("half of the memory taken is counted", "MEM-01", "runtime.py", "used_by_me=used", "used_by_me=used // 2"),
+    Mutant("figures are no integers", "MEM-01", "runtime.py", "total=total,", "total=float(total),"),
+    Mutant("the peak lies below the present", "MEM-01", "runtime.py", "peak_by_me=peak)", "peak_by_me=used - 1)"),
+    Mutant("too large is an error of another kind", "MEM-02", "runtime.py", "raise MemoryError(", "raise OSError("),
+    Mutant("the peak forgets", "MEM-03", "runtime.py", "peak_by_me=peak)", "peak_by_me=used)"),
+    Mutant(
+        "the peak cannot be reset",
+        "MEM-03",
+        "runtime.py",
+        "        torch.ops.mvllm_example_device.reset_peak(self.device.index)\n",
+        "",
+    ),
+    # The KV cache.
+    Mutant(
+        "a block size is named twice",
+        "KVL-01",
+        *_method(
+            "def kv_layout(self):\n    layout = super().kv_layout()\n"
+            "    return api.KVLayout((16, *layout.block_sizes), layout.bytes_per_token)"
+        ),
+    ),
+    Mutant(
+        "a cache takes twice of what it says",
+        "KVL-02",
+        "attention.py",
+        "shape = (2, num_blocks,",
+        "shape = (2, 2 * num_blocks,",
+    ),
+    Mutant("a new cache holds NaN", "KVL-02", "attention.py", ".zero_()", ".fill_(torch.nan)"),
+    Mutant(
+        "slots of -1 are slot 0",
+        "KVL-03",
+        "attention.py",
+        _STEP,
+        "        import dataclasses\n\n"
+        "        batch = dataclasses.replace(batch, slot_mapping=batch.slot_mapping.clip(0), "
+        "slot_mapping_device=batch.slot_mapping_device.clamp(min=0))\n" + _STEP,
+    ),
+    Mutant(
+        "only keys are copied",
+        "KVL-04",
+        *_method(
+            "def copy_blocks(self, kv, source, destination):\n    kv[0].index_copy_(0, destination, kv[0][source])"
+        ),
+    ),
+    Mutant(
+        "values stored in another dtype are scaled",
+        "KVL-05",
+        *_method(
+            "def write_kv(self, kv, key, value, metadata):\n"
+            "    super().write_kv(kv, key, value if kv.dtype == value.dtype else value / 2, metadata)"
+        ),
+    ),
+    # Attention.
+    Mutant(
+        "a window is wider by one",
+        "ATT-02",
+        "attention.py",
+        "        super().__init__(spec)\n",
+        "        import dataclasses\n\n"
+        "        wider = spec.sliding_window and spec.sliding_window + 1\n"
+        "        super().__init__(dataclasses.replace(spec, sliding_window=wider))\n",
+    ),
+    Mutant(
+        "chunks of two tokens are not causal",
+        "ATT-03",
+        "attention.py",
+        _STEP,
+        "        import dataclasses\n\n"
+        "        step = super().build_metadata(batch)\n"
+        "        pairs = [s.tokens.stop - s.tokens.start == 2 for s in step.sequences]\n"
+        "        moved = [dataclasses.replace(s, begin=s.begin + p) for s, p in zip(step.sequences, pairs)]\n"
+        "        return dataclasses.replace(step, sequences=tuple(moved))\n",
+    ),
+    Mutant(
+        "three heads that share a key are mixed up",
+        "ATT-04",
+        "attention.py",
+        _OUTPUT,
+        "        if self.spec.num_heads == 3 * self.spec.num_kv_heads:\n            query = query.flip(1)\n" + _OUTPUT,
+    ),
+    Mutant(
+        "a refusal does not say why",
+        "ATT-05",
+        "platform.py",
+        "for this model: {'; '.join(problems)}.",
+        "for this model.",
+    ),
+    Mutant("everything is valid", "ATT-05", "attention.py", "        return reasons\n", "        return []\n"),
+    Mutant(
+        "rows of padding are not finite",
+        "ATT-06",
+        "attention.py",
+        _OUTPUT,
+        _OUTPUT + "        output[metadata.sequences[-1].tokens.stop :] = torch.nan\n",
+    ),
+    Mutant(
+        "heads of more than 128 elements are a percent off",
+        "ATT-07",
+        "attention.py",
+        _OUTPUT,
+        _OUTPUT + "        output = output * (1.01 if self.spec.head_size > 128 else 1)\n",
+    ),
+    Mutant(
+        "scores are not capped",
+        "ATT-08",
+        "attention.py",
+        "        super().__init__(spec)\n",
+        "        import dataclasses\n\n        super().__init__(dataclasses.replace(spec, soft_cap=None))\n",
+    ),
+    Mutant("sinks are left out", "ATT-09", "attention.py", "metadata, sinks)\n", "metadata, None)\n"),
+    # Operations.
+    Mutant(
+        "the norm has an epsilon of its own",
+        "OPS-01",
+        "attention.py",
+        "rms_norm(x, weight, eps)",
+        "rms_norm(x, weight, 0.1)",
+    ),
+    Mutant("the bias is forgotten", "OPS-01", "attention.py", "weight.t(), bias)", "weight.t())"),
+    Mutant(
+        "supports answers with a text",
+        "OPS-02",
+        "attention.py",
+        "else [f\"dtype {case.dtype} is not among {', '.join(DTYPES)}\"]",
+        "else f\"dtype {case.dtype} is not among {', '.join(DTYPES)}\"",
+    ),
+    Mutant(
+        "a linear layer overwrites its input",
+        "OPS-03",
+        "attention.py",
+        "        return F.linear(x, weight.t(), bias)",
+        "        result = F.linear(x, weight.t(), bias)\n        x.mul_(2)\n        return result",
+    ),
+    # Between ranks.
+    Mutant("ranks disagree who is who", "COM-01", "communicator.py", "self._host.rank, self", "0, self"),
+    Mutant(
+        "each rank puts its own part first",
+        "COM-02",
+        "communicator.py",
+        "        return self._host.all_gather(self._out(tensor), dim).to(self._device)",
+        "        parts = list(self._host.all_gather(self._out(tensor)[None], 0))\n"
+        "        parts.insert(0, parts.pop(self.rank))\n"
+        "        return torch.cat(parts, dim).to(self._device)",
+    ),
+    Mutant(
+        "all_reduce gives the mean",
+        "COM-03",
+        "communicator.py",
+        "self._host.all_reduce(self._out(tensor)).to",
+        "(self._host.all_reduce(self._out(tensor)) / self.world_size).to",
+    ),
+    Mutant(
+        "all_gather knows the last dimension only",
+        "COM-04",
+        "communicator.py",
+        "(tensor), dim).to(self._device)\n\n    def reduce",
+        "(tensor), -1).to(self._device)\n\n    def reduce",
+    ),
+    Mutant(
+        "a tensor is given to ranks other than the destination",
+        "COM-08",
+        "communicator.py",
+        "return None if gathered is None else gathered.to(self._device)",
+        "return (tensor.cpu() if gathered is None else gathered).to(self._device)",
+    ),
+    Mutant(
+        "what ranks give each other is in the wrong order",
+        "COM-09",
+        "communicator.py",
+        "for tensor in received]",
+        "for tensor in received[::-1]]",
+    ),
+    # Shapes.
+    Mutant("there are no buckets of pages", "SHP-01", "platform.py", ", pages=(4, 16, 64, 256, 1024))", ")", _STATIC),
+)
+
+_FURTHER_EDITS = {
+    "the device cannot be opened after a fork, which is claimed": (
+        "platform.py",
+        "        self._faults.rank = ctx.rank\n",
+        "        import os\n\n        from mvllm_example_device.plugin import HOME\n\n"
+        "        assert os.getpid() == HOME or not ctx.in_engine_process\n        self._faults.rank = ctx.rank\n",
+    ),
+    "plan changes its mind": (
+        "platform.py",
+        "COLLECTIVES = ",
+        "import itertools\n\n_TURNS = itertools.count()\nCOLLECTIVES = ",
+    ),
+    "a copy to the host is made when it is waited for": (
+        "runtime.py",
+        _HOST_COPY + "        return PendingCopy(self, self._copier.submit(source.cpu))\n",
+        "        return PendingCopy(self, lambda: tensor)\n",
+    ),
+}
+"""Mutants whose fault takes a second edit."""
+
+
+def plant(mutant: Mutant, folder: Path) -> Path:
+    """A copy of the device with the fault in it, installed in `folder`.
+
+    Raises:
+        AssertionError: The text that it changes is not there once.
+    """
+    write_metadata(folder, "mvllm-example-device", f"[mvllm.platforms]\nexample = {PACKAGE}.plugin\n")
+    package = folder / PACKAGE
+    shutil.copytree(EXAMPLE_SOURCE / PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    (package / "_device.so").symlink_to(EXAMPLE_SOURCE / PACKAGE / "_device.so")
+    edits = [(mutant.file, mutant.old, mutant.new)] if mutant.file else []
+    if mutant.name in _FURTHER_EDITS:
+        edits.append(_FURTHER_EDITS[mutant.name])
+    for file, old, new in edits:
+        source = (package / file).read_text(encoding="utf-8")
+        assert source.count(old) == 1, f"{mutant.name}: {file} has {old!r} {source.count(old)} times, not once"
+        (package / file).write_text(source.replace(old, new), encoding="utf-8")
+    return folder
+
+
+def examine(mutant: Mutant, clauses: tuple[str, ...], folder: Path) -> None:
+    """Runs the suite on what was planted in `folder` and ends the process; report.json and output.txt say the rest."""
+    from mvllm.testing.run import Settings, run
+
+    sink = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    os.environ |= mutant.environment
+    sys.path.insert(0, str(folder))
+    try:
+        run(Settings("example", folder / "report.json", only=",".join(clauses), quick=True, further=("-ra",)))
+        sys.stdout.flush()
+    except BaseException:  # whoever looks for the report will say that it is missing
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def failing(folder: Path) -> list[str]:
+    """The clauses that failed, in the order of the contract's page.
+
+    Raises:
+        AssertionError: The suite came to no end.
+    """
+    path = folder / "report.json"
+    assert path.exists(), (folder / "output.txt").read_text(encoding="utf-8", errors="replace")[-3000:]
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["clauses"]
+    return [name for name, clause in found.items() if clause["status"] == "failed"]
+
+
+def unchanged() -> list[tuple[Mutant, tuple[str, ...]]]:
+    """The device as it is, against all that any mutant is examined against, under the same variables."""
+    runs: dict[tuple[tuple[str, str], ...], set[str]] = {}
+    for mutant in MUTANTS:
+        runs.setdefault(tuple(mutant.environment.items()), set()).update(mutant.clauses)
+    return [
+        (Mutant(f"unchanged {dict(variables) or ''}".strip(), "", environment=dict(variables)), tuple(sorted(clauses)))
+        for variables, clauses in runs.items()
+    ]
+
+
+def main(folder: Path) -> None:
+    """Examines all of them, each in `folder`/number, the unchanged first."""
+    import pytest  # noqa: F401  (these are imported before the forks, once for all)
+    import torch  # noqa: F401
+
+    import mvllm.entrypoints.llm
+    import mvllm.worker.worker  # noqa: F401
+
+    running: set[int] = set()
+    for number, (mutant, clauses) in enumerate([*unchanged(), *((m, m.clauses) for m in MUTANTS)]):
+        home = plant(mutant, folder / str(number))
+        while len(running) >= AT_ONCE:
+            running.discard(os.wait()[0])
+        started = os.fork()
+        if started == 0:
+            examine(mutant, clauses, home)
+        running.add(started)
+    while running:
+        running.discard(os.wait()[0])
+
+
+if __name__ == "__main__":
+    begun = time.monotonic()
+    main(Path(sys.argv[1]))
+    print(f"{time.monotonic() - begun:.0f} seconds")
