@@ -20,7 +20,7 @@ def new_tag() -> str:
 def tagged(tag: str) -> list[psutil.Process]:
     """Living processes with the tag, zombies and this process left out."""
     found = []
-    for process in psutil.process_iter():
+    for process in psutil.process_iter(["pid", "cmdline"]):
         if process.pid == os.getpid():
             continue
         try:
@@ -52,10 +52,11 @@ def sleeps(pid: int) -> bool:
     return number in ("35", "230", "115", "101")  # nanosleep and clock_nanosleep, on x86-64 and arm64
 
 
-def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
+def wait_until(condition: Callable[[], object], seconds: float, what: str | Callable[[], str]) -> None:
+    """Fails with `what`, which may be made then, unless `condition` holds in time."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what if isinstance(what, str) else what()}"
         time.sleep(0.05)
 
 
@@ -65,6 +66,6 @@ def shared_memory_names() -> set[str]:
 
 
 def assert_nothing_left(tag: str, shared_memory_before: set[str], seconds: float = 10.0) -> None:
-    wait_until(lambda: not tagged(tag), seconds, f"processes left: {[(p.pid, p.cmdline()) for p in tagged(tag)]}")
+    wait_until(lambda: not tagged(tag), seconds, lambda: f"processes left: {[p.info for p in tagged(tag)]}")
     left = {name for name in shared_memory_names() - shared_memory_before if "mvllm" in name}
     assert not left, left
