@@ -148,8 +148,6 @@ class ModelRunner:
         state = SamplingState(scheduler.max_num_seqs, model.vocab_size, model.seed)
         self.rows = RowTable(scheduler.max_num_seqs, model.max_model_len, block_size, state)
         shapes: ShapePolicy = ask(self._platform, "shapes", returns=ShapePolicy)
-        if shapes.requests is not None:
-            self._logit_sizes = tuple(reversed(sample_sizes(shapes, scheduler.max_num_seqs)))
         on_device = keeps_tokens_on_device(self._config, self._platform.capabilities)
         self._inputs = StepInputBuilder(
             self.rows,
@@ -161,6 +159,8 @@ class ModelRunner:
             with_prompt_lens=self.model.uses_prompt_lens,
             with_sample_rows=on_device,
         )
+        if shapes.requests is not None:
+            self._logit_sizes = tuple(reversed(sample_sizes(shapes, scheduler.max_num_seqs)))
         if on_device:
             self._device_tokens = DeviceTokens(self._runtime, self.rows.history)
             self._sampler = Sampler(self._inputs.staging)
