@@ -47,8 +47,10 @@ from mvllm.platform.worker_protocol import KVCacheNeeds, WorkerProtocol
 if TYPE_CHECKING:
     from mvllm.attention.reference import ReferenceAttention
     from mvllm.distributed.torch_communicator import TorchCommunicator
+    from mvllm.ops.quantized_linear import QuantizedWeight
 
 _LAZY = {
+    "QuantizedWeight": "mvllm.ops.quantized_linear",
     "ReferenceAttention": "mvllm.attention.reference",
     "TorchCommunicator": "mvllm.distributed.torch_communicator",
 }
@@ -96,6 +98,7 @@ __all__ = [
     "PlatformError",
     "PlatformSpec",
     "ProbeResult",
+    "QuantizedWeight",
     "ReferenceAttention",
     "Refusal",
     "Refusals",

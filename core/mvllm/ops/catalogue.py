@@ -7,10 +7,21 @@ from mvllm.ops.embedding import EMBEDDING
 from mvllm.ops.linear import LINEAR
 from mvllm.ops.moe import MOE
 from mvllm.ops.norm import FUSED_ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from mvllm.ops.quantized_linear import QUANTIZED_LINEAR
 from mvllm.ops.rotary import ROTARY_EMBEDDING
 from mvllm.ops.schema import OpSchema
 
 SCHEMAS: dict[str, OpSchema] = {
     schema.name: schema
-    for schema in (LINEAR, EMBEDDING, RMS_NORM, FUSED_ADD_RMS_NORM, LAYER_NORM, ROTARY_EMBEDDING, MOE, *ACTIVATIONS)
+    for schema in (
+        LINEAR,
+        QUANTIZED_LINEAR,
+        EMBEDDING,
+        RMS_NORM,
+        FUSED_ADD_RMS_NORM,
+        LAYER_NORM,
+        ROTARY_EMBEDDING,
+        MOE,
+        *ACTIVATIONS,
+    )
 }

@@ -1,0 +1,115 @@
+"""Matrix product with a weight of small integers.
+
+A weight of 8 or 4 bits is integers and, for each row and each run of `group_size` columns, a scale and perhaps a zero
+point: w = (value - zero_point) · scale. What it is multiplied with is a choice of its own. *Weight-only* keeps the
+activations as they are; with *int8 activations* each token's row is rounded to int8 as well, and the sums are integers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mvllm.ops.schema import OpSchema
+
+_EXACT_COLUMNS = 1024
+"""The sum of so many products of int8 values is below 2**24: exact in float32, in whatever order it is made."""
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A matrix [out_features, in_features] of small integers. Phase: worker.
+
+    Attributes:
+        values: [out_features, in_features], int8; with 4 bits from -8 to 7.
+        scales: [out_features, groups], float32; groups = ceil(in_features / group_size).
+        zero_points: [out_features, groups], int8, counted like the values; None where all are zero (symmetric).
+        group_size: Columns that share a scale; in_features where a row has one scale.
+        bits: 8 or 4.
+        int8_activations: The input is rounded to int8, a scale per row (token), before it is multiplied.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    zero_points: torch.Tensor | None
+    group_size: int
+    bits: int
+    int8_activations: bool = False
+
+    @property
+    def shape(self) -> torch.Size:
+        """(out_features, in_features)."""
+        return self.values.shape
+
+    def dequantize(self) -> torch.Tensor:
+        """(value - zero_point) · scale, [out_features, in_features], float32."""
+        weight = torch.empty(self.values.shape, dtype=torch.float32, device=self.values.device)
+        for group, columns in enumerate(self._columns()):
+            values = self.values[:, columns].float()
+            if self.zero_points is not None:
+                values -= self.zero_points[:, group, None].float()
+            weight[:, columns] = values * self.scales[:, group, None]
+        return weight
+
+    def _columns(self) -> list[slice]:
+        """The columns of each group; the last may have fewer than the others."""
+        in_features = self.values.shape[1]
+        starts = range(0, in_features, self.group_size)
+        return [slice(start, min(start + self.group_size, in_features)) for start in starts]
+
+
+def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """x · weightᵀ + bias, where the weight is integers with scales.
+
+    Weight-only: the dequantized weight in float32, times `x` in float32, rounded once.
+
+    Int8 activations: each row of `x` becomes round(row / s), halves to even, clamped to ±127, with s = max |row| / 127
+    in float32 (a row of zeros stays zeros); sums within a group are int32 and exact; the result is the sum over groups
+    of sum · s · scale in float32, plus the bias, rounded once.
+
+    Args:
+        x: [..., in_features], compute dtype.
+        weight: The weight [out_features, in_features], or what the provider's `prepare` made of it.
+        bias: [out_features] or None, compute dtype.
+
+    Returns:
+        [..., out_features], compute dtype.
+    """
+    rows = x.reshape(-1, x.shape[-1]).float()
+    product = _int8_product(rows, weight) if weight.int8_activations else rows @ weight.dequantize().T
+    if bias is not None:
+        product += bias.float()
+    return product.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def _int8_product(rows: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    row_scales = rows.abs().amax(dim=-1, keepdim=True) / 127
+    # A row of zeros has the scale zero: divided by one it stays zeros, and so does its product.
+    quantized = torch.round(rows / row_scales.where(row_scales > 0, 1.0)).clamp(-127, 127)
+    product = torch.zeros(rows.shape[0], weight.values.shape[0], dtype=torch.float32, device=rows.device)
+    for group, columns in enumerate(weight._columns()):
+        inputs, values = quantized[:, columns], weight.values[:, columns].float()
+        sums = torch.zeros(product.shape, dtype=torch.int32, device=rows.device)
+        for start in range(0, values.shape[1], _EXACT_COLUMNS):
+            piece = slice(start, start + _EXACT_COLUMNS)
+            sums += (inputs[:, piece] @ values[:, piece].T).to(torch.int32)
+        if weight.zero_points is not None:
+            totals = inputs.sum(dim=-1, keepdim=True).to(torch.int32)
+            sums -= totals * weight.zero_points[:, group].to(torch.int32)
+        product += sums.float() * weight.scales[:, group]
+    return product * row_scales
+
+
+QUANTIZED_LINEAR = OpSchema(
+    quantized_linear,
+    facts={
+        "in_features": "columns of the weight on this rank",
+        "out_features": "rows of the weight on this rank",
+        "bias": "whether a bias is added",
+        "bits": "8 or 4",
+        "group_size": "columns that share a scale; in_features where a row has one",
+        "symmetric": "whether the weight has no zero points",
+        "int8_activations": "whether the input is rounded to int8, row by row; otherwise it stays as it is",
+    },
+)
