@@ -124,13 +124,14 @@ class CPUPlatform(Platform):
     def ops(self) -> Sequence[OpProvider]:
         from mvllm_cpu import kernels, packed_linear
         from mvllm_cpu.linear import Linear
+        from mvllm_cpu.moe import Moe
         from mvllm_cpu.ops import KernelOps
 
         loaded = kernels.load()
         if loaded.library is None:
             return packed_linear.providers()
         compiled = (*KernelOps(loaded.library).providers(), *Linear(loaded.library, loaded.isa).providers())
-        return (*compiled, *packed_linear.providers())
+        return (*compiled, *Moe(loaded.library).providers(), *packed_linear.providers())
 
     def doctor(self) -> Sequence[Check]:
         from mvllm_cpu import doctor
