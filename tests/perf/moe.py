@@ -1,7 +1,8 @@
-"""The op `moe` on the CPU beside its reference and the limit: python tests/perf/moe.py [--dtype bfloat16] [--experts 64]
+"""The op `moe` on the CPU beside its reference and the limit: python tests/perf/moe.py [--dtype bfloat16]
 
-Few tokens are bound by reading the weights of the experts that were chosen, many by arithmetic. Both limits are measured
-in the same run: the bandwidth by summing a buffer beyond the caches, the rate by torch's product of large matrices.
+Few tokens are bound by reading the weights of the experts that were chosen, many by arithmetic. Both limits are
+measured in the same run: the bandwidth by summing a buffer beyond the caches, the rate by torch's product of large
+matrices.
 """
 
 from __future__ import annotations

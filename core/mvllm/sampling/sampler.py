@@ -19,7 +19,7 @@ import torch
 
 from mvllm.platform.staging import StepStaging
 from mvllm.sampling.draw import draw
-from mvllm.sampling.filters import Filters, filtered_weights
+from mvllm.sampling.filters import Filters, filtered_weights, num_candidates
 from mvllm.sampling.logprobs import gather_logprobs
 from mvllm.sampling.output import GatheredLogprobs, SamplerOutput
 from mvllm.sampling.penalties import TokenCounts, apply_penalties
@@ -104,6 +104,7 @@ class _Batch:
         is_edited = is_blocked | is_penalized | (mask is not None)
         is_plain = ~(is_edited | is_random)
 
+        self.may_look = staging is None  # else the step before may be under way, and looking would be waiting for it
         self.upload = upload = Upload(staging)
         self.plain, self.work = upload.select(is_plain), upload.select(~is_plain)
         in_work = self.work.indices
@@ -176,11 +177,13 @@ class _Batch:
             top_p=get(keys.top_p),
             top_p_gap=get(keys.top_p_gap),
             narrow=keys.narrow,
+            own_candidates=self.upload.get_ids(keys.own_candidates),
             num_candidates=min(keys.num_candidates, self.logits.shape[1]),
             narrow_top_p=keys.narrow_top_p,
             broad=keys.broad,
             num_broad_candidates=min(keys.num_broad_candidates, self.logits.shape[1]),
             nucleus=keys.nucleus,
+            may_look=self.may_look,
         )
         return filters, get(keys.coarse), get(keys.fine)
 
@@ -220,6 +223,7 @@ class _Batch:
         has_top_k, has_top_p = (top_k > 0) & (top_k < vocab_size), top_p < 1.0
         is_narrow = has_top_k & (top_k <= _MAX_CANDIDATES)
         is_broad = has_top_k & ~is_narrow
+        own = np.minimum(num_candidates(np.where(has_top_k, top_k, 1)), vocab_size)
         with np.errstate(divide="ignore"):
             min_p_gap = temperature * np.log(state.min_p[rows])
             top_p_gap = temperature * (np.log1p(-top_p) - np.float32(np.log(vocab_size)))
@@ -234,10 +238,11 @@ class _Batch:
             coarse=upload.add(coarse),
             fine=upload.add(fine),
             narrow=upload.select(is_narrow),
-            num_candidates=_bucket(top_k[is_narrow]),
+            own_candidates=upload.add(own),
+            num_candidates=_most(own[is_narrow]),
             narrow_top_p=bool((is_narrow & has_top_p).any()),
             broad=upload.select(is_broad),
-            num_broad_candidates=_bucket(top_k[is_broad]),
+            num_broad_candidates=_most(own[is_broad]),
             nucleus=upload.select(has_top_p & ~is_narrow),
         )
 
@@ -254,6 +259,7 @@ class _RandomKeys:
     coarse: int
     fine: int
     narrow: Selection
+    own_candidates: int
     num_candidates: int
     narrow_top_p: bool
     broad: Selection
@@ -261,10 +267,8 @@ class _RandomKeys:
     nucleus: Selection
 
 
-def _bucket(top_k: np.ndarray) -> int:
-    """The next power of two, so that a device that compiles for each shape sees few of them."""
-    largest = int(top_k.max(initial=1))
-    return max(64, 1 << (largest - 1).bit_length())
+def _most(candidates: np.ndarray) -> int:
+    return int(candidates.max(initial=1))
 
 
 def _lengths(parts: list[np.ndarray]) -> np.ndarray:

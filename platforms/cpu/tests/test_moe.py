@@ -50,12 +50,13 @@ def routing(rows, num_experts, top_k, *, among=None, seed=0):
 
 
 def exact(x, gate_up, down, ids, weights):
-    """In float64, token by token."""
+    """In float64; an expert sees its own tokens and no others."""
     out = torch.zeros(x.shape, dtype=torch.float64)
-    for t, chosen in enumerate(ids.tolist()):
-        for k, e in enumerate(chosen):
-            gate, up = F.linear(x[t].double(), gate_up[e].double()).chunk(2)
-            out[t] += F.linear(F.silu(gate) * up, down[e].double()) * float(weights[t, k])
+    for e in ids.unique().tolist():
+        tokens, places = (ids == e).nonzero(as_tuple=True)
+        gate, up = F.linear(x[tokens].double(), gate_up[e].double()).chunk(2, dim=-1)
+        of_expert = F.linear(F.silu(gate) * up, down[e].double())
+        out.index_add_(0, tokens, of_expert * weights[tokens, places, None].double())
     return out
 
 
@@ -89,13 +90,13 @@ def test_experts_without_tokens_are_not_read(op, dtype):
         assert_close(op.moe(x, *ready, *chosen), exact(x, gate_up, down, *chosen), dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rounds_where_the_reference_rounds(op, dtype):
     """Not bit for bit, since sums have another order, but as near as that order allows."""
     weights = experts(4, 96, 64, dtype)
     x, chosen = random(40, 96, dtype=dtype), routing(40, 4, 2)
     found, wanted = op.moe(x, *packed(op, weights), *chosen), reference(x, *weights, *chosen)
-    assert (found == wanted).float().mean() > (0.3 if dtype == torch.float32 else 0.8)
+    assert (found == wanted).float().mean() > 0.8
     assert_close(found, wanted.double(), dtype)
 
 

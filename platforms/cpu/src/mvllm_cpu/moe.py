@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mvllm.plugin_api import OpCase, OpProvider
+from mvllm.plugin_api import OpProvider
 from mvllm_cpu.ops import PROVIDER, rows_of, supports
 from mvllm_cpu.paged_attention import DTYPE_CODES
 
