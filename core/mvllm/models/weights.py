@@ -73,7 +73,7 @@ def load_weights(
         ModelError: The checkpoint is not the model's; names file, tensor, what was expected and found.
         ConfigError: There is no such load format.
     """
-    targets = model.weight_targets()
+    targets = dict(model.weight_targets())  # what has been filled is dropped from it, so that its memory may be freed
     _check_every_parameter_is_targeted(model, targets)
     if load_format == "dummy":
         _zero_padding(targets)
@@ -203,7 +203,7 @@ def _zero_padding(targets: Mapping[str, list[WeightTarget]]) -> None:
 
 def _copy_all(
     entries: Mapping[str, TensorEntry],
-    targets: Mapping[str, list[WeightTarget]],
+    targets: dict[str, list[WeightTarget]],
     use_tqdm: bool,
     on_loaded: Callable[[str], None],
 ) -> None:
@@ -220,8 +220,9 @@ def _copy_all(
                     reader, open_file = files.enter_context(SafetensorsReader(entry.file)), entry.file
                     progress.set_postfix_str(entry.file.name, refresh=False)
                 assert reader is not None
-                for target in targets[name]:
+                for target in targets.pop(name):
                     buffer = _copy(reader, entry, target, buffer)
+                del target
                 on_loaded(name)
                 progress.update(entry.num_bytes)
 
@@ -257,16 +258,21 @@ def _copy(reader: SafetensorsReader, entry: TensorEntry, target: WeightTarget, b
     return buffer
 
 
-def _fill_dummy(targets: Mapping[str, list[WeightTarget]], seed: int, on_loaded: Callable[[str], None]) -> None:
+def _fill_dummy(targets: dict[str, list[WeightTarget]], seed: int, on_loaded: Callable[[str], None]) -> None:
     tensors = DummyTensors(seed)
-    for name, of_name in targets.items():
-        for target in of_name:
-            shape, source, destination = _rectangle(target)
-            rows = source[0]
-            for start, values in tensors.rows(name, shape, rows.start, rows.stop):
-                chunk = torch.from_numpy(values)[(slice(None), *source[1:])]
-                destination[start - rows.start : start - rows.start + len(values)].copy_(chunk)
+    for name in list(targets):
+        for target in targets.pop(name):
+            _draw(tensors, name, target)
+        del target
         on_loaded(name)
+
+
+def _draw(tensors: DummyTensors, name: str, target: WeightTarget) -> None:
+    shape, source, destination = _rectangle(target)
+    rows = source[0]
+    for start, values in tensors.rows(name, shape, rows.start, rows.stop):
+        chunk = torch.from_numpy(values)[(slice(None), *source[1:])]
+        destination[start - rows.start : start - rows.start + len(values)].copy_(chunk)
 
 
 def _rectangle(target: WeightTarget) -> tuple[tuple[int, ...], tuple[slice, ...], torch.Tensor]:

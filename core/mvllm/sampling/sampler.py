@@ -36,10 +36,15 @@ class Sampler:
 
     Args:
         staging: Buffers for what goes to the device, where a step must not wait for the one before.
+
+    Attributes:
+        may_look: Whether the host may wait for the device to decide what to compute.
     """
 
     def __init__(self, staging: StepStaging | None = None) -> None:
         self._staging = staging
+        # Else the step before may be under way, and looking at what the device found would be waiting for it.
+        self.may_look = staging is None
 
     def sample(
         self,
@@ -66,7 +71,7 @@ class Sampler:
         if mask is None and not flags.any():
             peaks, token_ids = logits.max(dim=1)
             return SamplerOutput(token_ids, peaks)
-        batch = _Batch(logits, rows, state, history, flags, mask, self._staging)
+        batch = _Batch(logits, rows, state, history, flags, mask, self._staging, may_look=self.may_look)
         token_ids, peaks = batch.choose()
         return SamplerOutput(token_ids, peaks, batch.logprobs_of(token_ids))
 
@@ -95,6 +100,8 @@ class _Batch:
         flags: np.ndarray,
         mask: torch.Tensor | None,
         staging: StepStaging | None,
+        *,
+        may_look: bool,
     ) -> None:
         self.logits, self.rows, self.state, self.history, self.mask = logits, rows, state, history, mask
         too_short = history.num_tokens[rows] < state.min_length[rows]
@@ -104,7 +111,7 @@ class _Batch:
         is_edited = is_blocked | is_penalized | (mask is not None)
         is_plain = ~(is_edited | is_random)
 
-        self.may_look = staging is None  # else the step before may be under way, and looking would be waiting for it
+        self.may_look = may_look
         self.upload = upload = Upload(staging)
         self.plain, self.work = upload.select(is_plain), upload.select(~is_plain)
         in_work = self.work.indices

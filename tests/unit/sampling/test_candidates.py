@@ -1,0 +1,76 @@
+"""Looking among candidates first changes no token: with and without it, and whoever else is in the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mvllm.messages.sampling_params import SamplingParams
+from mvllm.sampling.filters import num_candidates
+from mvllm.sampling.sampler import Sampler
+from tests.unit.sampling.builders import Sampled, random_logits, sample_batch
+
+VOCAB = 3000
+SETTINGS = (
+    {"top_k": 50, "top_p": 0.9},
+    {"top_k": 50},
+    {"top_k": 64, "min_p": 0.01},
+    {"top_k": 65, "top_p": 0.5},
+    {"top_k": 1000, "top_p": 0.99},
+    {"top_p": 0.9},
+    {"top_p": 0.999},
+    {"top_p": 0.3, "min_p": 0.1},
+)
+
+
+class Dense(Sampler):
+    """Never looks: the way where steps are planned ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_look = False
+
+
+def sequences(count: int, **settings) -> list[Sampled]:
+    return [Sampled(SamplingParams(temperature=0.9, seed=i, **settings), output=[1] * (i % 7)) for i in range(count)]
+
+
+def tokens(logits: torch.Tensor, batch: list[Sampled], sampler: Sampler | None = None) -> list[int]:
+    return sample_batch(logits, batch, sampler=sampler).token_ids.tolist()
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("scale", [0.3, 2.0, 8.0])
+def test_the_same_tokens_as_without_looking(settings, scale) -> None:
+    logits = random_logits(40, VOCAB, seed=3, scale=scale)
+    batch = sequences(40, **settings)
+    assert tokens(logits, batch) == tokens(logits, batch, Dense())
+
+
+@pytest.mark.parametrize("settings", SETTINGS[:4], ids=str)
+def test_tokens_that_tie_with_the_last_one_stay(settings) -> None:
+    """A hundred equal logits: far more than candidates were taken, so that only the whole vocabulary tells."""
+    logits = torch.full((400, VOCAB), -9.0)
+    logits[:, 700:800] = 1.0
+    batch = sequences(400, **settings)
+    found = tokens(logits, batch)
+    assert found == tokens(logits, batch, Dense())
+    assert set(found) <= set(range(700, 800)) and len(set(found)) > 70
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_row_does_not_notice_a_neighbour_that_needs_more(settings) -> None:
+    logits = random_logits(30, VOCAB, seed=5)
+    logits[1::3] = 0.5  # all tie
+    logits[2::3] *= 0.01  # flat
+    batch = sequences(30, **settings)
+    batch[4::5] = sequences(6, top_k=200, top_p=0.8)
+    alone = [tokens(logits[i : i + 1], [batch[i]])[0] for i in range(30)]
+    assert tokens(logits, batch) == alone
+
+
+def test_numbers_of_candidates() -> None:
+    import numpy as np
+
+    top_k = np.array([1, 2, 63, 64, 65, 128, 129, 1024])
+    assert num_candidates(top_k).tolist() == [64, 64, 64, 64, 128, 128, 256, 1024]
