@@ -99,9 +99,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=600)
     found = measure(parser.parse_args().mib)
     extra = found["peak"] - found["weights"]
-    print(
-        f"weights {found['weights'] / 1e6:.0f} MB, loaded in {found['seconds']:.2f} s, read by cat in {found['read']:.2f} s"
-    )
+    print(f"weights {found['weights'] / 1e6:.0f} MB, loaded in {found['seconds']:.2f} s (cat {found['read']:.2f} s)")
     print(
         f"peak    {found['peak'] / 1e6:.0f} MB = weights + {extra / 1e6:.0f} MB (allowed: {ALLOWED_EXTRA / 1e6:.0f} MB)"
     )

@@ -11,10 +11,10 @@ ever sorted:
            there are some, else by bisection. 24 passes of three cheap operations over the vocabulary beat sorting it
            (by 20 times on a processor core), and take the same time whatever the distribution.
 
-Where the host may look at what the device found (`may_look`: nothing is computed ahead that it would wait for), two
-things get cheaper. If the candidates of a small top_k hold all that stays, which they do unless dozens of tokens tie
-with the last one kept, no other weight is computed. And top_p looks among a few hundred candidates first; only rows
-whose nucleus is larger go on to bisection. Whatever the other rows need, a row gets the same weights.
+If the candidates of a small top_k hold all that stays, which they do unless dozens of tokens tie with the last one
+kept, no other weight is computed where the host may look at that (`may_look`: nothing is under way that it would wait
+for).
+Whatever the other rows need, a row gets the same weights.
 
 Bisection begins with an interval of temperature * ln(vocab / (1 - top_p)) below the peak, since the tokens below that
 cannot add up to 1 - top_p. It ends where logits differ by less than float32 can tell apart in their probabilities.
@@ -31,7 +31,7 @@ from mvllm.sampling.upload import Selection
 
 _NUM_BISECTIONS = 24
 _FEWEST_CANDIDATES = 64
-_NUCLEUS_CANDIDATES = 256
+_BLOCK = 64
 
 
 def num_candidates(top_k: np.ndarray) -> np.ndarray:
@@ -57,6 +57,7 @@ class Filters:
         narrow_top_p: Whether any of them has top_p, too.
         broad: The rows whose top_k is large, with `num_broad_candidates`.
         nucleus: The rows with top_p that are not narrow.
+        any: Whether any row has a filter.
         may_look: The host may wait for the device to decide what to compute.
     """
 
@@ -72,6 +73,7 @@ class Filters:
     broad: Selection
     num_broad_candidates: int
     nucleus: Selection
+    any: bool = True
     may_look: bool = False
 
 
@@ -91,6 +93,8 @@ def filtered_weights(logits: torch.Tensor, peaks: torch.Tensor, filters: Filters
     if narrow is not None and filters.may_look and len(filters.narrow) == len(logits) and bool(narrow.is_all.all()):
         return narrow.weights_alone(logits)
     weights = _weights(logits, peaks, filters.inv_temperature)
+    if not filters.any:
+        return weights
     if narrow is not None:
         threshold = narrow.apply(threshold, logits, weights)
     if len(filters.broad):
@@ -120,7 +124,7 @@ class _Narrow:
     def __init__(self, threshold: torch.Tensor, logits: torch.Tensor, peaks: torch.Tensor, filters: Filters) -> None:
         rows = self._rows = filters.narrow
         self._filters = filters
-        self._values, self._ids = rows.take(logits).topk(filters.num_candidates, dim=1)
+        self._values, self._ids = _largest(rows.take(logits), filters.num_candidates)
         self._last = (rows.take(filters.top_k) - 1).unsqueeze(1)
         self._lowest = torch.maximum(rows.take(threshold), self._values.gather(1, self._last).squeeze(1))
         own = rows.take(filters.own_candidates).unsqueeze(1) - 1  # the row's own number, not the batch's
@@ -134,7 +138,8 @@ class _Narrow:
         if self._filters.narrow_top_p:
             sums = kept.cumsum(dim=1)
             kept = kept * _reaches(self._values, self._nucleus(sums, sums[:, -1]))
-        return torch.zeros_like(logits).scatter_(1, self._ids, kept)
+        ids = self._ids.clamp(max=logits.shape[1] - 1)  # padding, where a row has too few tokens; it weighs nothing
+        return torch.zeros_like(logits).scatter_add_(1, ids, kept)
 
     def apply(self, threshold: torch.Tensor, logits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`threshold`, raised to where these rows' filters put it."""
@@ -153,6 +158,25 @@ class _Narrow:
         return torch.where(top_p < 1.0, torch.maximum(self._lowest, nucleus), self._lowest)
 
 
+def _largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` largest logits of each row in falling order, and their ids.
+
+    They lie in the `count` blocks whose largest logits are largest: whatever is elsewhere has `count` logits above it,
+    or level with it. So a glance at each block spares looking closely at most of the vocabulary.
+    """
+    num_rows, vocab_size = logits.shape
+    if vocab_size < 4 * count * _BLOCK:
+        values, ids = logits.topk(count, dim=1)
+        return values, ids
+    padding = -vocab_size % _BLOCK
+    padded = torch.nn.functional.pad(logits, (0, padding), value=-torch.inf) if padding else logits
+    blocks = padded.view(num_rows, -1, _BLOCK)
+    chosen = blocks.amax(dim=2).topk(count, dim=1, sorted=False).indices
+    near = blocks.gather(1, chosen.unsqueeze(2).expand(-1, -1, _BLOCK)).view(num_rows, -1)
+    values, places = near.topk(count, dim=1)
+    return values, chosen.gather(1, places // _BLOCK) * _BLOCK + places % _BLOCK
+
+
 def _apply_top_k(threshold: torch.Tensor, logits: torch.Tensor, filters: Filters) -> torch.Tensor:
     """Raises thresholds to where a large top_k puts them."""
     rows = filters.broad
@@ -164,47 +188,14 @@ def _apply_top_k(threshold: torch.Tensor, logits: torch.Tensor, filters: Filters
 def _apply_top_p(
     threshold: torch.Tensor, logits: torch.Tensor, weights: torch.Tensor, peaks: torch.Tensor, filters: Filters
 ) -> torch.Tensor:
-    """Raises thresholds to where top_p puts them."""
+    """Raises thresholds to where top_p puts them, by bisection: what lies at `low` and above always is enough."""
     rows = filters.nucleus
     logits, weights, before = rows.take(logits), rows.take(weights), rows.take(threshold)
     buffer = torch.empty_like(logits)
     enough = rows.take(filters.top_p) * _reaches(logits, before, out=buffer).mul_(weights).sum(dim=1)
-    peaks, gap = rows.take(peaks), rows.take(filters.top_p_gap)
-    if not filters.may_look or logits.shape[1] <= 4 * _NUCLEUS_CANDIDATES:
-        return rows.put(threshold, _bisect(before, logits, weights, peaks, gap, enough))
-    found, is_found = _nucleus_of_candidates(logits, weights, enough)
-    found = torch.maximum(found, before)
-    rest = (~is_found).nonzero().squeeze(1)
-    if len(rest):
-        some = (tensor.index_select(0, rest) for tensor in (before, logits, weights, peaks, gap, enough))
-        found.index_copy_(0, rest, _bisect(*some))
-    return rows.put(threshold, found)
-
-
-def _nucleus_of_candidates(
-    logits: torch.Tensor, weights: torch.Tensor, enough: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest logit at and above which lies `enough`, where a few hundred have that much; and where they do."""
-    values, ids = logits.topk(_NUCLEUS_CANDIDATES, dim=1)
-    sums = weights.gather(1, ids).cumsum(dim=1)
-    reached = (sums < enough.unsqueeze(1)).sum(dim=1)
-    is_found = reached < _NUCLEUS_CANDIDATES
-    return values.gather(1, reached.clamp(max=_NUCLEUS_CANDIDATES - 1).unsqueeze(1)).squeeze(1), is_found
-
-
-def _bisect(
-    threshold: torch.Tensor,
-    logits: torch.Tensor,
-    weights: torch.Tensor,
-    peaks: torch.Tensor,
-    gap: torch.Tensor,
-    enough: torch.Tensor,
-) -> torch.Tensor:
-    """By bisection: what lies at `low` and above always is enough."""
-    low, high = torch.maximum(threshold, peaks + gap), peaks
-    buffer = torch.empty_like(logits)
+    low, high = torch.maximum(before, rows.take(peaks) + rows.take(filters.top_p_gap)), rows.take(peaks)
     for _ in range(_NUM_BISECTIONS):
         middle = low + (high - low) * 0.5
         is_enough = _reaches(logits, middle, out=buffer).mul_(weights).sum(dim=1) >= enough
         low, high = torch.where(is_enough, middle, low), torch.where(is_enough, high, middle)
-    return low
+    return rows.put(threshold, low)

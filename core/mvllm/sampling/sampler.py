@@ -190,6 +190,7 @@ class _Batch:
             broad=keys.broad,
             num_broad_candidates=min(keys.num_broad_candidates, self.logits.shape[1]),
             nucleus=keys.nucleus,
+            any=keys.any_filter,
             may_look=self.may_look,
         )
         return filters, get(keys.coarse), get(keys.fine)
@@ -251,6 +252,7 @@ class _Batch:
             broad=upload.select(is_broad),
             num_broad_candidates=_most(own[is_broad]),
             nucleus=upload.select(has_top_p & ~is_narrow),
+            any_filter=bool((has_top_k | has_top_p | (state.min_p[rows] > 0)).any()),
         )
 
 
@@ -272,6 +274,7 @@ class _RandomKeys:
     broad: Selection
     num_broad_candidates: int
     nucleus: Selection
+    any_filter: bool
 
 
 def _most(candidates: np.ndarray) -> int:
