@@ -28,6 +28,7 @@ from mvllm.errors import ConfigError, EngineDeadError
 from mvllm.executor.handshake import receive_message, send_message
 from mvllm.executor.process_tools import (
     adopt_parent,
+    collector_paused,
     die_with_parent,
     keep_standard_streams,
     leave,
@@ -218,7 +219,7 @@ def _build(start: CoreStart, board: StatusBoard) -> EngineCore:
     from mvllm.engine.worker_environment import worker_environment
 
     config = decode_config(start.config)
-    with worker_environment(config.parallel, platform):
+    with worker_environment(config.parallel, platform), collector_paused():
         return EngineCore(config, platform, on_phase=lambda phase: board.write(0, phase))
 
 

@@ -19,6 +19,7 @@ from mvllm.engine.start_phases import StartPhases
 from mvllm.engine.stat_loggers import StatLoggers
 from mvllm.engine.tokenizer import Tokenizer, load_tokenizer
 from mvllm.errors import ConfigError, EngineDeadError, RequestError
+from mvllm.executor.process_tools import collector_paused
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.messages.sampling_params import SamplingParams
@@ -86,10 +87,11 @@ class LLMEngine:
         self._tokenizer: Tokenizer | None = None
         self._stat_loggers = StatLoggers(config)
         try:
-            if client is None:
-                client = make_client(config, chosen, self._load_tokenizer)
-            else:
-                self._load_tokenizer(config)
+            with collector_paused():
+                if client is None:
+                    client = make_client(config, chosen, self._load_tokenizer)
+                else:
+                    self._load_tokenizer(config)
         except BaseException:
             self._stat_loggers.close()
             raise

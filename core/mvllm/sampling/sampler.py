@@ -7,12 +7,13 @@ to know goes there in one copy. Then each group of rows takes the cheapest way t
     edited   mask, min_tokens or penalties        float32 copy, changed in place; then as greedy or random
     random   temperature > 0                      thresholds, weights, draw (filters.py, draw.py)
 
-No row's result depends on another row. The device is not waited for.
+No row's result depends on another row. The device is waited for only where steps are not planned ahead.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,6 +30,11 @@ from mvllm.sampling.upload import Selection, Upload
 
 _MAX_CANDIDATES = 1024
 """Up to this top_k, top_p is looked for among the k most probable tokens, and above it in the whole vocabulary."""
+
+
+_ELEMENTS_AT_ONCE = 1 << 20
+"""Logits that go through the filters at a time where nothing is gained by more: what is in between stays in the caches,
+and takes little memory."""
 
 
 class Sampler:
@@ -71,9 +77,20 @@ class Sampler:
         if mask is None and not flags.any():
             peaks, token_ids = logits.max(dim=1)
             return SamplerOutput(token_ids, peaks)
-        batch = _Batch(logits, rows, state, history, flags, mask, self._staging, may_look=self.may_look)
-        token_ids, peaks = batch.choose()
-        return SamplerOutput(token_ids, peaks, batch.logprobs_of(token_ids))
+        size = max(1, _ELEMENTS_AT_ONCE // logits.shape[1]) if self.may_look else len(rows)
+        batch = partial(_Batch, state=state, history=history, staging=self._staging, may_look=self.may_look)
+        if len(rows) <= size:
+            whole = batch(logits, rows, flags=flags, mask=mask)
+            token_ids, peaks = whole.choose()
+            return SamplerOutput(token_ids, peaks, whole.logprobs_of(token_ids))
+        parts = [slice(begin, begin + size) for begin in range(0, len(rows), size)]
+        chosen = [
+            batch(logits[p], rows[p], flags=flags[p], mask=None if mask is None else mask[p]).choose() for p in parts
+        ]
+        token_ids, peaks = torch.cat([ids for ids, _ in chosen]), torch.cat([peaks for _, peaks in chosen])
+        if not (flags & LOGPROBS).any():
+            return SamplerOutput(token_ids, peaks)
+        return SamplerOutput(token_ids, peaks, batch(logits, rows, flags=flags, mask=mask).logprobs_of(token_ids))
 
 
 @dataclass
@@ -95,12 +112,12 @@ class _Batch:
         self,
         logits: torch.Tensor,
         rows: np.ndarray,
+        *,
         state: SamplingState,
         history: TokenHistory,
         flags: np.ndarray,
         mask: torch.Tensor | None,
         staging: StepStaging | None,
-        *,
         may_look: bool,
     ) -> None:
         self.logits, self.rows, self.state, self.history, self.mask = logits, rows, state, history, mask

@@ -61,7 +61,7 @@ def test_each_layer_is_prepared_when_its_last_tensor_is_there(tmp_path: Path, lo
 
 
 def test_a_head_that_is_tied_to_the_embedding_is_prepared_in_the_end(tmp_path: Path) -> None:
-    folder = make_checkpoint("qwen2", tmp_path)
+    folder = make_checkpoint("qwen2-mqa-tied", tmp_path)
     model, prepared = build(folder)
     assert model.ties_head
     load_weights(model, folder, use_tqdm=False, on_loaded=model.tensor_loaded)

@@ -69,6 +69,23 @@ def test_a_row_does_not_notice_a_neighbour_that_needs_more(settings) -> None:
     assert tokens(logits, batch) == alone
 
 
+def test_more_rows_than_are_handled_together(monkeypatch) -> None:
+    """In parts: the same tokens, log-probabilities and errors, at the same places."""
+    logits = random_logits(23, VOCAB, seed=9)
+    logits[13] = float("nan")
+    batch = [
+        Sampled(SamplingParams(temperature=i % 3, seed=i, logprobs=[None, 2, 4][i % 3], top_k=[0, 30][i % 2]))
+        for i in range(23)
+    ]
+    mask = torch.ones(23, VOCAB, dtype=torch.bool)
+    mask[7] = False
+    whole = sample_batch(logits, batch, mask)
+    monkeypatch.setattr("mvllm.sampling.sampler._ELEMENTS_AT_ONCE", 5 * VOCAB)
+    parts = sample_batch(logits, batch, mask)
+    assert parts.tolist() == whole.tolist() and parts.logprobs == whole.logprobs
+    assert list(parts.errors) == list(whole.errors) == [7, 13]
+
+
 @pytest.mark.parametrize("settings", SETTINGS[:3], ids=str)
 def test_rows_in_which_hardly_a_token_is_allowed(settings) -> None:
     logits = random_logits(20, VOCAB, seed=8)
