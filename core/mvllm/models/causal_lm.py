@@ -135,7 +135,7 @@ class CausalLM(nn.Module, ABC):
     def after_load(self) -> None:
         """Prepares what `tensor_loaded` has not: modules that use another one's weight. Once, when all are in place."""
         prepared = self._prepared
-        for module in self.modules():
+        for module in list(self.modules()):
             if module not in prepared:
                 prepared.add(module)
                 _prepare(module)
