@@ -125,12 +125,14 @@ class CPUPlatform(Platform):
         from mvllm_cpu import kernels, packed_linear
         from mvllm_cpu.linear import Linear
         from mvllm_cpu.ops import KernelOps
+        from mvllm_cpu.quantized_linear import QuantizedLinear
 
         loaded = kernels.load()
         if loaded.library is None:
             return packed_linear.providers()
         compiled = (*KernelOps(loaded.library).providers(), *Linear(loaded.library, loaded.isa).providers())
-        return (*compiled, *packed_linear.providers())
+        quantized = QuantizedLinear(loaded.library).providers()
+        return (*compiled, *quantized, *packed_linear.providers())
 
     def doctor(self) -> Sequence[Check]:
         from mvllm_cpu import doctor
