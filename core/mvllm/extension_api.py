@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mvllm.config.engine_config import EngineConfig
+    from mvllm.config.hf_config import HFConfig
     from mvllm.config.model import ModelConfig
     from mvllm.config.rope_parameters import RopeParameters
     from mvllm.engine.stat_loggers import StatLogger
@@ -23,18 +24,24 @@ if TYPE_CHECKING:
     from mvllm.layers.context import BuildContext, ForwardStep
     from mvllm.layers.embedding import Embedding, LMHead, VocabEmbedding
     from mvllm.layers.linear import ColumnParallelLinear, QKVLinear, ReplicatedLinear, RowParallelLinear
+    from mvllm.layers.matrix_layout import MatrixLayout, Part
     from mvllm.layers.mlp import MLP, GatedMLP
     from mvllm.layers.norm import LayerNorm, RMSNorm
+    from mvllm.layers.quantization.interface import QuantizationMethod
+    from mvllm.layers.quantization.matrix import IntegerMatrix, QuantizedMatrix, staging
     from mvllm.layers.rotary import RotaryEmbedding
+    from mvllm.layers.weight_target import WeightTarget
     from mvllm.logging import get_logger
     from mvllm.messages.requests import SchedulerStats
     from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
     from mvllm.models.causal_lm import CausalLM
+    from mvllm.ops.quantized_linear import QuantizedWeight
     from mvllm.platform.interface import Platform
     from mvllm.platform.op_provider import OpCase, OpProvider
 
 _HOMES = {
     "EngineConfig": "mvllm.config.engine_config",
+    "HFConfig": "mvllm.config.hf_config",
     "ModelConfig": "mvllm.config.model",
     "RopeParameters": "mvllm.config.rope_parameters",
     "StatLogger": "mvllm.engine.stat_loggers",
@@ -56,14 +63,22 @@ _HOMES = {
     "RowParallelLinear": "mvllm.layers.linear",
     "GatedMLP": "mvllm.layers.mlp",
     "MLP": "mvllm.layers.mlp",
+    "MatrixLayout": "mvllm.layers.matrix_layout",
+    "Part": "mvllm.layers.matrix_layout",
     "LayerNorm": "mvllm.layers.norm",
     "RMSNorm": "mvllm.layers.norm",
+    "QuantizationMethod": "mvllm.layers.quantization.interface",
+    "IntegerMatrix": "mvllm.layers.quantization.matrix",
+    "QuantizedMatrix": "mvllm.layers.quantization.matrix",
+    "staging": "mvllm.layers.quantization.matrix",
     "RotaryEmbedding": "mvllm.layers.rotary",
+    "WeightTarget": "mvllm.layers.weight_target",
     "get_logger": "mvllm.logging",
     "SchedulerStats": "mvllm.messages.requests",
     "ModelRunnerOutput": "mvllm.messages.scheduler_output",
     "SchedulerOutput": "mvllm.messages.scheduler_output",
     "CausalLM": "mvllm.models.causal_lm",
+    "QuantizedWeight": "mvllm.ops.quantized_linear",
     "Platform": "mvllm.platform.interface",
     "OpCase": "mvllm.platform.op_provider",
     "OpProvider": "mvllm.platform.op_provider",
@@ -81,9 +96,12 @@ __all__ = [
     "Executor",
     "ForwardStep",
     "GatedMLP",
+    "HFConfig",
+    "IntegerMatrix",
     "LMHead",
     "LayerNorm",
     "MLP",
+    "MatrixLayout",
     "ModelConfig",
     "ModelError",
     "ModelRunnerOutput",
@@ -91,8 +109,12 @@ __all__ = [
     "MvllmError",
     "OpCase",
     "OpProvider",
+    "Part",
     "Platform",
     "QKVLinear",
+    "QuantizationMethod",
+    "QuantizedMatrix",
+    "QuantizedWeight",
     "RMSNorm",
     "ReplicatedLinear",
     "RopeParameters",
@@ -103,7 +125,9 @@ __all__ = [
     "StatLogger",
     "UniProcExecutor",
     "VocabEmbedding",
+    "WeightTarget",
     "get_logger",
+    "staging",
 ]
 
 

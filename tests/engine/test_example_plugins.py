@@ -11,19 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from mvllm import LLM, SamplingParams
 from mvllm.entrypoints.cli.main import main
 from mvllm.errors import ConfigError, ModelError
+from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.plugins import ROOT, prepend, write_metadata
 
 PROMPTS = [[5, 6, 7], [90, 1], list(range(40)), [11] * 17]
-EXAMPLES = ("example-model", "example-executor", "example-ops", "example-stat-logger")
+EXAMPLES = ("example-model", "example-executor", "example-ops", "example-quantization", "example-stat-logger")
 
 
 @pytest.fixture
 def examples(tmp_path, monkeypatch):
-    """All four installed; their sources are those of the repository, their entry points those of pyproject.toml."""
+    """All installed; their sources are those of the repository, their entry points those of pyproject.toml."""
     paths = []
     for name in EXAMPLES:
         declared = tomllib.loads((ROOT / "plugins" / name / "pyproject.toml").read_text())["project"]
@@ -140,6 +142,48 @@ class TestOps:
     def test_a_set_that_nobody_offers_is_refused_before_anything_is_loaded(self, model):
         with pytest.raises(ConfigError, match=r"'warp'.*There are: torch-norms"):
             generate(model, op_providers="warp")
+
+
+class TestQuantization:
+    @pytest.fixture
+    def checkpoints(self, examples) -> tuple[Path, Path]:
+        """A ternary checkpoint, and the same weights as floats."""
+        from mvllm_example_quantization.checkpoint import convert
+        from mvllm_example_quantization.matrix import unpack
+
+        plain = make_checkpoint("llama-gqa", examples / "plain", tokenizer=False)
+        ternary = convert(plain, examples / "ternary")
+        tensors = load_file(ternary / "model.safetensors")
+        for name in [name for name in tensors if name.endswith(".ternary")]:
+            module = name.removesuffix(".ternary")
+            tensors[f"{module}.weight"] = unpack(tensors.pop(name), tensors.pop(f"{module}.scale"))
+        save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+        return ternary, plain
+
+    @pytest.mark.parametrize("sizes", [{}, {"tensor_parallel_size": 2}], ids=str)
+    def test_its_tokens_are_those_of_the_same_weights_as_floats(self, checkpoints, sizes):
+        ternary, plain = checkpoints
+        assert generate(ternary, **sizes) == generate(plain)
+
+    def test_without_the_plugin_the_error_lists_what_is_supported(self, checkpoints):
+        sys.path.remove(str(ROOT / "plugins" / "example-quantization" / "src"))
+        sys.path.remove(str(checkpoints[0].parent / "site"))
+        with pytest.raises(ModelError, match=r"'ternary', which is not supported\. Supported: awq"):
+            generate(checkpoints[0])
+
+    def test_outside_the_allow_list_it_is_refused_and_its_package_named(self, checkpoints, monkeypatch):
+        monkeypatch.setenv("MVLLM_PLUGINS", "mvllm-example-ops")
+        with pytest.raises(ConfigError, match=r"mvllm-example-quantization 0\.1\.0"):
+            generate(checkpoints[0])
+
+    def test_its_objections_are_heard_before_anything_is_loaded(self, checkpoints):
+        ternary, _ = checkpoints
+        with pytest.raises(ModelError, match="'ignore' should be a list of module names, found 'lm_head'"):
+            generate(ternary, hf_overrides={"quantization_config": {"quant_method": "ternary", "ignore": "lm_head"}})
+
+    def test_it_stores_weights_and_so_is_not_for_a_checkpoint_of_floats(self, checkpoints):
+        with pytest.raises(ConfigError, match=r"'ternary', which is a way to store weights.*quantization='int8'"):
+            generate(checkpoints[1], quantization="ternary")
 
 
 class TestStatLogger:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from mvllm.config.engine_args import EngineArgs
 from mvllm.config.model import ModelConfig
 from mvllm.distributed.group import GroupCoordinator
 from mvllm.layers.context import BuildContext, ForwardStep
+from mvllm.layers.quantization.registry import quantization_method
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.registry import resolve_model_class
 from mvllm.models.weights import load_weights
@@ -55,7 +57,8 @@ def read_config(folder: Path, **settings: object) -> ModelConfig:
 def load_model(folder: Path, ctx: BuildContext | None = None, **settings: object) -> CausalLM:
     """A checkpoint's model, loaded."""
     config = read_config(folder, **settings)
-    model = resolve_model_class(config.architecture)(config, ctx or make_context())
+    ctx = dataclasses.replace(ctx or make_context(), quantization=quantization_method(config))
+    model = resolve_model_class(config.architecture)(config, ctx)
     load_weights(model, folder, use_tqdm=False)
     model.after_load()
     return model

@@ -59,6 +59,12 @@ class EngineArgs:
         group="model",
         choices=("auto", *DTYPES, *DTYPE_ALIASES),
     )
+    quantization: str | None = option(
+        None,
+        help="'int8' or 'int4' quantizes a checkpoint of floats while it is loaded; one that is quantized says so "
+        "itself, by the name of its method.",
+        group="model",
+    )
     max_model_len: int | None = option(
         None,
         help="Longest sequence in tokens, prompt and output together; by default all that the model can do.",
@@ -326,6 +332,7 @@ class EngineArgs:
             trust_remote_code=self.trust_remote_code,
             revision=self.revision,
             seed=self.seed,
+            quantization=self.quantization,
         )
 
     def _tokenizer_folder(self, model_folder: Path) -> str | None:

@@ -31,6 +31,8 @@ class ModelConfig:
         trust_remote_code: Whether code from the model folder may run.
         revision: Revision asked for on the hub.
         seed: Seed of everything random in the engine.
+        quantization: Name of the method by which weights are stored, or are quantized while they are loaded; None for
+            floats.
     """
 
     model: str
@@ -54,3 +56,4 @@ class ModelConfig:
     revision: str | None = None
     seed: int = 0
     checkpoint_dtype: str = "float32"
+    quantization: str | None = None

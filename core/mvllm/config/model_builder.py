@@ -21,6 +21,7 @@ from mvllm.config.generation_config import (
 )
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
+from mvllm.config.quantization import settle_quantization
 from mvllm.errors import ConfigError, ModelError
 from mvllm.logging import get_logger
 
@@ -84,6 +85,7 @@ def build_model_config(
     trust_remote_code: bool = False,
     revision: str | None = None,
     seed: int = 0,
+    quantization: str | None = None,
 ) -> ModelConfig:
     """Reads `folder` and settles everything about the model that needs no device.
 
@@ -92,13 +94,13 @@ def build_model_config(
         folder: Where it was found.
         generation_config: Folder whose `generation_config.json` gives the sampling defaults; None goes without.
         max_logprobs: -1 permits the whole vocabulary.
+        quantization: The method asked for; None leaves it to the checkpoint.
 
     Raises:
         ModelError: A file or key is missing, wrong, or contradicts another.
         ConfigError: What the user asked for goes beyond the model.
     """
     hf_config = load_hf_config(folder, hf_overrides)
-    refuse_quantization(hf_config)
     shape = transformer_shape(hf_config)
     if max_logprobs > shape.vocab_size:
         if max_logprobs != DEFAULT_MAX_LOGPROBS:
@@ -127,6 +129,7 @@ def build_model_config(
         trust_remote_code=trust_remote_code,
         revision=revision,
         seed=seed,
+        quantization=settle_quantization(hf_config, quantization),
     )
 
 
@@ -226,22 +229,6 @@ def checkpoint_dtype(hf_config: HFConfig) -> str:
             f"Mend the file or pass hf_overrides={{{key!r}: 'float32'}}."
         )
     return str(name)
-
-
-def refuse_quantization(hf_config: HFConfig) -> None:
-    """Says so at once when the weights are stored in a quantized form, which the loader cannot read yet.
-
-    Raises:
-        ModelError: The config announces a quantization method.
-    """
-    for key in ("quantization_config", "compression_config"):
-        value = hf_config.get(key)
-        if value:
-            method = value.get("quant_method") if isinstance(value, dict) else None
-            raise ModelError(
-                f"{hf_config.source}: the checkpoint is quantized ({key}, method {str(method or 'not named')!r}), "
-                "which is not supported yet. Use the unquantized checkpoint of the same model."
-            )
 
 
 def _size(

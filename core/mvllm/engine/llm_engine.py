@@ -21,7 +21,7 @@ from mvllm.errors import ConfigError, EngineDeadError, RequestError
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.messages.sampling_params import SamplingParams
-from mvllm.models.support import check_architecture
+from mvllm.models.support import check_architecture, check_quantization
 from mvllm.ops.installed import check_providers
 from mvllm.platform.choose import choose_platform
 
@@ -78,6 +78,7 @@ class LLMEngine:
         # The cheapest reasons to fail come first, and the weights last.
         if client is None:
             check_architecture(config.model)
+            check_quantization(config.model)
             check_providers(config.op_providers)
         chosen = choose_platform(config.platform) if client is None else None
         tokenizer = load_tokenizer(config.model)

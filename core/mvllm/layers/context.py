@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,6 +13,11 @@ from mvllm.distributed.group import GroupCoordinator
 from mvllm.ops.dtypes import dtype_name
 from mvllm.ops.registry import OpTable, ResolvedOp
 from mvllm.platform.attention import AttentionBackend, AttentionMetadata, AttentionSpec
+
+if TYPE_CHECKING:
+    from mvllm.layers.matrix_layout import MatrixLayout
+    from mvllm.layers.quantization.interface import QuantizationMethod
+    from mvllm.layers.quantization.matrix import QuantizedMatrix
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,7 @@ class BuildContext:
         tp: The ranks that share each layer.
         pp: The ranks that each hold a run of layers.
         kv_dtype: Storage dtype of the KV cache by name.
+        quantization: How the model's matrices are quantized; None for a model of floats.
     """
 
     dtype: torch.dtype
@@ -35,6 +42,7 @@ class BuildContext:
     tp: GroupCoordinator
     pp: GroupCoordinator
     kv_dtype: str
+    quantization: QuantizationMethod | None = None
 
     @property
     def dtype_name(self) -> str:
@@ -44,6 +52,10 @@ class BuildContext:
     def op(self, name: str, **facts: object) -> ResolvedOp:
         """The implementation of operation `name` in the compute dtype."""
         return self.ops.get(name, self.dtype, **facts)
+
+    def quantized(self, layout: MatrixLayout, tied_to: nn.Parameter | None = None) -> QuantizedMatrix | None:
+        """How a linear layer's matrix is quantized; None where it is floats. `tied_to` as in QuantizationMethod."""
+        return None if self.quantization is None else self.quantization.matrix(self, layout, tied_to)
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """A parameter on the device, zero until weights are loaded into it."""

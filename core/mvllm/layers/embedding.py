@@ -15,7 +15,12 @@ import torch
 from torch import nn
 
 from mvllm.layers.context import BuildContext
+from mvllm.layers.linear import loaded_product, not_loaded
+from mvllm.layers.matrix_layout import MatrixLayout, Part
+from mvllm.layers.quantization.matrix import Product, QuantizedMatrix
+from mvllm.layers.quantization.rounded_matrix import float_targets
 from mvllm.layers.weight_target import WeightTarget
+from mvllm.ops.registry import ResolvedOp
 
 
 class Embedding(nn.Module):
@@ -47,45 +52,41 @@ class VocabBand(nn.Module):
     """This rank's band of a [vocab_size, hidden_size] table.
 
     Attributes:
-        weight: [band, hidden_size], or what an op provider's `prepare` made of it.
+        band: Rows on this rank, real ones and others.
         first: The token id of its first row.
+        layout: The real rows, as a matrix of the checkpoint.
     """
 
-    weight: Any
-
     def __init__(
-        self, ctx: BuildContext, name: str, vocab_size: int, hidden_size: int, weight: nn.Parameter | None = None
+        self,
+        ctx: BuildContext,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        is_head: bool = False,
+        tied: bool = False,
     ) -> None:
         super().__init__()
-        self.name = name
         self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
         self.band = -(-vocab_size // ctx.tp.world_size)
         self.first = self.band * ctx.tp.rank_in_group
-        self.weight = ctx.parameter(self.band, hidden_size) if weight is None else weight
+        first, stop = min(self.first, vocab_size), min(self.first + self.band, vocab_size)
+        part = Part(name, vocab_size, slice(first, stop), slice(0, stop - first))
+        self.layout = MatrixLayout((part,), hidden_size, slice(0, hidden_size), self.band, is_head=is_head, tied=tied)
         self._tp = ctx.tp
-
-    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """Checkpoint tensor names and what this rank takes of them."""
-        first = min(self.first, self.vocab_size)
-        stop = min(self.first + self.band, self.vocab_size)
-        columns = slice(0, self.hidden_size)
-        yield (
-            f"{self.name}.weight",
-            WeightTarget(
-                self.weight,
-                (self.vocab_size, self.hidden_size),
-                (slice(first, stop), columns),
-                (slice(0, stop - first), columns),
-            ),
-        )
 
 
 class VocabEmbedding(VocabBand):
-    """Token embedding, cut along the vocabulary."""
+    """Token embedding, cut along the vocabulary.
+
+    Attributes:
+        weight: [band, hidden_size].
+    """
 
     def __init__(self, ctx: BuildContext, name: str, vocab_size: int, hidden_size: int) -> None:
         super().__init__(ctx, name, vocab_size, hidden_size)
+        self.weight = ctx.parameter(self.band, hidden_size)
         self._lookup = ctx.op("embedding", num_embeddings=self.band, embedding_dim=hidden_size).function
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -97,6 +98,10 @@ class VocabEmbedding(VocabBand):
         rows = self._lookup(local.where(mine, 0), self.weight)
         return self._tp.all_reduce(rows * mine.unsqueeze(-1))
 
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        """Checkpoint tensor names and what this rank takes of them."""
+        return float_targets(self.layout, self.weight)
+
 
 class LMHead(VocabBand):
     """Hidden states to logits.
@@ -105,16 +110,38 @@ class LMHead(VocabBand):
         ctx: Build context.
         name: The checkpoint module, of the token embedding where the head is tied to it.
         vocab_size, hidden_size: Shape of the whole table.
+        tied: The checkpoint has the head under the embedding's name only.
         tied_to: The token embedding whose weight is used, where this rank has it and the head is tied.
+
+    Attributes:
+        weight: [band, hidden_size], or what an op provider's `prepare` made of it. Of a quantized head a
+            QuantizedMatrix, and after loading whatever that one's product takes.
     """
 
+    weight: Any
+
     def __init__(
-        self, ctx: BuildContext, name: str, vocab_size: int, hidden_size: int, tied_to: VocabEmbedding | None = None
+        self,
+        ctx: BuildContext,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tied: bool = False,
+        tied_to: VocabEmbedding | None = None,
     ) -> None:
-        super().__init__(ctx, name, vocab_size, hidden_size, weight=None if tied_to is None else tied_to.weight)
-        self._tied = tied_to is not None
-        self._op = ctx.op("linear", in_features=hidden_size, out_features=self.band, bias=False)
-        self._linear = self._op.function
+        super().__init__(ctx, name, vocab_size, hidden_size, is_head=True, tied=tied)
+        embedding = None if tied_to is None else tied_to.weight
+        self._reads_floats = embedding is None
+        matrix = ctx.quantized(self.layout, embedding)
+        if matrix is not None:
+            self.weight = matrix
+        else:
+            self.weight = ctx.parameter(self.band, hidden_size) if embedding is None else embedding
+        self._op: ResolvedOp | None = None
+        if matrix is None:
+            self._op = ctx.op("linear", in_features=hidden_size, out_features=self.band, bias=False)
+        self._linear: Product = not_loaded if self._op is None else self._op.function
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden_size] to [n, vocab_size], the same on every rank."""
@@ -123,11 +150,12 @@ class LMHead(VocabBand):
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Nothing where the embedding's own weight is used."""
-        return iter(()) if self._tied else super().weight_targets()
+        if isinstance(self.weight, QuantizedMatrix):
+            return self.weight.targets()
+        return float_targets(self.layout, self.weight) if self._reads_floats else iter(())
 
     def prepare_weights(self) -> None:
-        """Turns the loaded weight into the form that the op provider wants; a tied embedding keeps its own."""
-        if self._op.prepare is not None:
-            prepared = self._op.prepare(self.weight.data)
-            del self.weight
-            self.weight = prepared
+        """Turns the loaded weight into the form that multiplies; a tied embedding keeps its own."""
+        self._linear, prepared = loaded_product(self.weight, self._op)
+        del self.weight
+        self.weight = prepared

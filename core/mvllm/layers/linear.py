@@ -7,6 +7,8 @@ columns of which checkpoint tensors it is made of. The parallel variants differ 
     row parallel      each rank holds a band of columns  → results are summed over ranks
     merged column     bands of several matrices, stacked → one product instead of several
     QKV               likewise, cut along heads; a key/value head is copied where ranks outnumber them
+
+A quantized matrix is made of the same parts; how they are read and multiplied is its quantization method's to say.
 """
 
 from __future__ import annotations
@@ -21,28 +23,15 @@ from torch import nn
 from mvllm.distributed.group import GroupCoordinator
 from mvllm.errors import ConfigError
 from mvllm.layers.context import BuildContext
+from mvllm.layers.matrix_layout import MatrixLayout, Part
+from mvllm.layers.quantization.matrix import Product, QuantizedMatrix
+from mvllm.layers.quantization.rounded_matrix import float_targets
 from mvllm.layers.weight_target import WeightTarget
-
-
-@dataclass(frozen=True)
-class Part:
-    """Rows of one checkpoint matrix, as this rank holds them.
-
-    Attributes:
-        name: The checkpoint module; `.weight` and `.bias` are appended.
-        num_rows: Rows (output features) of the whole checkpoint matrix.
-        source: The rows read.
-        destination: The rows of this rank's matrix that they fill.
-    """
-
-    name: str
-    num_rows: int
-    source: slice
-    destination: slice
+from mvllm.ops.registry import ResolvedOp
 
 
 class Linear(nn.Module):
-    """A matrix on this rank, with its product going through the operation `linear`.
+    """A matrix on this rank, with its product going through the operation `linear`, or whatever a quantized one takes.
 
     Args:
         ctx: Build context.
@@ -53,8 +42,10 @@ class Linear(nn.Module):
         transposed: The checkpoint stores matrices as [in, out].
 
     Attributes:
-        weight: [out_features, columns], or what the op provider's `prepare` made of it after loading.
+        weight: [out_features, columns], or what the op provider's `prepare` made of it after loading. Of a quantized
+            layer a QuantizedMatrix, and after loading whatever that one's product takes.
         bias: [out_features] or None.
+        quantized: Whether the matrix is quantized.
     """
 
     weight: Any
@@ -71,16 +62,18 @@ class Linear(nn.Module):
         transposed: bool = False,
     ) -> None:
         super().__init__()
-        self.parts = tuple(parts)
-        self.in_features = in_features
-        self.columns = columns or slice(0, in_features)
-        self.transposed = transposed
-        self.out_features = max(part.destination.stop for part in parts)
-        num_columns = self.columns.stop - self.columns.start
-        self.weight = ctx.parameter(self.out_features, num_columns)
-        self.bias = ctx.parameter(self.out_features) if bias else None
-        self._op = ctx.op("linear", in_features=num_columns, out_features=self.out_features, bias=bias)
-        self._linear = self._op.function
+        columns = columns or slice(0, in_features)
+        out_features = max(part.destination.stop for part in parts)
+        self.layout = MatrixLayout(tuple(parts), in_features, columns, out_features, bias, transposed)
+        self.out_features = out_features
+        self.bias = ctx.parameter(out_features) if bias else None
+        matrix = ctx.quantized(self.layout)
+        self.quantized = matrix is not None
+        self.weight = ctx.parameter(out_features, self.layout.num_columns) if matrix is None else matrix
+        self._op: ResolvedOp | None = None
+        if matrix is None:
+            self._op = ctx.op("linear", in_features=self.layout.num_columns, out_features=out_features, bias=bias)
+        self._linear: Product = not_loaded if self._op is None else self._op.function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in on this rank] to [..., out on this rank]."""
@@ -88,26 +81,22 @@ class Linear(nn.Module):
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Checkpoint tensor names and what this rank takes of them. Before `prepare_weights` only."""
-        num_columns = self.columns.stop - self.columns.start
-        for part in self.parts:
-            shape = (part.num_rows, self.in_features)
-            source = (part.source, self.columns)
-            if self.transposed:
-                shape, source = shape[::-1], source[::-1]
-            destination = (part.destination, slice(0, num_columns))
-            yield f"{part.name}.weight", WeightTarget(self.weight, shape, source, destination, self.transposed)
-            if self.bias is not None:
+        if isinstance(self.weight, QuantizedMatrix):
+            yield from self.weight.targets()
+        else:
+            yield from float_targets(self.layout, self.weight)
+        if self.bias is not None:
+            for part in self.layout.parts:
                 yield (
                     f"{part.name}.bias",
                     WeightTarget(self.bias, (part.num_rows,), (part.source,), (part.destination,)),
                 )
 
     def prepare_weights(self) -> None:
-        """Turns the loaded weight into the form that the op provider wants."""
-        if self._op.prepare is not None:
-            prepared = self._op.prepare(self.weight.data)
-            del self.weight
-            self.weight = prepared
+        """Turns the loaded weight into the form that multiplies."""
+        self._linear, prepared = loaded_product(self.weight, self._op)
+        del self.weight
+        self.weight = prepared
 
 
 class ColumnParallelLinear(Linear):
@@ -253,6 +242,24 @@ class QKVLinear(Linear):
         q, k, v = self.forward(x).split(self.sizes, dim=-1)
         shape = (x.shape[0], -1, self._head_size)
         return q.view(shape), k.view(shape), v.view(shape)
+
+
+def not_loaded(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+    """Stands for the product of a quantized matrix until its tensors are loaded."""
+    raise AssertionError("prepare_weights comes first")
+
+
+def loaded_product(weight: Any, op: ResolvedOp | None) -> tuple[Product, Any]:
+    """What multiplies, and the weight that it takes, once the tensors are loaded.
+
+    Args:
+        weight: A parameter, or a QuantizedMatrix.
+        op: The operation that multiplies with a parameter.
+    """
+    if isinstance(weight, QuantizedMatrix):
+        return weight.finish()
+    assert op is not None, "a matrix of floats has an operation"
+    return op.function, weight if op.prepare is None else op.prepare(weight.data)
 
 
 def share(size: int, group: GroupCoordinator, what: str) -> slice:

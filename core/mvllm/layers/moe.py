@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from mvllm.errors import ConfigError
 from mvllm.layers.context import BuildContext
 from mvllm.layers.linear import ReplicatedLinear, share
 from mvllm.layers.weight_target import WeightTarget
@@ -26,6 +27,9 @@ class MoE(nn.Module):
         num_experts, top_k: Experts in all, and per token.
         normalize: The weights of the chosen experts are scaled to sum to one.
         names: Checkpoint names of gate, up and down within an expert.
+
+    Raises:
+        ConfigError: The model is quantized.
     """
 
     def __init__(
@@ -42,6 +46,11 @@ class MoE(nn.Module):
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
         super().__init__()
+        if ctx.quantization is not None:
+            raise ConfigError(
+                f"{experts}: quantized experts are not supported yet. Take the model's unquantized checkpoint, without "
+                "quantization."
+            )
         self.router = ReplicatedLinear(ctx, router, hidden_size, num_experts, bias=False)
         self.experts, self.names, self.top_k, self.normalize = experts, names, top_k, normalize
         self.intermediate_size = intermediate_size

@@ -50,6 +50,7 @@ class CausalLM(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.stage = PipelineStage.of(config.num_layers, ctx.pp)
+        self._quantization = ctx.quantization
 
     @abstractmethod
     def forward(
@@ -98,6 +99,8 @@ class CausalLM(nn.Module, ABC):
         """
         if self.ignored_names.search(name):
             return True
+        if self._quantization is not None and self._quantization.ignores(name):
+            return True
         layer = self.layer_names.match(name)
         if layer is not None:
             number = int(layer.group(1))
@@ -110,7 +113,7 @@ class CausalLM(nn.Module, ABC):
 
     def after_load(self) -> None:
         """Lets op providers turn weights into the form they want. Once, when all weights are in place."""
-        for module in self.modules():
+        for module in list(self.modules()):
             prepare = getattr(module, "prepare_weights", None)
             if prepare is not None:
                 prepare()
@@ -129,7 +132,7 @@ class CausalLM(nn.Module, ABC):
         if not self.stage.is_last:
             return None
         if self.ties_head:
-            return LMHead(ctx, embedding_name, self.config.vocab_size, size, tied_to=embedding)
+            return LMHead(ctx, embedding_name, self.config.vocab_size, size, tied=True, tied_to=embedding)
         return LMHead(ctx, self.head_name, self.config.vocab_size, size)
 
     def _layer_numbers(self) -> Iterator[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError
+from mvllm.layers.quantization.registry import quantization_method
 from mvllm.models.registry import supported_architectures
 from mvllm.platform import doors
 
@@ -32,3 +33,14 @@ def check_architecture(config: ModelConfig) -> None:
         f"{config.hf_config.source}: the architecture {config.architecture!r} is not supported.{code} "
         f"Supported: {', '.join(supported)}."
     )
+
+
+def check_quantization(config: ModelConfig) -> None:
+    """Refuses a quantization that there is none of, or a variant of one that is not supported.
+
+    Raises:
+        ConfigError: The setting names no method, or one that is not for this checkpoint, or a plugin's that is not let
+            in.
+        ModelError: The checkpoint's `quantization_config` says what is not supported.
+    """
+    quantization_method(config)

@@ -30,6 +30,9 @@ BUFFER_BYTES = 8 << 20
 
 # What can be converted to a model's floating-point dtype without knowing scales.
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# What is taken as it is, for quantized weights.
+_INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+_DTYPES = _FLOATS | _INTEGERS
 
 
 class LoadableModel(Protocol):
@@ -144,10 +147,13 @@ def check_tensors(
         for target in targets[name]:
             if entry.shape != tuple(target.source_shape):
                 raise ModelError(_wrong_shape(entry, target, vocab_size))
-            if target.parameter.is_floating_point() and entry.dtype not in _FLOATS:
+            wanted = target.parameter.dtype
+            fitting = list(_FLOATS) if wanted.is_floating_point else [n for n, d in _INTEGERS.items() if d == wanted]
+            if entry.dtype not in fitting:
                 raise ModelError(
                     f"{entry.file}: tensor {entry.name!r} has dtype {entry.dtype}, expected one of "
-                    f"{', '.join(_FLOATS)}. Quantized checkpoints are not supported yet."
+                    f"{', '.join(fitting)}. If the checkpoint is quantized, its config.json should say how "
+                    "(quantization_config)."
                 )
 
 
@@ -201,7 +207,7 @@ def _copy(reader: SafetensorsReader, entry: TensorEntry, target: WeightTarget, b
 
     Of each row only the columns that the rectangle spans are read: a rank reads its share and nothing else.
     """
-    dtype = _FLOATS[entry.dtype]
+    dtype = _DTYPES[entry.dtype]
     shape, source, destination = _rectangle(target)
     if destination.numel() == 0:
         return buffer

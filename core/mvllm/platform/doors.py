@@ -40,8 +40,9 @@ EXECUTORS = Door("mvllm.executors", "executor")
 OP_PROVIDERS = Door("mvllm.op_providers", "set of op providers")
 STAT_LOGGERS = Door("mvllm.stat_loggers", "stat logger")
 COMMANDS = Door("mvllm.cli", "command")
+QUANTIZATION = Door("mvllm.quantization", "quantization method")
 
-ALL = (MODELS, EXECUTORS, OP_PROVIDERS, STAT_LOGGERS, COMMANDS)
+ALL = (MODELS, QUANTIZATION, EXECUTORS, OP_PROVIDERS, STAT_LOGGERS, COMMANDS)
 
 
 def allow_list() -> frozenset[str] | None:

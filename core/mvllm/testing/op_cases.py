@@ -10,6 +10,7 @@ import torch
 
 from mvllm.ops.catalogue import SCHEMAS
 from mvllm.ops.dtypes import torch_dtype
+from mvllm.ops.quantized_linear import QuantizedWeight
 
 ROWS = (1, 3, 17)
 
@@ -42,6 +43,8 @@ def trials(op: str, dtype: str) -> Iterator[OpTrial]:
 
 def exact(trial: OpTrial) -> Any:
     """The reference on float64 arguments."""
+    if trial.op == "quantized_linear":
+        return _exact_quantized(*trial.make())
     arguments = [_wide(argument) for argument in trial.make()]
     if trial.op == "moe":
         arguments[-1] = arguments[-1].float()  # in float32 whatever the compute dtype
@@ -75,6 +78,88 @@ def _linear(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                     ),
                     weight=1,
                 )
+
+
+_QUANTIZED = (  # bits, group_size (None for a row), symmetric, int8_activations
+    (8, None, True, True),
+    (8, None, True, False),
+    (8, 32, False, False),
+    (4, 32, True, False),
+    (4, 32, False, False),
+    (4, 128, False, False),
+    (4, None, True, False),
+)
+
+
+def _quantized_linear(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+    for rows in ROWS:
+        for in_features, out_features in ((64, 96), (384, 320), (80, 33)):  # groups that do not fit, rows that do not
+            for bits, group_size, symmetric, int8_activations in _QUANTIZED:
+                facts = {
+                    "in_features": in_features,
+                    "out_features": out_features,
+                    "bias": rows == 3,
+                    "bits": bits,
+                    "group_size": min(group_size or in_features, in_features),
+                    "symmetric": symmetric,
+                    "int8_activations": int8_activations,
+                }
+                yield OpTrial(
+                    op,
+                    facts,
+                    lambda rows=rows, facts=facts: (  # type: ignore[misc]
+                        _inputs_far_from_ties(dtype, rows, facts["in_features"]),
+                        _quantized_weight(facts),
+                        _random(dtype, facts["out_features"], seed=2) if facts["bias"] else None,
+                    ),
+                    weight=1,
+                )
+
+
+def _inputs_far_from_ties(dtype: torch.dtype, rows: int, size: int) -> torch.Tensor:
+    """Rows whose largest magnitude is 127 times a power of two, and whose other values are nowhere near the middle of
+    two multiples of it: rounding to int8 has one right answer, however its scale is computed. Exact in 8 bits.
+    """
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randint(-31, 32, (rows, size), generator=generator)
+    parts = torch.randint(-1, 2, (rows, size), generator=generator) * 0.25
+    x = whole + parts
+    x[:, 3] = 127.0 * (1 - 2 * (torch.arange(rows) % 2))
+    return (x * 2.0 ** (torch.arange(rows)[:, None] % 5 - 7)).to(dtype)
+
+
+def _quantized_weight(facts: dict[str, Any]) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(1)
+    shape = facts["out_features"], facts["in_features"]
+    groups = facts["out_features"], -(-facts["in_features"] // facts["group_size"])
+    middle = 2 ** (facts["bits"] - 1)
+    lowest = -middle + (facts["bits"] == 8 and facts["symmetric"])
+
+    def draw(low: int, shape: tuple[int, int]) -> torch.Tensor:
+        return torch.randint(low, middle, shape, generator=generator).to(torch.int8)
+
+    return QuantizedWeight(
+        draw(lowest, shape),
+        (torch.rand(groups, generator=generator) + 0.5) / (middle * facts["in_features"] ** 0.5),
+        None if facts["symmetric"] else draw(-middle, groups),
+        facts["group_size"],
+        facts["bits"],
+        facts["int8_activations"],
+    )
+
+
+def _exact_quantized(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """The definition in float64."""
+    groups = torch.arange(weight.shape[1]) // weight.group_size
+    values = weight.values.double()
+    if weight.zero_points is not None:
+        values = values - weight.zero_points.double()[:, groups]
+    inputs = x.double()
+    if weight.int8_activations:
+        scales = inputs.abs().amax(dim=-1, keepdim=True) / 127
+        inputs = (inputs / scales).round() * scales
+    product = inputs @ (values * weight.scales.double()[:, groups]).T
+    return product if bias is None else product + bias.double()
 
 
 def _embedding(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
@@ -184,6 +269,7 @@ def _activations(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
 
 _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpTrial]]] = {
     "linear": _linear,
+    "quantized_linear": _quantized_linear,
     "embedding": _embedding,
     "rms_norm": _norms,
     "fused_add_rms_norm": _norms,

@@ -26,6 +26,7 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.distributed.group import GroupCoordinator
 from mvllm.errors import CacheError, ModelError, MvllmError
 from mvllm.layers.context import BuildContext, ForwardStep
+from mvllm.layers.quantization.registry import quantization_method
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.models.registry import resolve_model_class
@@ -112,6 +113,7 @@ class ModelRunner:
             tp=self._tp,
             pp=self._pp,
             kv_dtype=kv_dtype,
+            quantization=quantization_method(config),
         )
         model_class = resolve_model_class(config.architecture)
         with _out_of_memory_as(ModelError, f"The weights of {config.model}, whose sizes config.json gives,"):

@@ -216,14 +216,21 @@ def test_a_dtype_that_cannot_be_computed_in_is_refused(tmp_path, value):
 @pytest.mark.parametrize(
     ("changes", "method"),
     [
+        ({}, None),
+        ({"quantization_config": {}}, None),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
-        ({"quantization_config": {"bits": 4}}, "not named"),
-        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"compression_config": {"quant_method": "compressed_tensors"}}, "compressed-tensors"),
+        ({"compression_config": {"config_groups": {}}}, "compressed-tensors"),
     ],
 )
-def test_a_quantized_checkpoint_is_refused_by_the_name_of_its_method(tmp_path, changes, method):
-    with pytest.raises(ModelError, match=rf"quantized .*{method}.*not supported yet"):
-        build(tmp_path, **changes)
+def test_a_checkpoint_tells_by_which_method_it_is_quantized(tmp_path, changes, method):
+    assert build(tmp_path, **changes).quantization == method
+
+
+@pytest.mark.parametrize("value", [{"bits": 4}, {"quant_method": 3}, {"quant_method": ""}, ["gptq"]])
+def test_a_quantization_without_a_method_is_refused_with_what_to_do(tmp_path, value):
+    with pytest.raises(ModelError, match=r"quantization_config.*'?quant_method'?"):
+        build(tmp_path, quantization_config=value)
 
 
 @pytest.mark.parametrize("value", [0, -1, 3.5, "16"])

@@ -21,6 +21,7 @@ from tests.unit.engine.builders import make_config
 
 GROUPS = {
     "mvllm.models": "AcmeForCausalLM",
+    "mvllm.quantization": "acme",
     "mvllm.executors": "acme",
     "mvllm.op_providers": "acme",
     "mvllm.stat_loggers": "acme",

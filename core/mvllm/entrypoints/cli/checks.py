@@ -371,7 +371,7 @@ def _model(model: str) -> Checks:
     from mvllm.config.vocabulary import check_tokenizer
     from mvllm.engine.tokenizer import load_tokenizer
     from mvllm.models.checkpoint import read_checkpoint
-    from mvllm.models.support import check_architecture
+    from mvllm.models.support import check_architecture, check_quantization
 
     try:
         config = EngineArgs.from_kwargs(model=model).create_model_config()
@@ -385,6 +385,10 @@ def _model(model: str) -> Checks:
         check_architecture(config)
         return config.architecture
 
+    def quantization() -> str:
+        check_quantization(config)
+        return config.quantization or "none"
+
     def weights() -> str:
         tensors = read_checkpoint(config.path)
         return f"{len(tensors)} tensors"
@@ -395,7 +399,12 @@ def _model(model: str) -> Checks:
         check_tokenizer(config.vocab_size, loaded.length)
         return f"{loaded.length} tokens, vocabulary {config.vocab_size}"
 
-    for name, action in (("architecture", architecture), ("weights", weights), ("tokenizer", tokenizer)):
+    for name, action in (
+        ("architecture", architecture),
+        ("quantization", quantization),
+        ("weights", weights),
+        ("tokenizer", tokenizer),
+    ):
         try:
             yield Check(f"model.{name}", CheckStatus.OK, action())
         except MvllmError as e:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from mvllm.ops.catalogue import SCHEMAS
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.registry import REFERENCE, OpTable
-from mvllm.plugin_api import DeviceRuntime, OpCase, OpProvider
+from mvllm.plugin_api import DeviceRuntime, OpCase, OpProvider, QuantizedWeight
 from mvllm.testing.marks import clause, not_claimed
 from mvllm.testing.op_cases import OpTrial, exact, tolerance, trials
 from mvllm.testing.subject import Examinee
@@ -41,6 +42,9 @@ def move(runtime: DeviceRuntime, arguments: tuple[Any, ...]) -> list[Any]:
             argument = torch.as_strided(there, argument.size(), argument.stride())
         elif isinstance(argument, torch.Tensor):
             argument = runtime.to_device(argument.clone())
+        elif isinstance(argument, QuantizedWeight):
+            values, scales, zero_points = move(runtime, (argument.values, argument.scales, argument.zero_points))
+            argument = replace(argument, values=values, scales=scales, zero_points=zero_points)
         moved.append(argument)
     return moved
 
@@ -53,7 +57,9 @@ def call(runtime: DeviceRuntime, provider: OpProvider, trial: OpTrial) -> tuple[
     """What the provider gives, on the host, and the arguments it was called with."""
     arguments = move(runtime, trial.make())
     if provider.prepare is not None and trial.weight is not None:
-        weight = torch.nn.Parameter(arguments[trial.weight], requires_grad=False)
+        weight = arguments[trial.weight]
+        if isinstance(weight, torch.Tensor):
+            weight = torch.nn.Parameter(weight, requires_grad=False)
         arguments[trial.weight] = provider.prepare(weight)
     with torch.inference_mode():
         found = results(provider.function(*arguments))

@@ -1,0 +1,60 @@
+"""What the matrix of a linear layer is made of on this rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of one checkpoint matrix, as this rank holds them.
+
+    Attributes:
+        name: The checkpoint module; `.weight` and `.bias` are appended.
+        num_rows: Rows (output features) of the whole checkpoint matrix.
+        source: The rows read.
+        destination: The rows of this rank's matrix that they fill.
+    """
+
+    name: str
+    num_rows: int
+    source: slice
+    destination: slice
+
+
+@dataclass(frozen=True)
+class MatrixLayout:
+    """A matrix [out_features, num_columns] on this rank: bands of rows of checkpoint matrices, one below the other.
+
+    Attributes:
+        parts: The bands.
+        in_features: Columns of the whole checkpoint matrices.
+        columns: The columns that this rank holds.
+        out_features: Rows on this rank; those that no part fills stay zero.
+        bias: Whether a bias belongs to it.
+        transposed: The checkpoint stores matrices as [in, out].
+        is_head: Its products are logits.
+        tied: It is the token embedding, which the checkpoint has under the embedding's name only.
+    """
+
+    parts: tuple[Part, ...]
+    in_features: int
+    columns: slice
+    out_features: int
+    bias: bool = False
+    transposed: bool = False
+    is_head: bool = False
+    tied: bool = False
+
+    @property
+    def num_columns(self) -> int:
+        """Columns (input features) on this rank."""
+        return int(self.columns.stop - self.columns.start)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The checkpoint modules, in the order of the rows."""
+        return tuple(part.name for part in self.parts)
+
+    def __str__(self) -> str:
+        return ", ".join(self.names)

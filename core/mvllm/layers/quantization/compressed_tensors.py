@@ -1,0 +1,153 @@
+"""compressed-tensors checkpoints of integers.
+
+int-quantized     weight            int8  [out, in]
+                  weight_scale      float [out, groups]     one group where the strategy is 'channel'
+                  weight_zero_point int8  [out, groups]     unless symmetric
+pack-quantized    weight_packed     int32 [out, in / n]     n = 8 or 4 inputs in a word, the first in the lowest bits
+                  weight_scale      float [out, groups]
+                  weight_zero_point int32 [out / n, groups] outputs in a word
+                  weight_g_idx      int32 [in]              with actorder 'group': the group of each input
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mvllm.config.hf_config import HFConfig
+from mvllm.errors import ModelError
+from mvllm.layers.matrix_layout import MatrixLayout
+from mvllm.layers.quantization.interface import PackedFormat, QuantizationMethod, format_of_all
+from mvllm.layers.quantization.settings import REMEDY, choice, group_size, names, pattern
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mvllm.layers.context import BuildContext
+    from mvllm.layers.quantization.matrix import QuantizedMatrix
+
+INTEGERS = "int-quantized"
+WORDS = "pack-quantized"
+_FORMATS = (INTEGERS, WORDS, "naive-quantized")
+_ORDER_TENSOR = "weight_g_idx"
+
+Matcher = Callable[[str, str], bool]
+"""Whether a module is meant: (name, class)."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Modules that are stored alike.
+
+    Attributes:
+        targets: Which ones.
+        format: How.
+    """
+
+    targets: Matcher
+    format: PackedFormat
+
+
+class CompressedTensors(QuantizationMethod):
+    """`quant_method: compressed-tensors`.
+
+    Args:
+        groups: The first that a module belongs to says how it is stored.
+        ignore: Modules that are not quantized.
+    """
+
+    def __init__(self, groups: tuple[Group, ...], ignore: Matcher) -> None:
+        self.groups, self.ignore = groups, ignore
+
+    @classmethod
+    def of(cls, settings: HFConfig) -> CompressedTensors:
+        for key, what in (
+            ("kv_cache_scheme", "a quantized KV cache"),
+            ("sparsity_config", "sparse weights"),
+            ("transform_config", "transformed weights"),
+        ):
+            value = settings.get(key)
+            if value and not (key == "sparsity_config" and value.get("format") == "dense"):
+                raise ModelError(f"{settings.source}: {key!r} asks for {what}, which is not supported. {REMEDY}")
+        groups = settings.require("config_groups", dict)
+        return cls(
+            tuple(_group(_part(settings, "config_groups", name, groups[name]), settings) for name in groups),
+            _matcher(names(settings, "ignore"), settings),
+        )
+
+    def matrix(
+        self, ctx: BuildContext, layout: MatrixLayout, tied_to: nn.Parameter | None = None
+    ) -> QuantizedMatrix | None:
+        if layout.tied:
+            return None
+        kind = "Conv1D" if layout.transposed else "Linear"
+        format = format_of_all(layout, [self._format_of(name, kind) for name in layout.names])
+        if format is None:
+            return None
+        if layout.transposed:
+            raise ModelError(
+                f"{layout}: the checkpoint's quantization_config targets it, but a matrix that is stored as [in, out] "
+                f"is not supported in compressed-tensors. {REMEDY}"
+            )
+        from mvllm.layers.quantization.packed_matrix import PackedMatrix
+        from mvllm.layers.quantization.packings import IntegersPacking, WordsPacking
+
+        return PackedMatrix(ctx, layout, WordsPacking() if format.packing == WORDS else IntegersPacking(), format)
+
+    def ignores(self, name: str) -> bool:
+        """The shapes, which are known, and groups that are as expected."""
+        return name.endswith((".weight_shape", f".{_ORDER_TENSOR}"))
+
+    def _format_of(self, name: str, kind: str) -> PackedFormat | None:
+        if self.ignore(name, kind):
+            return None
+        return next((group.format for group in self.groups if group.targets(name, kind)), None)
+
+
+def _group(group: HFConfig, settings: HFConfig) -> Group:
+    packing = choice(group if "format" in group else settings, ("format",), _FORMATS)
+    weights = _part(group, "weights", None, group.require("weights", dict))
+    choice(weights, ("type",), ("int",), default="int")
+    strategy = choice(weights, ("strategy",), ("channel", "group"), default="channel")
+    order = choice(weights, ("actorder",), ("group", "weight", "static", "dynamic"), default="weight")
+    size = group_size(weights, ("group_size",)) if strategy == "group" else None
+    if strategy == "group" and size is None:
+        raise ModelError(f"{weights.source}: the strategy is 'group', but there is no 'group_size'.")
+    format = PackedFormat(
+        bits=choice(weights, ("num_bits",), (4, 8) if packing == WORDS else (8,)),
+        group_size=size,
+        symmetric=choice(weights, ("symmetric",), (True, False), default=True),
+        int8_activations=_int8_activations(group),
+        order_tensor=_ORDER_TENSOR if size is not None and order in ("group", "dynamic") else None,
+        packing=WORDS if packing == WORDS else INTEGERS,
+    )
+    return Group(_matcher(names(group, "targets"), settings), format)
+
+
+def _int8_activations(group: HFConfig) -> bool:
+    if group.get("output_activations"):
+        raise ModelError(f"{group.source}: 'output_activations' are not supported. {REMEDY}")
+    if not group.get("input_activations"):
+        return False
+    inputs = _part(group, "input_activations", None, group.require("input_activations", dict))
+    choice(inputs, ("num_bits",), (8,))
+    choice(inputs, ("type",), ("int",), default="int")
+    choice(inputs, ("symmetric",), (True,), default=True)
+    choice(inputs, ("dynamic",), (True,), default=False)
+    choice(inputs, ("strategy",), ("token",), default="tensor")
+    return True
+
+
+def _part(outer: HFConfig, key: str, name: str | None, values: Any) -> HFConfig:
+    where = f"{outer.source}: {key}" + ("" if name is None else f".{name}")
+    if not isinstance(values, dict):
+        raise ModelError(f"{where} should be an object, found {values!r}.")
+    return HFConfig(values, where)
+
+
+def _matcher(targets: tuple[str, ...], settings: HFConfig) -> Matcher:
+    """Names, class names, and `re:` patterns that match from a name's beginning."""
+    expressions: list[re.Pattern[str]] = [pattern(t[3:], settings) for t in targets if t.startswith("re:")]
+    return lambda name, kind: name in targets or kind in targets or any(e.match(name) for e in expressions)

@@ -1,0 +1,133 @@
+"""GPTQ checkpoints: 4 or 8 bits, packed along the inputs.
+
+qweight  int32 [in / n, out]        n = 8 or 4 inputs in a word, the first in the lowest bits
+qzeros   int32 [groups, out / n]    n outputs in a word: their zero points less one, or as they are ('gptq_v2')
+scales   float [groups, out]
+g_idx    int32 [in]                 the group of each input, needed with desc_act
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING, Any
+
+from mvllm.config.hf_config import HFConfig
+from mvllm.errors import ModelError
+from mvllm.layers.matrix_layout import MatrixLayout
+from mvllm.layers.quantization.interface import PackedFormat, QuantizationMethod, format_of_all
+from mvllm.layers.quantization.settings import choice, group_size, names, pattern
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mvllm.layers.context import BuildContext
+    from mvllm.layers.quantization.matrix import QuantizedMatrix
+
+
+class GPTQ(QuantizationMethod):
+    """`quant_method: gptq`.
+
+    Args:
+        format: How a quantized matrix is stored unless `dynamic` says otherwise.
+        head: Whether the head is quantized as well.
+        only: Where not empty, the ends of the names of the modules that are quantized.
+        floats: A module whose name holds one of these is not quantized.
+        dynamic: For names that a pattern matches, the first one: another format, or None for floats.
+    """
+
+    def __init__(
+        self,
+        format: PackedFormat,
+        *,
+        head: bool = False,
+        only: tuple[str, ...] = (),
+        floats: tuple[str, ...] = (),
+        dynamic: tuple[tuple[re.Pattern[str], PackedFormat | None], ...] = (),
+    ) -> None:
+        self.format, self.head, self.only, self.floats, self.dynamic = format, head, only, floats, dynamic
+
+    @classmethod
+    def of(cls, settings: HFConfig) -> GPTQ:
+        packing = choice(settings, ("checkpoint_format",), ("gptq", "gptq_v2"), default="gptq")
+        format = PackedFormat(
+            bits=choice(settings, ("bits",), (4, 8)),
+            group_size=group_size(settings, ("group_size",)),
+            symmetric=choice(settings, ("sym",), (True, False), default=True),
+            order_tensor="g_idx" if choice(settings, ("desc_act",), (True, False), default=False) else None,
+            packing=packing,
+        )
+        return cls(
+            _without_useless_order(format),
+            head=choice(settings, ("lm_head",), (True, False), default=False),
+            only=_flat(settings.get("modules_in_block_to_quantize")),
+            floats=names(settings, "modules_to_not_convert"),
+            dynamic=_dynamic(settings, format),
+        )
+
+    def matrix(
+        self, ctx: BuildContext, layout: MatrixLayout, tied_to: nn.Parameter | None = None
+    ) -> QuantizedMatrix | None:
+        if layout.is_head and (layout.tied or not self.head):
+            return None
+        format = format_of_all(layout, [self._format_of(name, is_head=layout.is_head) for name in layout.names])
+        if format is None:
+            return None
+        from mvllm.layers.quantization.packed_matrix import PackedMatrix
+        from mvllm.layers.quantization.packings import GPTQPacking
+
+        return PackedMatrix(ctx, layout, GPTQPacking(zeros_less_one=format.packing == "gptq"), format)
+
+    def ignores(self, name: str) -> bool:
+        """Groups that are as expected, and biases: packers write zeros where the layer has none."""
+        return name.endswith((".g_idx", ".bias"))
+
+    def _format_of(self, name: str, *, is_head: bool) -> PackedFormat | None:
+        for expression, format in self.dynamic:
+            if expression.match(name):
+                return format
+        if any(part in name for part in self.floats):
+            return None
+        return None if self.only and not is_head and not name.endswith(self.only) else self.format
+
+
+def _without_useless_order(format: PackedFormat) -> PackedFormat:
+    """One scale per row does not care in which order the columns were quantized."""
+    return format if format.group_size is not None else dataclasses.replace(format, order_tensor=None)
+
+
+def _dynamic(settings: HFConfig, format: PackedFormat) -> tuple[tuple[re.Pattern[str], PackedFormat | None], ...]:
+    """`{"+:regex": {changes}, "-:regex": {}}`: modules of another format, and modules that stay floats."""
+    rules = settings.get("dynamic", {})
+    if not isinstance(rules, dict) or not all(isinstance(changes, dict) for changes in rules.values()):
+        raise ModelError(f"{settings.source}: 'dynamic' should be an object of objects, found {rules!r}.")
+    found: list[tuple[re.Pattern[str], PackedFormat | None]] = []
+    for text, changes in rules.items():
+        sign, colon, expression = text.partition(":")
+        if not colon or sign not in ("+", "-"):
+            sign, expression = "+", text
+        changed = None if sign == "-" else _changed(HFConfig(changes, f"{settings.source}: dynamic {text!r}"), format)
+        found.append((pattern(expression, settings), changed))
+    return tuple(found)
+
+
+def _changed(changes: HFConfig, format: PackedFormat) -> PackedFormat:
+    orders = choice(changes, ("desc_act",), (True, False), default=format.order_tensor is not None)
+    return _without_useless_order(
+        dataclasses.replace(
+            format,
+            bits=choice(changes, ("bits",), (4, 8), default=format.bits),
+            group_size=group_size(changes, ("group_size",)) if "group_size" in changes else format.group_size,
+            symmetric=choice(changes, ("sym",), (True, False), default=format.symmetric),
+            order_tensor="g_idx" if orders else None,
+        )
+    )
+
+
+def _flat(blocks: Any) -> tuple[str, ...]:
+    """`[["self_attn.q_proj"], ["mlp.up_proj"]]` as one list; a text alone stands for itself."""
+    if blocks is None:
+        return ()
+    if isinstance(blocks, str):
+        return (blocks,)
+    return tuple(name for block in blocks for name in _flat(block)) if isinstance(blocks, list) else ()

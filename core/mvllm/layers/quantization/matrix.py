@@ -1,0 +1,119 @@
+"""The matrix of one linear layer that is not floats: filled from the checkpoint, then turned into what multiplies."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from mvllm.layers.context import BuildContext
+from mvllm.layers.matrix_layout import MatrixLayout
+from mvllm.layers.weight_target import WeightTarget
+from mvllm.ops.quantized_linear import QuantizedWeight
+
+Product = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
+"""(x [..., num_columns], weight, bias [out_features] or None) to [..., out_features], as the operation `linear`."""
+
+
+class QuantizedMatrix(nn.Module, ABC):
+    """Stands in a layer as its `weight` until the layer's tensors are loaded."""
+
+    @abstractmethod
+    def targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        """Checkpoint tensor names and what this rank takes of them."""
+
+    @abstractmethod
+    def finish(self) -> tuple[Product, Any]:
+        """Once, when every target is filled: what multiplies, and the weight that it takes. This object is dropped."""
+
+
+class IntegerMatrix(QuantizedMatrix):
+    """A matrix that the operation `quantized_linear` multiplies with.
+
+    Args:
+        ctx: Build context.
+        layout: What the matrix is made of.
+        bits: 8 or 4.
+        group_size: Columns that share a scale; None for all that this rank has.
+        symmetric: There are no zero points.
+        int8_activations: Inputs are rounded to int8, row by row.
+    """
+
+    def __init__(
+        self,
+        ctx: BuildContext,
+        layout: MatrixLayout,
+        *,
+        bits: int,
+        group_size: int | None,
+        symmetric: bool,
+        int8_activations: bool,
+    ) -> None:
+        super().__init__()
+        self.layout = layout
+        self.bits, self.symmetric, self.int8_activations = bits, symmetric, int8_activations
+        self.group_size = layout.num_columns if group_size is None else min(group_size, layout.num_columns)
+        self._device = ctx.device
+        self._op = ctx.op(
+            "quantized_linear",
+            in_features=layout.num_columns,
+            out_features=layout.out_features,
+            bias=layout.bias,
+            bits=bits,
+            group_size=self.group_size,
+            symmetric=symmetric,
+            int8_activations=int8_activations,
+        )
+
+    @property
+    def num_groups(self) -> int:
+        """Scales in a row."""
+        return -(-self.layout.num_columns // self.group_size)
+
+    @abstractmethod
+    def read(self) -> tuple[QuantizedWeight, torch.Tensor | None]:
+        """The weight, on the host, and the order of its columns: column i stands at `order[i]` of the input.
+
+        None where they stand as in the input.
+        """
+
+    def finish(self) -> tuple[Product, Any]:
+        loaded, order = self.read()
+        weight = QuantizedWeight(
+            loaded.values.to(self._device),
+            loaded.scales.to(self._device),
+            None if loaded.zero_points is None else loaded.zero_points.to(self._device),
+            loaded.group_size,
+            loaded.bits,
+            loaded.int8_activations,
+        )
+        prepared = weight if self._op.prepare is None else self._op.prepare(weight)
+        function: Product = self._op.function
+        return function if order is None else _with_order(function, order.to(self._device)), prepared
+
+    def empty_weight(self) -> QuantizedWeight:
+        """Room for the weight, on the host; zero."""
+        shape = (self.layout.out_features, self.num_groups)
+        return QuantizedWeight(
+            torch.zeros(self.layout.out_features, self.layout.num_columns, dtype=torch.int8),
+            torch.zeros(shape, dtype=torch.float32),
+            None if self.symmetric else torch.zeros(shape, dtype=torch.int8),
+            self.group_size,
+            self.bits,
+            self.int8_activations,
+        )
+
+
+def staging(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """Room on the host for a tensor as the checkpoint has it. Takes no memory before it is written to."""
+    return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+
+
+def _with_order(function: Product, order: torch.Tensor) -> Product:
+    def product(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        return function(x.index_select(-1, order), weight, bias)
+
+    return product

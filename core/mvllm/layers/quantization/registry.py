@@ -1,0 +1,80 @@
+"""Quantization methods by name. A method's module is imported when it is asked for.
+
+Other packages add methods through entry points of `mvllm.quantization`: the name is what config.json has as
+`quant_method` or what users give as `quantization`, the value `package.module:Class`, a QuantizationMethod. A name that
+core has as well is core's.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from mvllm.config.hf_config import HFConfig
+from mvllm.config.model import ModelConfig
+from mvllm.config.quantization import stored_quantization
+from mvllm.errors import ConfigError, ModelError
+from mvllm.layers.quantization.interface import QuantizationMethod
+from mvllm.logging import get_logger
+from mvllm.platform import doors
+
+logger = get_logger(__name__)
+
+_METHODS = {
+    "awq": "mvllm.layers.quantization.awq:AWQ",
+    "compressed-tensors": "mvllm.layers.quantization.compressed_tensors:CompressedTensors",
+    "gptq": "mvllm.layers.quantization.gptq:GPTQ",
+    "int4": "mvllm.layers.quantization.on_load:Int4",
+    "int8": "mvllm.layers.quantization.on_load:Int8",
+}
+
+
+def supported_methods() -> tuple[str, ...]:
+    """Names that `quantization_method` takes, sorted: core's and those of installed plugins."""
+    return tuple(sorted({*_METHODS, *doors.offered(doors.QUANTIZATION)}))
+
+
+def quantization_method(config: ModelConfig) -> QuantizationMethod | None:
+    """The method that a model runs with, with its settings; None for a model of floats.
+
+    Raises:
+        ConfigError: There is no such method, it cannot be had, or it is not one for this checkpoint.
+        ModelError: The checkpoint's settings are wrong or not supported.
+    """
+    if config.quantization is None:
+        return None
+    stored = stored_quantization(config.hf_config)
+    method = _resolve(config.quantization, stored_as=None if stored is None else stored[1].source)
+    if stored is not None:
+        return method.of(stored[1])
+    if not method.quantizes_on_load:
+        raise ConfigError(
+            f"quantization is {config.quantization!r}, which is a way to store weights, but {config.hf_config.source} "
+            "names no quantization: the checkpoint is not quantized. Leave quantization out, or quantize while loading "
+            "with quantization='int8' or 'int4'."
+        )
+    return method.of(HFConfig({}, f"quantization={config.quantization!r}"))
+
+
+def _resolve(name: str, stored_as: str | None) -> type[QuantizationMethod]:
+    if name in _METHODS:
+        for rival in doors.installed(doors.QUANTIZATION):
+            if rival.name == name:
+                logger.warning("%s offers %s, which core has itself: core's runs.", rival, name)
+        module, _, attribute = _METHODS[name].partition(":")
+        method: type[QuantizationMethod] = getattr(importlib.import_module(module), attribute)
+        return method
+    source = doors.find(doors.QUANTIZATION, name)
+    if source is None:
+        if stored_as is None:
+            raise ConfigError(
+                f"quantization is {name!r}, which is no method that there is: {', '.join(supported_methods())}."
+            )
+        raise ModelError(
+            f"{stored_as}: the checkpoint is quantized by the method {name!r}, which is not supported. Supported: "
+            f"{', '.join(supported_methods())}. Take the unquantized checkpoint of the same model; quantization='int8' "
+            "or 'int4' quantizes that while it is loaded."
+        )
+    found = doors.load(doors.QUANTIZATION, source)
+    if not (isinstance(found, type) and issubclass(found, QuantizationMethod)):
+        raise ConfigError(f"{source} must name a subclass of mvllm.extension_api.QuantizationMethod, found {found!r}.")
+    return found

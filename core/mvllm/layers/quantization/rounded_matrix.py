@@ -1,0 +1,93 @@
+"""Floats of a checkpoint, rounded to integers once they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from mvllm.layers.context import BuildContext
+from mvllm.layers.matrix_layout import MatrixLayout
+from mvllm.layers.quantization.matrix import IntegerMatrix, staging
+from mvllm.layers.weight_target import WeightTarget
+from mvllm.ops.quantized_linear import QuantizedWeight
+
+_ELEMENTS_AT_ONCE = 1 << 20  # rounded at one time: the float32 copies of these are all the memory that rounding takes
+
+
+class RoundedMatrix(IntegerMatrix):
+    """Stages the layer's floats on the host, in the compute dtype.
+
+    Args:
+        ctx, layout, bits, group_size, symmetric, int8_activations: As in IntegerMatrix.
+        tied_to: Take this matrix instead of reading one.
+    """
+
+    def __init__(
+        self,
+        ctx: BuildContext,
+        layout: MatrixLayout,
+        *,
+        bits: int,
+        group_size: int | None,
+        symmetric: bool,
+        int8_activations: bool,
+        tied_to: nn.Parameter | None = None,
+    ) -> None:
+        super().__init__(
+            ctx, layout, bits=bits, group_size=group_size, symmetric=symmetric, int8_activations=int8_activations
+        )
+        self._tied_to = [tied_to]  # in a list: it belongs to the embedding
+        self.floats = staging(layout.out_features, layout.num_columns, dtype=ctx.dtype) if tied_to is None else None
+
+    def targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        if self.floats is not None:
+            yield from float_targets(self.layout, self.floats)
+
+    def read(self) -> tuple[QuantizedWeight, torch.Tensor | None]:
+        floats = self._tied_to[0] if self.floats is None else self.floats
+        assert floats is not None
+        weight = self.empty_weight()
+        rows_at_once = max(1, _ELEMENTS_AT_ONCE // self.layout.num_columns)
+        for start in range(0, self.layout.out_features, rows_at_once):
+            rows = slice(start, start + rows_at_once)
+            piece = floats.detach()[rows].to(weight.scales.device).float()
+            round_rows(piece, weight, rows)
+        return weight, None
+
+
+def float_targets(layout: MatrixLayout, parameter: nn.Parameter) -> Iterator[tuple[str, WeightTarget]]:
+    """The floats of a layout's parts, and where they go in a parameter [out_features, num_columns]."""
+    for part in layout.parts:
+        shape = (part.num_rows, layout.in_features)
+        source = (part.source, layout.columns)
+        if layout.transposed:
+            shape, source = shape[::-1], source[::-1]
+        destination = (part.destination, slice(0, layout.num_columns))
+        yield f"{part.name}.weight", WeightTarget(parameter, shape, source, destination, layout.transposed)
+
+
+def round_rows(floats: torch.Tensor, weight: QuantizedWeight, rows: slice) -> None:
+    """Fills rows of `weight` with the nearest that it can hold to `floats` [rows, in_features], float32.
+
+    Without zero points a group's scale is its largest magnitude over the largest integer, with them the span from its
+    smallest to its largest value (zero between them, so that it stays exact) over the number of steps.
+    """
+    largest = 2 ** (weight.bits - 1) - 1
+    for group, start in enumerate(range(0, floats.shape[1], weight.group_size)):
+        columns = slice(start, start + weight.group_size)
+        values = floats[:, columns]
+        if weight.zero_points is None:
+            zeros = torch.zeros(values.shape[0], 1)
+            scales = values.abs().amax(dim=1, keepdim=True) / largest
+            scales = scales.where(scales > 0, 1.0)
+        else:
+            low, high = values.amin(dim=1, keepdim=True).clamp(max=0), values.amax(dim=1, keepdim=True).clamp(min=0)
+            scales = (high - low) / (2 * largest + 1)
+            scales = scales.where(scales > 0, 1.0)
+            zeros = (-largest - 1 - low / scales).round().clamp(-largest - 1, largest)
+            weight.zero_points[rows, group] = zeros[:, 0].to(torch.int8)
+        lowest = -largest if weight.zero_points is None else -largest - 1
+        weight.values[rows, columns] = (values / scales + zeros).round().clamp(lowest, largest).to(torch.int8)
+        weight.scales[rows, group] = scales[:, 0]

@@ -1,0 +1,226 @@
+"""Quantized checkpoints beside transformers, which runs the same weights dequantized; and floats quantized on load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from mvllm.errors import ConfigError
+from mvllm.ops.quantized_linear import QuantizedWeight
+from tests.helpers.model_zoo import load_reference, make_checkpoint
+from tests.helpers.paged_driver import PagedDriver, load_model, make_context
+from tests.helpers.quantized_zoo import SCHEMES, QuantizedCheckpoint, make_quantized
+from tests.helpers.thread_ranks import fake_group, run_ranks
+from tests.unit.models.test_parity import draw_tokens, reference_logits
+
+TOKENS, PROMPT_LEN = draw_tokens(30, seed=7), 20
+TOLERANCE = 1e-4
+WEIGHT_ONLY = [name for name, scheme in SCHEMES.items() if not scheme.int8_activations]
+INT8_INPUTS = [name for name, scheme in SCHEMES.items() if scheme.int8_activations]
+
+
+class Int8Inputs(nn.Module):
+    """A linear layer as the formats with int8 inputs define it, in float64 where float32 is not exact.
+
+    Args:
+        linear: The layer, with the dequantized weight.
+        cut: How many ranks hold a band of the columns each, and round their own share of the input.
+    """
+
+    def __init__(self, linear: nn.Linear, cut: int) -> None:
+        super().__init__()
+        self.linear, self.cut = linear, cut
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares = []
+        for share in x.chunk(self.cut, dim=-1):
+            scale = share.abs().amax(dim=-1, keepdim=True) / 127
+            shares.append((share / scale).round().double() * scale.double())
+        assert self.linear.bias is None
+        return (torch.cat(shares, dim=-1) @ self.linear.weight.double().T).float()
+
+
+def run(driver: PagedDriver) -> torch.Tensor:
+    sequence = driver.add(PROMPT_LEN)
+    pieces = (TOKENS[:PROMPT_LEN], TOKENS[PROMPT_LEN:29], TOKENS[29:])
+    return torch.cat([driver.step([(sequence, piece)])[0] for piece in pieces])
+
+
+def expected(checkpoint: QuantizedCheckpoint, *, int8_inputs: bool = False, ranks: int = 1) -> torch.Tensor:
+    reference = load_reference(checkpoint.plain)
+    if int8_inputs:
+        emulate(reference, checkpoint, ranks)
+    logits = reference_logits(reference, TOKENS, PROMPT_LEN)
+    assert logits.std() > 0.5, "logits too close together to tell right from wrong"
+    return logits
+
+
+def emulate(reference: PreTrainedModel, checkpoint: QuantizedCheckpoint, ranks: int) -> None:
+    for name in checkpoint.matrices:
+        parent, _, attribute = name.rpartition(".")
+        module = reference.get_submodule(parent)
+        cut = ranks if attribute in ("o_proj", "down_proj") else 1
+        setattr(module, attribute, Int8Inputs(getattr(module, attribute), cut))
+
+
+def check_near(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Equal but for inputs so close to the middle of two integers that float32 rounds them to either."""
+    off = (found - wanted).abs()
+    assert off.median() < 1e-4 * wanted.std() and off.max() < 0.05 * wanted.std(), f"{off.median()=}, {off.max()=}"
+
+
+@pytest.mark.parametrize("scheme", WEIGHT_ONLY)
+def test_logits_equal_transformers_with_the_dequantized_weights(scheme: str, tmp_path: Path) -> None:
+    checkpoint = make_quantized(scheme, tmp_path)
+    torch.testing.assert_close(
+        run(PagedDriver(load_model(checkpoint.quantized))), expected(checkpoint), atol=TOLERANCE, rtol=0
+    )
+
+
+@pytest.mark.parametrize("scheme", INT8_INPUTS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_int8_inputs_give_what_an_emulation_in_float64_gives(scheme: str, ranks: int, tmp_path: Path) -> None:
+    checkpoint = make_quantized(scheme, tmp_path)
+    wanted = expected(checkpoint, int8_inputs=True, ranks=ranks)
+    for found in run_ranks(ranks, lambda tp: run(PagedDriver(load_model(checkpoint.quantized, make_context(tp=tp))))):
+        check_near(found, wanted)
+    unrounded = (expected(checkpoint) - wanted).abs()
+    assert unrounded.median() > 1e-3 * wanted.std(), "inputs that are not rounded would pass as well"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    [
+        ("gptq", "gpt2"),  # matrices stored as [in, out], three of them in one
+        ("gptq", "qwen2"),  # biases
+        ("w4a16-zero-points", "llama-mha-tied"),
+        ("gptq-head-and-rules", "qwen2-odd-vocabulary"),
+    ],
+)
+def test_other_families_too(scheme: str, name: str, tmp_path: Path) -> None:
+    checkpoint = make_quantized(scheme, tmp_path, name)
+    torch.testing.assert_close(
+        run(PagedDriver(load_model(checkpoint.quantized))), expected(checkpoint), atol=TOLERANCE, rtol=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    [("awq-some-floats", "llama-gqa"), ("gptq-rows", "llama-gqa"), ("gptq", "gpt2"), ("w8a16-rows", "qwen3-mqa")],
+)
+def test_tensor_parallel_ranks_read_their_share_of_the_packed_weights(scheme: str, name: str, tmp_path: Path) -> None:
+    checkpoint = make_quantized(scheme, tmp_path, name)
+    wanted = expected(checkpoint)
+    for logits in run_ranks(2, lambda tp: run(PagedDriver(load_model(checkpoint.quantized, make_context(tp=tp))))):
+        torch.testing.assert_close(logits, wanted, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("scheme", ["gptq-desc-act", "w4a16-zero-points"])
+def test_pipeline_stages_too(scheme: str, tmp_path: Path) -> None:
+    checkpoint = make_quantized(scheme, tmp_path)
+    stages = [load_model(checkpoint.quantized, make_context(pp=fake_group("pp", rank, 2))) for rank in range(2)]
+    torch.testing.assert_close(run(PagedDriver(*stages)), expected(checkpoint), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "words"),
+    [
+        ("gptq", r"down_proj: tensor_parallel_size=2 cuts its 96 columns within groups of 32.*tensor_parallel_size=1"),
+        ("w4a16", r"down_proj: tensor_parallel_size=2 cuts its 96 columns"),
+        ("gptq-desc-act", r"o_proj: .*desc_act.* cannot be cut .*Use tensor_parallel_size=1"),
+        ("w4a16-actorder", r"o_proj: .*actorder.* cannot be cut"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_with_the_remedy(scheme: str, words: str, tmp_path: Path) -> None:
+    checkpoint = make_quantized(scheme, tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        load_model(checkpoint.quantized, make_context(tp=fake_group("tp", 0, 2)))
+
+
+# ---------------------------------------------------------------------------------------------------------- on load
+
+
+NOISE = {"int8": 0.1, "int4": 0.5}
+"""Of the logits, as a share of their spread. The checkpoints' attention is peaked, which makes small errors large."""
+
+
+def quantized_weights(folder: Path, quantization: str) -> dict[str, QuantizedWeight]:
+    """The weights of the linear layers, by their checkpoint names; the reference operation takes them as they are."""
+    model = load_model(folder, quantization=quantization)
+    return {
+        m.layout.parts[0].name: m.weight
+        for m in model.modules()
+        if isinstance(getattr(m, "weight", None), QuantizedWeight)
+    }
+
+
+@pytest.mark.parametrize(("quantization", "bits", "group_size"), [("int8", 8, None), ("int4", 4, 32)])
+def test_weights_are_rounded_to_the_nearest_while_they_are_loaded(
+    quantization: str, bits: int, group_size: int | None, tmp_path: Path
+) -> None:
+    folder = make_checkpoint("llama-gqa", tmp_path, tokenizer=False)
+    plain, found = load_reference(folder).state_dict(), quantized_weights(folder, quantization)
+    assert len(found) == 3 * 4 + 1, "every linear layer and the head"
+    for name, weight in found.items():
+        floats, is_head = plain[f"{name}.weight"], name == "lm_head"
+        near = weight.dequantize()[: len(floats)]
+        size = weight.group_size
+        assert weight.bits == (8 if is_head else bits)
+        assert size == (floats.shape[1] if is_head or group_size is None else group_size)
+        assert weight.int8_activations is (quantization == "int8")
+        for group, start in enumerate(range(0, floats.shape[1], size)):
+            half_a_step = weight.scales[: len(floats), group, None] / 2
+            off = (near - floats)[:, start : start + size].abs()
+            assert (off <= half_a_step * 1.02 + 1e-7).all(), f"{name}, group {group}"
+
+
+def test_rows_of_zeros_and_rows_of_one_sign_stay_what_they_are() -> None:
+    from mvllm.layers.quantization.rounded_matrix import round_rows
+
+    floats = torch.tensor([[0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 15.0], [-15.0, -1.0, -2.0, 0.0]])
+    for bits in (4, 8):
+        for zero_points in (torch.zeros(3, 1, dtype=torch.int8), None):
+            weight = QuantizedWeight(torch.zeros(3, 4, dtype=torch.int8), torch.zeros(3, 1), zero_points, 4, bits)
+            round_rows(floats, weight, slice(0, 3))
+            near = weight.dequantize()
+            assert torch.equal(near[0], floats[0])
+            assert (near - floats).abs().max() <= weight.scales.max() / 2 + 1e-6
+            if zero_points is not None and bits == 4:
+                torch.testing.assert_close(near, floats)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama-mha-tied", "qwen2", "opt-projected", "gpt2"])
+def test_every_family_runs_quantized_near_its_floats(name: str, quantization: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(name, tmp_path, tokenizer=False)
+    wanted = run(PagedDriver(load_model(folder)))
+    found = run(PagedDriver(load_model(folder, quantization=quantization)))
+    off = (found - wanted).pow(2).mean().sqrt() / wanted.std()
+    assert 1e-4 < off < NOISE[quantization], off
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama-mha-tied", "llama-odd-vocabulary-tied"])
+def test_ranks_and_stages_run_quantized_near_one(name: str, quantization: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(name, tmp_path, tokenizer=False)
+    alone = run(PagedDriver(load_model(folder, quantization=quantization)))
+    stages = [
+        load_model(folder, make_context(pp=fake_group("pp", rank, 2)), quantization=quantization) for rank in range(2)
+    ]
+    torch.testing.assert_close(run(PagedDriver(*stages)), alone, atol=1e-5, rtol=0)
+    for logits in run_ranks(
+        2, lambda tp: run(PagedDriver(load_model(folder, make_context(tp=tp), quantization=quantization)))
+    ):
+        assert (logits - alone).pow(2).mean().sqrt() < NOISE[quantization] * alone.std()
+
+
+def test_the_embedding_of_a_tied_head_keeps_its_floats(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama-mha-tied", tmp_path, tokenizer=False)
+    model = load_model(folder, quantization="int8")
+    plain = load_reference(folder).state_dict()["model.embed_tokens.weight"]
+    assert torch.equal(model.embed_tokens.weight, plain) and model.lm_head.weight.values.dtype == torch.int8
+    assert not any(p.dtype == torch.float32 and p.shape[0] == 64 and p.dim() == 2 for p in model.parameters())

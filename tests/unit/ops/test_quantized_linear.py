@@ -1,0 +1,57 @@
+"""The reference of `quantized_linear` against its definition in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mvllm.ops.quantized_linear import QuantizedWeight, quantized_linear
+from mvllm.testing.op_cases import exact, tolerance, trials
+
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_what_the_definition_says_for_every_kind_of_weight(dtype: str) -> None:
+    for trial in trials("quantized_linear", dtype):
+        x, weight, bias = trial.make()
+        found, wanted = quantized_linear(x, weight, bias), exact(trial)
+        off = (found.double() - wanted).abs().max() / wanted.abs().max()
+        assert found.dtype == x.dtype and off < tolerance(dtype), f"{trial}: off by {off:.2g}"
+
+
+def make_weight(in_features: int, **facts: object) -> QuantizedWeight:
+    values = torch.full((3, in_features), -128, dtype=torch.int8)
+    return QuantizedWeight(values, torch.ones(3, 1), None, in_features, 8, **facts)  # type: ignore[arg-type]
+
+
+def test_sums_of_integers_are_exact_however_long() -> None:
+    weight = make_weight(70_000, int8_activations=True)
+    x = torch.full((1, 70_000), 127.0)
+    x[0, -1] = 126.0
+    assert quantized_linear(x, weight, None).double().tolist() == [[-128.0 * (127 * 69_999 + 126)] * 3]
+
+
+def test_a_row_of_zeros_is_the_bias_and_rows_do_not_know_each_other() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-127, 128, (5, 64), dtype=torch.int8, generator=generator)
+    weight = QuantizedWeight(values, torch.rand(5, 1, generator=generator), None, 64, 8, int8_activations=True)
+    x, bias = torch.randn(4, 64, generator=generator), torch.randn(5, generator=generator)
+    x[2] = 0
+    together = quantized_linear(x, weight, bias)
+    assert torch.equal(together[2], bias)
+    for row in range(4):
+        assert torch.equal(quantized_linear(x[row], weight, bias), together[row])
+
+
+def test_int8_inputs_are_rounded_halves_to_even_with_the_rows_own_scale() -> None:
+    weight = QuantizedWeight(torch.eye(4, dtype=torch.int8), torch.ones(4, 1), None, 4, 8, int8_activations=True)
+    x = torch.tensor([[127.0, 0.5, 1.5, -2.5], [-12.7, 0.26, 0.24, 0.0]])
+    found = quantized_linear(x, weight, None)
+    torch.testing.assert_close(found, torch.tensor([[127.0, 0.0, 2.0, -2.0], [-12.7, 0.3, 0.2, 0.0]]))
+
+
+def test_leading_dimensions_stay() -> None:
+    weight = make_weight(8)
+    assert quantized_linear(torch.randn(2, 5, 8), weight, None).shape == (2, 5, 3)
+    assert quantized_linear(torch.randn(8), weight, None).shape == (3,)
