@@ -2,11 +2,11 @@
 
     OMP_NUM_THREADS=2 python tests/perf/quantized_linear.py
 
-Few rows are bound by reading the weight: the table gives GB/s of packed bytes, beside the rate at which the same threads
-read memory that is not in a cache. Many rows are bound by arithmetic: GOP/s (two per multiply-add), beside torch._int_mm
-for int8 activations and the bf16 product of torch for weight-only. Each row of the first table passes over as many copies
-of the weight as make 160 MiB, so that none is read from a cache; medians over rounds in which all take turns, because the
-machine's bandwidth changes from minute to minute.
+Few rows are bound by reading the weight: the table gives GB/s of packed bytes, beside the rate at which the same
+threads read memory that is not in a cache. Many rows are bound by arithmetic: GOP/s (two per multiply-add), beside
+torch._int_mm for int8 activations and the bf16 product of torch for weight-only. Each line of the first table passes
+over as many copies of the weight as make 160 MiB, so that none is read from a cache; medians over rounds in which all
+take turns, because the machine's bandwidth changes from minute to minute.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def many_rows(op: QuantizedLinear, dense: Linear, shape: tuple[int, int], counts
 def accuracy(op: QuantizedLinear, shape: tuple[int, int]) -> None:
     """Root mean square errors over the product's, against float64."""
     print("\nroot mean square error of the product / root mean square of the product, against float64")
-    out_features, in_features = shape
+    in_features = shape[1]
     x = torch.randn(64, in_features).bfloat16()
     for name in SCHEMES:
         weight = weight_of(name, *shape)
@@ -191,7 +191,7 @@ def main() -> None:
         raise SystemExit(f"The kernels are not there: {loaded.reason} {loaded.remedy or ''}")
     op, dense = QuantizedLinear(loaded.library), Linear(loaded.library, loaded.isa)
     torch.manual_seed(0)
-    print(f"{op.isa}, {torch.get_num_threads()} threads")
+    print(f"{loaded.quantized_isa}, {torch.get_num_threads()} threads")
     few_rows(op, dense, tuple(args.shape), args.few, args.rounds)
     many_rows(op, dense, tuple(args.shape), args.many, args.rounds)
     accuracy(op, tuple(args.shape))

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t SERIAL_WORK = 1 << 19;   // multiply-adds below which waking other threads costs more than it saves
 constexpr int64_t CONVERTED_ROWS = 1024;   // rows of x that are rounded or converted at a time
-constexpr int64_t REPEATED_ELEMENTS = 1 << 14;  // elements of x that every thread converts for itself: cheaper than waiting
+constexpr int64_t REPEATED_ELEMENTS = 1 << 12;  // elements of x that every thread converts for itself: cheaper than waiting
 
 bool runs_here(const QIsa& isa) {
 #if MVLLM_X86
@@ -25,6 +25,7 @@ bool runs_here(const QIsa& isa) {
                         __builtin_cpu_supports("avx512vl");
     const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
     if (&isa == &qisa_avx2) return avx2;
+    if (&isa == &qisa_avx2_vnni) return avx2 && __builtin_cpu_supports("avxvnni");
     if (&isa == &qisa_avx512) return avx512;
     if (&isa == &qisa_avx512_vnni) return vnni;
     if (&isa == &qisa_avx512_bf16) return vnni && __builtin_cpu_supports("avx512bf16");
@@ -34,7 +35,7 @@ bool runs_here(const QIsa& isa) {
 
 const QIsa* const best_first[] = {
 #if MVLLM_X86
-    &qisa_avx512_bf16, &qisa_avx512_vnni, &qisa_avx512, &qisa_avx2,
+    &qisa_avx512_bf16, &qisa_avx512_vnni, &qisa_avx512, &qisa_avx2_vnni, &qisa_avx2,
 #endif
     &qisa_generic,
 };
@@ -61,6 +62,7 @@ struct Buffer {
     size_t size = 0;
 
     char* at_least(size_t bytes) {
+        if (!bytes) return nullptr;
         if (bytes > size) {
             data.reset();
             data.reset(new char[bytes + 64]);
@@ -81,42 +83,37 @@ int threads_for(int64_t work) {
 
 // What the kernels read in place of the caller's rows.
 struct Converted {
-    bool int8, wanted, sums;  // `wanted`: x itself has to be converted
+    bool int8, wanted;
     int64_t stride, bytes;    // of a row, in elements; of all, in bytes
 
     Converted(const QIsa& isa, const QLinear& op, bool int8_activations, int64_t rows) : int8(int8_activations) {
         const int depth = lane_depth(op.bits);
         const bool in_place = op.dtype == F32 || (op.dtype == BF16 && isa.bf16_dot);
         wanted = int8 || !in_place || op.in_features % depth;
-        sums = int8 || op.zeros;
         // Rows a whole number of pages apart would meet in the same few places of the caches.
         stride = round_up(op.in_features, 64) + 64;
         const int64_t element = int8 ? 1 : op.dtype == BF16 && isa.bf16_dot ? 2 : 4;
-        bytes = (wanted ? rows * stride * element : 0) + rows * (int8 ? 8 : op.zeros ? 4 * op.pieces : 0);
+        bytes = wanted ? rows * (stride * element + (int8 ? 8 : 0)) : 0;
     }
 
-    // Lays the parts out in `memory`, sums first, and points `to` at them.
+    // Lays the parts out in `memory` and points `to` at them.
     void place(char* memory, QLinear& to, int64_t rows) const {
-        if (int8) {
-            to.row_scales = reinterpret_cast<float*>(memory);
-            to.row_sums = reinterpret_cast<int32_t*>(memory + rows * 4);
-            memory += rows * 8;
-        } else if (sums) {
-            to.piece_sums = reinterpret_cast<float*>(memory);
-            memory += rows * 4 * to.pieces;
-        }
         if (!wanted) return;
         to.x = memory;
         to.x_stride = stride;
+        if (!int8) return;
+        memory += rows * stride;
+        to.row_scales = reinterpret_cast<float*>(memory);
+        to.row_sums = reinterpret_cast<int32_t*>(memory + rows * 4);
     }
 
     void convert(const QIsa& isa, const QLinear& from, const QLinear& to, int64_t begin, int64_t end) const {
+        void* x = const_cast<void*>(to.x);
         if (int8)
-            isa.quantize(from, static_cast<int8_t*>(const_cast<void*>(to.x)), stride, const_cast<float*>(to.row_scales),
+            isa.quantize(from, static_cast<int8_t*>(x), stride, const_cast<float*>(to.row_scales),
                          const_cast<int32_t*>(to.row_sums), begin, end);
-        else if (wanted || sums)
-            isa.convert(from, wanted ? const_cast<void*>(to.x) : nullptr, stride, const_cast<float*>(to.piece_sums), begin,
-                        end);
+        else if (wanted)
+            isa.convert(from, x, stride, begin, end);
     }
 };
 
@@ -143,7 +140,7 @@ void product(const QIsa& isa, const QLinear& op, bool int8, int64_t rows) {
         compute(isa, own, int8, rows, thread, of);
     };
     if (threads == 1) return alone(0, 1);
-    if (!converted.bytes || rows * op.in_features <= REPEATED_ELEMENTS) {
+    if (!converted.wanted || rows * op.in_features <= REPEATED_ELEMENTS) {
 #pragma omp parallel num_threads(threads)
         alone(omp_get_thread_num(), omp_get_num_threads());
         return;
@@ -226,7 +223,6 @@ void mvllm_cpu_qlinear(const void* x, int64_t x_stride, const uint32_t* weight, 
     op.out_features = int32_t(out_features);
     op.group_size = int32_t(group_size);
     op.groups = int32_t((in_features + group_size - 1) / group_size);
-    op.pieces = pieces_of(op.in_features, op.group_size);
     op.bits = bits;
     op.dtype = dtype;
     const int64_t element = dtype == F32 ? 4 : 2;

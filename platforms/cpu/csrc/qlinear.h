@@ -11,7 +11,7 @@
 //     zeros     [tiles][groups][tile]   int8, counted like the values; null where all are zero
 //
 // One packing serves both ways to multiply. With *int8 activations* rows of x are rounded to int8, a scale each, and sums
-// are exact integers. *Weight-only* x stays as it is: integers of up to 8 bits are exact in bfloat16, so they are multiplied
+// are exact integers. *Weight-only* x stays as it is: value less zero point is exact in bfloat16, so that is multiplied
 // unscaled, and each group's sum is scaled in float32.
 
 #pragma once
@@ -29,27 +29,23 @@ struct QLinear {
     void* out;         // [rows, out_features] contiguous
     const float* row_scales;  // int8 activations: [rows]
     const int32_t* row_sums;  // int8 activations: [rows], sums of the rounded rows
-    const float* piece_sums;  // weight-only with zeros: [rows, pieces], sums of x
     int64_t x_stride;
-    int32_t in_features, out_features, group_size, groups, pieces, bits, dtype;
+    int32_t in_features, out_features, group_size, groups, bits, dtype;
 };
 
-constexpr int QLINEAR_ROWS = 96;     // most rows that one call of a kernel takes
-constexpr int QLINEAR_PIECE = 128;   // most k that weight-only kernels sum before they scale; a piece never crosses a group
-
-// A group's pieces; only the last group may be shorter.
-inline int pieces_of(int k, int group_size) {
-    const int per_group = (group_size + QLINEAR_PIECE - 1) / QLINEAR_PIECE;
-    return k / group_size * per_group + (k % group_size + QLINEAR_PIECE - 1) / QLINEAR_PIECE;
-}
+#ifndef QROWS_
+#define QROWS_ 96
+#endif
+constexpr int QLINEAR_ROWS = QROWS_;     // most rows that one call of a kernel takes
+constexpr int QLINEAR_PIECE = 128;  // most k that weight-only kernels sum before they scale
 
 struct QIsa {
     const char* name;
     // Rows rounded to int8 behind `x_stride` bytes, padded with zeros, with their scales and sums.
     void (*quantize)(const QLinear&, int8_t* out, int64_t stride, float* scales, int32_t* sums, int64_t begin, int64_t end);
     void (*int8)(const QLinear&, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end);
-    // Rows as weight-only kernels take them, padded with zeros (`out` null: only the sums are wanted), and pieces' sums.
-    void (*convert)(const QLinear&, void* out, int64_t stride, float* sums, int64_t begin, int64_t end);
+    // Rows as weight-only kernels take them, padded with zeros: bfloat16 for themselves where `bf16_dot`, else float32.
+    void (*convert)(const QLinear&, void* out, int64_t stride, int64_t begin, int64_t end);
     void (*weight_only)(const QLinear&, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end);
     int32_t tile;
     bool bf16_dot;
@@ -58,6 +54,7 @@ struct QIsa {
 extern const QIsa qisa_generic;
 #if MVLLM_X86
 extern const QIsa qisa_avx2;
+extern const QIsa qisa_avx2_vnni;
 extern const QIsa qisa_avx512;
 extern const QIsa qisa_avx512_vnni;
 extern const QIsa qisa_avx512_bf16;

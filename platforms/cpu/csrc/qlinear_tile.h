@@ -18,7 +18,10 @@
 constexpr int qlinear_tile = QTILE;
 constexpr bool qlinear_bf16_dot = HAS_BF16_DOT;
 constexpr int QTILE_STRIPS = QTILE / STRIP;
-constexpr int INT8_DEPTH = 256;  // k per piece of an integer product: half of a first cache of 32 KiB
+#ifndef INT8_DEPTH_
+#define INT8_DEPTH_ 256
+#endif
+constexpr int INT8_DEPTH = INT8_DEPTH_;  // k per piece of an integer product: half of a first cache of 32 KiB
 
 typedef int8_t vb __attribute__((vector_size(LANES)));
 typedef int8_t vb_mem __attribute__((vector_size(LANES), aligned(1), may_alias));
@@ -46,13 +49,28 @@ INLINE void store_bytes(int8_t* p, vu v) {
 // ---- prefetching ---------------------------------------------------------------------------------------------------------
 // While rows pass over a piece of the weight they fetch the one that follows in memory: each line once, over the groups.
 
+#ifndef AHEAD_SPANS
+#define AHEAD_SPANS 2
+#endif
+#ifndef AHEAD_PIECES
+#define AHEAD_PIECES 1
+#endif
+#ifndef QHINT
+#define QHINT 2
+#endif
 struct Ahead {
     const char* from;
     int lines;  // per step
 };
 
 INLINE void fetch(Ahead& ahead) {
-    for (int i = 0; i < ahead.lines; ++i) __builtin_prefetch(ahead.from + i * 64, 0, 2);
+    if (!ahead.lines) return;
+    __builtin_prefetch(ahead.from, 0, QHINT);
+    if (ahead.lines > 1) __builtin_prefetch(ahead.from + 64, 0, QHINT);
+    if (ahead.lines > 2) {
+        __builtin_prefetch(ahead.from + 128, 0, QHINT);
+        __builtin_prefetch(ahead.from + 192, 0, QHINT);
+    }
     ahead.from += ahead.lines * 64;
 }
 
@@ -67,11 +85,15 @@ INLINE int qlines(int lines, int g, int groups) {
 // factor, and where their sums of two could overflow 16 bits, the sign of the weight moves to x instead.
 #if HAS_VNNI
 struct Quads {
-    __m512i w;
+    vu w;
     static constexpr int OFFSET = 128;
-    INLINE Quads of(vu lanes) { return {(__m512i)lanes}; }
+    INLINE Quads of(vu lanes) { return {lanes}; }
     INLINE vi add(vi acc, Quads q, uint32_t x) {
-        return (vi)_mm512_dpbusd_epi32((__m512i)acc, q.w, _mm512_set1_epi32(int(x)));
+#if LANES == 16
+        return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)q.w, _mm512_set1_epi32(int(x)));
+#else
+        return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)q.w, _mm256_set1_epi32(int(x)));
+#endif
     }
 };
 #elif LANES == 16
@@ -169,10 +191,8 @@ static void quantize_rows(const QLinear& op, int8_t* out, int64_t stride, float*
 
 template <int MR, int NV>
 static void int8_unit(const int8_t* x, int64_t ldx, const uint32_t* w, int steps, int32_t* sums, bool first, Ahead ahead) {
-    vi acc[MR][NV];
-    for (int m = 0; m < MR; ++m)
-        for (int v = 0; v < NV; ++v) acc[m][v] = first ? vi{} : load_ints(sums + m * QTILE + v * LANES);
-    for (int i = 0; i < steps; ++i) {
+    vi acc[MR][NV] = {};
+    do {  // there is a step: the compiler need not keep sums for a way around
         Quads q[NV];
         for (int v = 0; v < NV; ++v) q[v] = Quads::of(load_lanes(w + v * LANES));
         for (int m = 0; m < MR; ++m) {
@@ -182,10 +202,13 @@ static void int8_unit(const int8_t* x, int64_t ldx, const uint32_t* w, int steps
         }
         w += QTILE;
         x += 4;
-        if (ahead.lines) fetch(ahead);
-    }
+        fetch(ahead);
+    } while (--steps);
     for (int m = 0; m < MR; ++m)
-        for (int v = 0; v < NV; ++v) *reinterpret_cast<vi_mem*>(sums + m * QTILE + v * LANES) = acc[m][v];
+        for (int v = 0; v < NV; ++v) {
+            vi_mem* sum = reinterpret_cast<vi_mem*>(sums + m * QTILE + v * LANES);
+            *sum = first ? acc[m][v] : acc[m][v] + *sum;
+        }
 }
 
 // Calls UNIT<rows, vectors>(...).
@@ -224,7 +247,6 @@ INLINE void int8_group(int rows, int strips, const int8_t* x, int64_t ldx, const
 // Rounds and stores `columns` results of one row, adding the bias. `value(c)` gives a vector, `one(c)` a single one.
 template <class E, class Vector>
 INLINE void store_row(typename E::type* out, const typename E::type* bias, int columns, Vector value) {
-    typedef typename E::type T;
     int c = 0;
     for (; c + LANES <= columns; c += LANES) {
         const vf v = value(c);
@@ -250,7 +272,7 @@ static void int8_block(const QLinear& op, int64_t row_begin, int64_t row_end, in
         for (int k = 0; k < depth; k += INT8_DEPTH) {
             const int steps = (depth - k < INT8_DEPTH ? depth - k : INT8_DEPTH) / 4;
             const uint32_t* w = weight + k / 4 * QTILE;
-            const char* ahead = reinterpret_cast<const char*>(w + steps * QTILE);
+            const char* ahead = reinterpret_cast<const char*>(w + steps * QTILE * AHEAD_PIECES);
             for (int g = 0, m = 0; g < groups; ++g) {
                 const int height = (rows - m + groups - g - 1) / (groups - g);
                 const int lines = qlines(QTILE * 4 / 64, g, groups);
@@ -279,13 +301,14 @@ static void int8_block(const QLinear& op, int64_t row_begin, int64_t row_end, in
 }
 
 // ---- activations as they are ---------------------------------------------------------------------------------------------
-// `Unpacked` weights are what one step of the sum takes: float32 of one k, or bfloat16 of a pair of k in each lane.
+// `Unpacked` weights, value less zero point, are what one step of the sum takes: float32 of one k, or bfloat16 of a pair of k
+// in each lane. `Zero` is a vector of zero points in the form that taking them away wants.
 
 struct Floats {
     typedef float X;
     typedef float Unpacked;
-    static constexpr int STEP = 1;
     typedef vf V;
+    static constexpr int STEP = 1;
     INLINE V get(const Unpacked* p) { return load(p); }
     INLINE void put(Unpacked* p, V v) { store(p, v); }
     template <int MR, int NV>
@@ -299,8 +322,8 @@ struct Floats {
 struct Pairs {
     typedef uint16_t X;
     typedef uint32_t Unpacked;
-    static constexpr int STEP = 2;
     typedef vu V;
+    static constexpr int STEP = 2;
     INLINE V get(const Unpacked* p) { return load_lanes(p); }
     INLINE void put(Unpacked* p, V v) { *reinterpret_cast<vu_mem*>(p) = v; }
     template <int MR, int NV>
@@ -315,84 +338,109 @@ struct Pairs {
 };
 #endif
 
-// Weights of one lane row, as the steps take them: `at<J>` gives step J.
+// A lane of packed weights holds DEPTH of them; `at<J>` gives what step J takes. 2^23 + n is a float whose low bits are n.
 struct Bytes {
     static constexpr int DEPTH = 4;
-    // 2^23 + byte is a float whose low bits are the byte.
+    template <class K>
+    struct Zero {
+        vf least;
+        INLINE Zero of(vi zeros) { return {__builtin_convertvector(zeros, vf) + 8388736.f}; }
+    };
     template <int J>
-    INLINE vf one(vu lanes) {
-        return (vf)((lanes >> 8 * J & 0xffu) | 0x4b000000u) - 8388736.f;
+    INLINE vf one(vu lanes, vf least) {
+        return (vf)((lanes >> 8 * J & 0xffu) | 0x4b000000u) - least;
     }
     template <int J>
-    INLINE vf at(vu lanes, const Floats*) {
-        return one<J>(lanes);
+    INLINE vf at(vu lanes, const Zero<Floats>& zero) {
+        return one<J>(lanes, zero.least);
     }
 #if HAS_BF16_DOT
     template <int J>
-    INLINE vu at(vu lanes, const Pairs*) {
-        return (vu)one<2 * J>(lanes) >> 16 | ((vu)one<2 * J + 1>(lanes) & 0xffff0000u);
+    INLINE vu at(vu lanes, const Zero<Pairs>& zero) {
+        return (vu)one<2 * J>(lanes, zero.least) >> 16 | ((vu)one<2 * J + 1>(lanes, zero.least) & 0xffff0000u);
     }
 #endif
 };
 
 struct Nibbles {
     static constexpr int DEPTH = 8;
+    template <class K>
+    struct Zero {
+        vf least;
+        INLINE Zero of(vi zeros) { return {__builtin_convertvector(zeros, vf) + 8388616.f}; }
+    };
     template <int J>
-    INLINE vf at(vu lanes, const Floats*) {
-        const vu nibble = lanes >> (J % 2 * 16 + J / 2 * 4);
-#if LANES == 16
-        const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-        return (vf)_mm512_permutexvar_ps((__m512i)nibble, values);  // looks at 4 bits
-#else
-        return (vf)((nibble & 15u) | 0x4b000000u) - 8388616.f;
-#endif
+    INLINE vf at(vu lanes, const Zero<Floats>& zero) {
+        return (vf)((lanes >> (J % 2 * 16 + J / 2 * 4) & 15u) | 0x4b000000u) - zero.least;
     }
 #if HAS_BF16_DOT
     template <int J>
-    INLINE vu at(vu lanes, const Pairs*) {
-        // -8 to 7 in bfloat16, twice: vpermw looks at 5 bits, of which the fifth is the next nibble's.
-        const __m256i values = _mm256_setr_epi16(short(0xc100), short(0xc0e0), short(0xc0c0), short(0xc0a0), short(0xc080),
-                                                 short(0xc040), short(0xc000), short(0xbf80), 0, 0x3f80, 0x4000, 0x4040,
-                                                 0x4080, 0x40a0, 0x40c0, 0x40e0);
-        return (vu)_mm512_permutexvar_epi16((__m512i)(lanes >> 4 * J), _mm512_broadcast_i64x4(values));
-    }
+    INLINE vu at(vu lanes, const Zero<Pairs>& zero);
 #endif
 };
 
+#if HAS_BF16_DOT
+// What is to be added to a nibble, in both halves of a lane, so that it names its bfloat16 among those of -16 to 15.
+template <>
+struct Nibbles::Zero<Pairs> {
+    vu offset;
+    INLINE Zero of(vi zeros) {
+        const vu offset = (vu)(8 - zeros);
+        return {offset | offset << 16};
+    }
+};
+
+template <int J>
+inline __attribute__((always_inline)) vu Nibbles::at(vu lanes, const Zero<Pairs>& zero) {
+    alignas(64) static const uint16_t values[32] = {
+        0xc180, 0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110, 0xc100, 0xc0e0, 0xc0c0,
+        0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
+        0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+    };
+    const vu nibbles = lanes >> 4 * J & 0x000f000fu;
+    const __m512i index = _mm512_add_epi16((__m512i)nibbles, (__m512i)zero.offset);
+    return (vu)_mm512_permutexvar_epi16(index, _mm512_load_si512(values));
+}
+#endif
+
 template <class W, class K, int J, int MR, int NV>
-INLINE void add_steps(vf (&acc)[MR][NV], const vu (&lanes)[NV], const typename K::X* x, int64_t ldx) {
+INLINE void add_steps(vf (&acc)[MR][NV], const vu (&lanes)[NV], const typename W::template Zero<K> (&zeros)[NV],
+                      const typename K::X* x, int64_t ldx) {
     if constexpr (J * K::STEP < W::DEPTH) {
         typename K::V w[NV];
-        for (int v = 0; v < NV; ++v) w[v] = W::template at<J>(lanes[v], static_cast<const K*>(nullptr));
+        for (int v = 0; v < NV; ++v) w[v] = W::template at<J>(lanes[v], zeros[v]);
         K::template add<MR, NV>(acc, w, x + J * K::STEP, ldx);
-        add_steps<W, K, J + 1, MR, NV>(acc, lanes, x, ldx);
+        add_steps<W, K, J + 1, MR, NV>(acc, lanes, zeros, x, ldx);
     }
 }
 
 template <class W, class K, int J>
-INLINE void unpack_steps(vu lanes, typename K::Unpacked* to) {
+INLINE void unpack_steps(vu lanes, const typename W::template Zero<K>& zero, typename K::Unpacked* to) {
     if constexpr (J * K::STEP < W::DEPTH) {
-        K::put(to + J * QTILE, W::template at<J>(lanes, static_cast<const K*>(nullptr)));
-        unpack_steps<W, K, J + 1>(lanes, to);
+        K::put(to + J * QTILE, W::template at<J>(lanes, zero));
+        unpack_steps<W, K, J + 1>(lanes, zero, to);
     }
 }
 
-// One piece of the sums' way: where its scales and zeros are, and the sums of x over it.
-struct Piece {
+template <class W, class K>
+INLINE typename W::template Zero<K> zeros_at(const int8_t* zeros) {
+    return W::template Zero<K>::of(zeros ? widen_bytes(zeros) : vi{});
+}
+
+// Up to QLINEAR_PIECE neighbouring k: pieces of `piece` k with a scale each, of which the last may be shorter. Their scales
+// and zero points (null where there are none) lie QTILE apart.
+struct Span {
+    int size, piece;
     const float* scales;
     const int8_t* zeros;
-    const float* x_sums;
-    int64_t x_sums_stride;
 };
 
 template <int MR, int NV>
-INLINE void scale_piece(vf (&acc)[MR][NV], float* sums, const Piece& piece) {
+INLINE void scale_piece(const vf (&acc)[MR][NV], float* sums, const float* scales) {
     for (int v = 0; v < NV; ++v) {
-        const vf scale = load(piece.scales + v * LANES);
-        const vf zero = piece.zeros ? __builtin_convertvector(widen_bytes(piece.zeros + v * LANES), vf) : vf{};
+        const vf scale = load(scales + v * LANES);
         for (int m = 0; m < MR; ++m) {
             float* sum = sums + m * QTILE + v * LANES;
-            if (piece.zeros) acc[m][v] -= zero * piece.x_sums[m * piece.x_sums_stride];
             store(sum, load(sum) + acc[m][v] * scale);
         }
     }
@@ -402,47 +450,89 @@ INLINE void scale_piece(vf (&acc)[MR][NV], float* sums, const Piece& piece) {
 template <class W, class K>
 struct Direct {
     template <int MR, int NV>
-    static void unit(const typename K::X* x, int64_t ldx, const uint32_t* w, int steps, float* sums, const Piece& piece,
-                     Ahead ahead) {
-        vf acc[MR][NV] = {};
-        for (int i = 0; i < steps; ++i) {
-            vu lanes[NV];
-            for (int v = 0; v < NV; ++v) lanes[v] = load_lanes(w + v * LANES);
-            add_steps<W, K, 0, MR, NV>(acc, lanes, x, ldx);
-            w += QTILE;
-            x += W::DEPTH;
-            fetch(ahead);
+    static void unit(const typename K::X* x, int64_t ldx, const uint32_t* w, Span span, float* sums, Ahead ahead) {
+        for (int k = 0; k < span.size; k += span.piece, span.scales += QTILE) {
+            const int size = span.size - k < span.piece ? span.size - k : span.piece;
+            typename W::template Zero<K> zeros[NV];
+            for (int v = 0; v < NV; ++v) zeros[v] = zeros_at<W, K>(span.zeros ? span.zeros + v * LANES : nullptr);
+            if (span.zeros) span.zeros += QTILE;
+            vf acc[MR][NV] = {};
+            int steps = (size + W::DEPTH - 1) / W::DEPTH;
+            do {
+                vu lanes[NV];
+                for (int v = 0; v < NV; ++v) lanes[v] = load_lanes(w + v * LANES);
+                add_steps<W, K, 0, MR, NV>(acc, lanes, zeros, x, ldx);
+                w += QTILE;
+                x += W::DEPTH;
+                fetch(ahead);
+            } while (--steps);
+            scale_piece<MR, NV>(acc, sums, span.scales);
         }
-        scale_piece<MR, NV>(acc, sums, piece);
     }
-    INLINE void group(int rows, int strips, const typename K::X* x, int64_t ldx, const uint32_t* w, int steps, float* sums,
-                      const Piece& piece, Ahead ahead) {
-        QGROUP(unit, rows, strips, x, ldx, w, steps, sums, piece, ahead);
+    INLINE void group(int rows, int strips, const typename K::X* x, int64_t ldx, const uint32_t* w, const Span& span,
+                      float* sums, Ahead ahead) {
+        switch (rows) {
+            case 1: QVECTORS(unit, 1, strips, x, ldx, w, span, sums, ahead);
+            default: QVECTORS(unit, 2, strips, x, ldx, w, span, sums, ahead);
+        }
     }
 };
+constexpr int DIRECT_ROWS = 2;  // most rows for which weights are unpacked in registers
 
 // Weights that were unpacked before.
 template <class K>
 struct FromPanel {
     template <int MR, int NV>
-    static void unit(const typename K::X* x, int64_t ldx, const typename K::Unpacked* panel, int steps, float* sums,
-                     const Piece& piece, Ahead ahead) {
-        vf acc[MR][NV] = {};
-        for (int i = 0; i < steps; ++i) {
-            typename K::V w[NV];
-            for (int v = 0; v < NV; ++v) w[v] = K::get(panel + v * LANES);
-            K::template add<MR, NV>(acc, w, x, ldx);
-            panel += QTILE;
-            x += K::STEP;
-            if (ahead.lines) fetch(ahead);
+    static void unit(const typename K::X* x, int64_t ldx, const typename K::Unpacked* panel, Span span, float* sums,
+                     Ahead ahead) {
+        for (int k = 0; k < span.size; k += span.piece, span.scales += QTILE) {
+            const int size = span.size - k < span.piece ? span.size - k : span.piece;
+            vf acc[MR][NV] = {};
+            int steps = (size + K::STEP - 1) / K::STEP;
+            do {
+                typename K::V w[NV];
+                for (int v = 0; v < NV; ++v) w[v] = K::get(panel + v * LANES);
+                K::template add<MR, NV>(acc, w, x, ldx);
+                panel += QTILE;
+                x += K::STEP;
+                fetch(ahead);
+            } while (--steps);
+            scale_piece<MR, NV>(acc, sums, span.scales);
         }
-        scale_piece<MR, NV>(acc, sums, piece);
     }
-    INLINE void group(int rows, int strips, const typename K::X* x, int64_t ldx, const typename K::Unpacked* panel, int steps,
-                      float* sums, const Piece& piece, Ahead ahead) {
-        QGROUP(unit, rows, strips, x, ldx, panel, steps, sums, piece, ahead);
+    INLINE void group(int rows, int strips, const typename K::X* x, int64_t ldx, const typename K::Unpacked* panel,
+                      const Span& span, float* sums, Ahead ahead) {
+        QGROUP(unit, rows, strips, x, ldx, panel, span, sums, ahead);
     }
 };
+
+// The weights of a span, unpacked one row of QTILE per step.
+template <class W, class K>
+INLINE void unpack(const uint32_t* w, const Span& span, int columns, typename K::Unpacked* panel) {
+    const int8_t* from = span.zeros;
+    for (int k = 0; k < span.size; k += span.piece) {
+        const int size = span.size - k < span.piece ? span.size - k : span.piece;
+        const int steps = (size + W::DEPTH - 1) / W::DEPTH;
+        for (int v = 0; v < columns; v += LANES) {
+            const typename W::template Zero<K> zero = zeros_at<W, K>(from ? from + v : nullptr);
+            for (int s = 0; s < steps; ++s)
+                unpack_steps<W, K, 0>(load_lanes(w + s * QTILE + v), zero, panel + s * (W::DEPTH / K::STEP) * QTILE + v);
+        }
+        w += steps * QTILE;
+        panel += steps * (W::DEPTH / K::STEP) * QTILE;
+        if (from) from += QTILE;
+    }
+}
+
+// The span that begins at k: what is left of a group of more than QLINEAR_PIECE, or as many smaller groups as it holds.
+INLINE Span span_at(const QLinear& op, int k, const float* scales, const int8_t* zeros) {
+    const int group = k / op.group_size, most = QLINEAR_PIECE / op.group_size * op.group_size;
+    int end = op.in_features;
+    if (most && k + most < end) end = k + most;
+    if (!most && (group + 1) * int64_t(op.group_size) < end) end = (group + 1) * op.group_size;
+    const int size = end - k < QLINEAR_PIECE ? end - k : QLINEAR_PIECE;
+    return {size, most ? op.group_size : size, scales + int64_t(group) * QTILE, zeros ? zeros + int64_t(group) * QTILE : nullptr};
+}
 
 template <class E, class W, class K>
 static void weight_only_block(const QLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
@@ -457,34 +547,28 @@ static void weight_only_block(const QLinear& op, int64_t row_begin, int64_t row_
         next = (tile + 1) * QTILE_STRIPS < strip_end ? (tile + 1) * QTILE_STRIPS : strip_end;
         const int within = int(strip % QTILE_STRIPS) * STRIP, strips = int(next - strip);
         const uint32_t* weight = op.weight + tile * (depth / W::DEPTH) * QTILE + within;
-        const int64_t scales = tile * op.groups * QTILE + within;
+        const float* scales = op.scales + tile * op.groups * QTILE + within;
+        const int8_t* zeros = op.zeros ? op.zeros + tile * op.groups * QTILE + within : nullptr;
         for (int i = 0; i < rows * QTILE; i += LANES) store(sums + i, vf{});
-        int index = 0;
-        for (int k = 0, size; k < op.in_features; k += size, ++index) {
-            const int group = k / op.group_size;
-            const int end = (group + 1) * op.group_size < op.in_features ? (group + 1) * op.group_size : op.in_features;
-            size = end - k < QLINEAR_PIECE ? end - k : QLINEAR_PIECE;
-            const int steps = (size + W::DEPTH - 1) / W::DEPTH;
+        for (int k = 0, size; k < op.in_features; k += size) {
+            const Span span = span_at(op, k, scales, zeros);
+            size = span.size;
             const uint32_t* w = weight + k / W::DEPTH * QTILE;
-            Piece piece{op.scales + scales + int64_t(group) * QTILE, op.zeros ? op.zeros + scales + int64_t(group) * QTILE : nullptr,
-                        op.zeros ? op.piece_sums + row_begin * op.pieces + index : nullptr, op.pieces};
-            const char* ahead = reinterpret_cast<const char*>(w + QTILE * (QLINEAR_PIECE * 2 / W::DEPTH));
-            if (groups == 1) {
-                Direct<W, K>::group(rows, strips, x + k, op.x_stride, w, steps, sums, piece, Ahead{ahead, QTILE * 4 / 64});
+            const char* ahead = reinterpret_cast<const char*>(w + QTILE * (QLINEAR_PIECE * AHEAD_SPANS / W::DEPTH));
+            if (rows <= DIRECT_ROWS) {
+                Direct<W, K>::group(rows, strips, x + k, op.x_stride, w, span, sums, Ahead{ahead, QTILE * 4 / 64});
                 continue;
             }
-            for (int s = 0; s < steps; ++s)
-                for (int v = 0; v < strips * STRIP; v += LANES)
-                    unpack_steps<W, K, 0>(load_lanes(w + s * QTILE + v), panel + s * (W::DEPTH / K::STEP) * QTILE + v);
-            // A step over the panel is shorter than one over the packed weight.
-            const int fewer = W::DEPTH / K::STEP, lines = QTILE * 4 / 64 * steps;
+            unpack<W, K>(w, span, strips * STRIP, panel);
+            const int panel_steps = (size + K::STEP - 1) / K::STEP;
+            int lines = QTILE * 4 / 64 * ((size + W::DEPTH - 1) / W::DEPTH);
             for (int g = 0, m = 0; g < groups; ++g) {
                 const int height = (rows - m + groups - g - 1) / (groups - g);
-                if (g == 0)
-                    for (int i = 0; i < lines; ++i) __builtin_prefetch(ahead + i * 64, 0, 2);
-                FromPanel<K>::group(height, strips, x + m * op.x_stride + k, op.x_stride, panel, steps * fewer,
-                                    sums + m * QTILE, piece, Ahead{ahead, 0});
-                piece.x_sums += int64_t(height) * op.pieces;
+                const int per_step = lines <= 0 ? 0 : lines <= panel_steps || g + 1 < groups ? 1 : lines <= 2 * panel_steps ? 2 : 4;
+                FromPanel<K>::group(height, strips, x + m * op.x_stride + k, op.x_stride, panel, span, sums + m * QTILE,
+                                    Ahead{ahead, per_step});
+                ahead += panel_steps * per_step * 64;
+                lines -= panel_steps * per_step;
                 m += height;
             }
         }
@@ -498,40 +582,22 @@ static void weight_only_block(const QLinear& op, int64_t row_begin, int64_t row_
     }
 }
 
-// The sum of one row's piece, in the order that the vectors give.
-template <class E>
-INLINE float sum_piece(const typename E::type* x, int size) {
-    vf sum = {};
-    float rest = 0;
-    int k = 0;
-    for (; k + LANES <= size; k += LANES) sum += E::widen(x + k);
-    for (; k < size; ++k) rest += E::get(x[k]);
-    return sum_lanes(sum) + rest;
-}
-
 template <class E, bool BF16>
-static void convert_rows(const QLinear& op, void* out, int64_t stride, float* sums, int64_t begin, int64_t end) {
+static void convert_rows(const QLinear& op, void* out, int64_t stride, int64_t begin, int64_t end) {
     typedef typename E::type T;
     const int size = op.in_features;
     for (int64_t row = begin; row < end; ++row) {
         const T* x = static_cast<const T*>(op.x) + row * op.x_stride;
-        if (out && BF16) {
+        if (BF16) {
             uint16_t* to = static_cast<uint16_t*>(out) + row * stride;
             for (int k = 0; k < size; ++k) to[k] = E::bf16(x[k]);
             for (int64_t k = size; k < stride; ++k) to[k] = 0;
-        } else if (out) {
+        } else {
             float* to = static_cast<float*>(out) + row * stride;
             int k = 0;
             for (; k + LANES <= size; k += LANES) store(to + k, E::widen(x + k));
             for (; k < size; ++k) to[k] = E::get(x[k]);
             for (; k < stride; ++k) to[k] = 0;
-        }
-        if (!sums) continue;
-        int index = 0;
-        for (int k = 0, n; k < size; k += n, ++index) {
-            const int group_end = (k / op.group_size + 1) * op.group_size, stop = group_end < size ? group_end : size;
-            n = stop - k < QLINEAR_PIECE ? stop - k : QLINEAR_PIECE;
-            sums[row * op.pieces + index] = sum_piece<E>(x + k, n);
         }
     }
 }
@@ -555,11 +621,11 @@ static void int8(const QLinear& op, int64_t row_begin, int64_t row_end, int64_t 
     }
 }
 
-static void convert(const QLinear& op, void* out, int64_t stride, float* sums, int64_t begin, int64_t end) {
+static void convert(const QLinear& op, void* out, int64_t stride, int64_t begin, int64_t end) {
     switch (op.dtype) {
-        case F32: return convert_rows<Float32, false>(op, out, stride, sums, begin, end);
-        case BF16: return convert_rows<BFloat16, HAS_BF16_DOT>(op, out, stride, sums, begin, end);
-        default: return convert_rows<Float16, false>(op, out, stride, sums, begin, end);
+        case F32: return convert_rows<Float32, false>(op, out, stride, begin, end);
+        case BF16: return convert_rows<BFloat16, HAS_BF16_DOT>(op, out, stride, begin, end);
+        default: return convert_rows<Float16, false>(op, out, stride, begin, end);
     }
 }
 

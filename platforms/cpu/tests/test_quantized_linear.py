@@ -1,4 +1,4 @@
-"""The compiled products with integer weights: beside the reference and float64, on every instruction set that runs here."""
+"""The compiled products with integer weights beside the reference and float64, on every instruction set that runs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from mvllm.ops.quantized_linear import quantized_linear as reference
 from mvllm.plugin_api import OpCase, QuantizedWeight
 from mvllm_cpu import kernels
+from mvllm_cpu.doctor import QUANTIZED_ISAS
 from mvllm_cpu.quantized_linear import MOST_INT8_COLUMNS, QuantizedLinear
 
 LOADED = kernels.load()
 pytestmark = pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LOADED.reason}")
 
-ISAS = ("generic", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
 """Half the distance of neighbouring values near 1: what rounding a result costs."""
@@ -221,8 +221,13 @@ def test_packing_takes_as_many_bytes_as_the_bits_say(op):
 
 def test_declined_with_a_reason(op):
     facts = {
-        **{"in_features": 256, "out_features": 64, "bias": False, "bits": 8},
-        **{"group_size": 256, "symmetric": True, "int8_activations": False},
+        "in_features": 256,
+        "out_features": 64,
+        "bias": False,
+        "bits": 8,
+        "group_size": 256,
+        "symmetric": True,
+        "int8_activations": False,
     }
 
     def reasons(dtype="bfloat16", **changed):
@@ -247,15 +252,10 @@ def test_the_longest_sum_of_bytes_fits(op):
 
 
 @pytest.mark.skipif("MVLLM_CPU_ISA" in os.environ, reason="runs this file once per instruction set already")
-@pytest.mark.parametrize("isa", ISAS)
-def test_every_instruction_set(op, isa):
-    if isa == op.isa:
-        pytest.skip("runs in this process")
+@pytest.mark.parametrize("isa", [isa for isa in QUANTIZED_ISAS.split(", ") if isa != LOADED.quantized_isa])
+def test_every_instruction_set(isa):
     env = dict(os.environ, MVLLM_CPU_ISA=isa)
-    ask = (
-        "from mvllm_cpu import kernels, quantized_linear; "
-        "print(quantized_linear.QuantizedLinear(kernels.load().library).isa)"
-    )
+    ask = "from mvllm_cpu import kernels; print(kernels.load().quantized_isa)"
     runs = subprocess.run(
         [sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=True
     ).stdout.strip()

@@ -1,9 +1,9 @@
 """Matrix products with integer weights by the compiled kernels, packed once, after loading.
 
 Two kinds of product share one packing (csrc/qlinear.h). With *int8 activations* each row of x is rounded to int8 as the
-reference does it, and sums are exact integers: results are the reference's on every instruction set. *Weight-only* keeps x:
-the integers are multiplied unscaled, exactly, in bfloat16 (where x is, and the processor can) or float32, and each group's
-sum is scaled in float32. Nothing is rounded but the sums and the result.
+reference does it, and sums are exact integers: results are the reference's on every instruction set. *Weight-only*
+keeps x: the integers are multiplied unscaled, exactly, in bfloat16 (where x is, and the processor can) or float32, and
+each group's sum is scaled in float32. Nothing is rounded but the sums and the result.
 
 A row's result depends neither on the other rows nor on their number.
 """
@@ -59,9 +59,6 @@ class QuantizedLinear:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, length, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-        library.mvllm_cpu_qlinear_isa.restype = ctypes.c_char_p
-        self.isa: str = library.mvllm_cpu_qlinear_isa().decode()
-        """Instruction set that these kernels run with."""
         self._tile = int(library.mvllm_cpu_qlinear_tile())
         self._pack = library.mvllm_cpu_qlinear_pack
         self._pack.argtypes = (
