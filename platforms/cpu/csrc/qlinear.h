@@ -33,10 +33,7 @@ struct QLinear {
     int32_t in_features, out_features, group_size, groups, bits, dtype;
 };
 
-#ifndef QROWS_
-#define QROWS_ 96
-#endif
-constexpr int QLINEAR_ROWS = QROWS_;     // most rows that one call of a kernel takes
+constexpr int QLINEAR_ROWS = 96;     // most rows that one call of a kernel takes
 constexpr int QLINEAR_PIECE = 128;  // most k that weight-only kernels sum before they scale
 
 struct QIsa {

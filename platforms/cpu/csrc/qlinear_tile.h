@@ -18,10 +18,7 @@
 constexpr int qlinear_tile = QTILE;
 constexpr bool qlinear_bf16_dot = HAS_BF16_DOT;
 constexpr int QTILE_STRIPS = QTILE / STRIP;
-#ifndef INT8_DEPTH_
-#define INT8_DEPTH_ 256
-#endif
-constexpr int INT8_DEPTH = INT8_DEPTH_;  // k per piece of an integer product: half of a first cache of 32 KiB
+constexpr int INT8_DEPTH = 256;  // k per piece of an integer product: half of a first cache of 32 KiB
 
 typedef int8_t vb __attribute__((vector_size(LANES)));
 typedef int8_t vb_mem __attribute__((vector_size(LANES), aligned(1), may_alias));
@@ -49,15 +46,6 @@ INLINE void store_bytes(int8_t* p, vu v) {
 // ---- prefetching ---------------------------------------------------------------------------------------------------------
 // While rows pass over a piece of the weight they fetch the one that follows in memory: each line once, over the groups.
 
-#ifndef AHEAD_SPANS
-#define AHEAD_SPANS 2
-#endif
-#ifndef AHEAD_PIECES
-#define AHEAD_PIECES 1
-#endif
-#ifndef QHINT
-#define QHINT 2
-#endif
 struct Ahead {
     const char* from;
     int lines;  // per step
@@ -65,11 +53,11 @@ struct Ahead {
 
 INLINE void fetch(Ahead& ahead) {
     if (!ahead.lines) return;
-    __builtin_prefetch(ahead.from, 0, QHINT);
-    if (ahead.lines > 1) __builtin_prefetch(ahead.from + 64, 0, QHINT);
+    __builtin_prefetch(ahead.from, 0, 2);
+    if (ahead.lines > 1) __builtin_prefetch(ahead.from + 64, 0, 2);
     if (ahead.lines > 2) {
-        __builtin_prefetch(ahead.from + 128, 0, QHINT);
-        __builtin_prefetch(ahead.from + 192, 0, QHINT);
+        __builtin_prefetch(ahead.from + 128, 0, 2);
+        __builtin_prefetch(ahead.from + 192, 0, 2);
     }
     ahead.from += ahead.lines * 64;
 }
@@ -272,7 +260,7 @@ static void int8_block(const QLinear& op, int64_t row_begin, int64_t row_end, in
         for (int k = 0; k < depth; k += INT8_DEPTH) {
             const int steps = (depth - k < INT8_DEPTH ? depth - k : INT8_DEPTH) / 4;
             const uint32_t* w = weight + k / 4 * QTILE;
-            const char* ahead = reinterpret_cast<const char*>(w + steps * QTILE * AHEAD_PIECES);
+            const char* ahead = reinterpret_cast<const char*>(w + steps * QTILE);
             for (int g = 0, m = 0; g < groups; ++g) {
                 const int height = (rows - m + groups - g - 1) / (groups - g);
                 const int lines = qlines(QTILE * 4 / 64, g, groups);
@@ -554,7 +542,7 @@ static void weight_only_block(const QLinear& op, int64_t row_begin, int64_t row_
             const Span span = span_at(op, k, scales, zeros);
             size = span.size;
             const uint32_t* w = weight + k / W::DEPTH * QTILE;
-            const char* ahead = reinterpret_cast<const char*>(w + QTILE * (QLINEAR_PIECE * AHEAD_SPANS / W::DEPTH));
+            const char* ahead = reinterpret_cast<const char*>(w + QTILE * (2 * QLINEAR_PIECE / W::DEPTH));
             if (rows <= DIRECT_ROWS) {
                 Direct<W, K>::group(rows, strips, x + k, op.x_stride, w, span, sums, Ahead{ahead, QTILE * 4 / 64});
                 continue;
