@@ -167,7 +167,7 @@ void pack_tile(const int8_t* values, int64_t stride, uint32_t* packed, int64_t c
             const int8_t* from = values + c * stride + k;
             uint32_t lane = 0;
             if (bits == 4)
-                for (int j = 0; j < n; ++j) lane |= uint32_t(from[j] + 8 & 15) << order[j];
+                for (int j = 0; j < n; ++j) lane |= uint32_t((from[j] + 8) & 15) << order[j];
             else
                 for (int j = 0; j < n; ++j) lane |= uint32_t(uint8_t(from[j] + 128)) << 8 * j;
             packed[c] = lane;
