@@ -78,7 +78,7 @@ class LLMEngine:
         # The cheapest reasons to fail come first, and the weights last.
         if client is None:
             check_architecture(config.model)
-            check_quantization(config.model)
+            check_quantization(config.model, config.load.load_format)
             check_providers(config.op_providers)
         chosen = choose_platform(config.platform) if client is None else None
         tokenizer = load_tokenizer(config.model)

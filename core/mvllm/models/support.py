@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mvllm.config.model import ModelConfig
-from mvllm.errors import ModelError
+from mvllm.errors import ConfigError, ModelError
 from mvllm.layers.quantization.registry import quantization_method
 from mvllm.models.registry import supported_architectures
 from mvllm.platform import doors
@@ -35,12 +35,17 @@ def check_architecture(config: ModelConfig) -> None:
     )
 
 
-def check_quantization(config: ModelConfig) -> None:
+def check_quantization(config: ModelConfig, load_format: str = "auto") -> None:
     """Refuses a quantization that there is none of, or a variant of one that is not supported.
 
     Raises:
         ConfigError: The setting names no method, or one that is not for this checkpoint, or a plugin's that is not let
-            in.
+            in; or random weights are wanted in a form that has to be packed.
         ModelError: The checkpoint's `quantization_config` says what is not supported.
     """
-    quantization_method(config)
+    method = quantization_method(config)
+    if load_format == "dummy" and method is not None and not method.quantizes_on_load:
+        raise ConfigError(
+            f"load_format='dummy' makes random floats, but this model's weights are stored as {config.quantization!r}. "
+            "Pass hf_overrides={'quantization_config': {}}, and quantization='int8' or 'int4' to quantize them."
+        )

@@ -19,7 +19,7 @@ _EXACT_COLUMNS = 1024
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A matrix [out_features, in_features] of small integers.
+    """A matrix [out_features, in_features] of small integers. Phase: worker.
 
     Attributes:
         values: [out_features, in_features], int8; with 4 bits from -8 to 7.

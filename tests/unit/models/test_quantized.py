@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from mvllm.errors import ConfigError
+from mvllm.models.causal_lm import CausalLM
 from mvllm.ops.quantized_linear import QuantizedWeight
 from tests.helpers.model_zoo import load_reference, make_checkpoint
 from tests.helpers.paged_driver import PagedDriver, load_model, make_context
@@ -27,21 +28,22 @@ class Int8Inputs(nn.Module):
     """A linear layer as the formats with int8 inputs define it, in float64 where float32 is not exact.
 
     Args:
-        linear: The layer, with the dequantized weight.
+        weight: [out, in], dequantized.
+        bias: [out] or None.
         cut: How many ranks hold a band of the columns each, and round their own share of the input.
     """
 
-    def __init__(self, linear: nn.Linear, cut: int) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, cut: int = 1) -> None:
         super().__init__()
-        self.linear, self.cut = linear, cut
+        self.weight, self.bias, self.cut = nn.Parameter(weight), bias, cut
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shares = []
         for share in x.chunk(self.cut, dim=-1):
             scale = share.abs().amax(dim=-1, keepdim=True) / 127
             shares.append((share / scale).round().double() * scale.double())
-        assert self.linear.bias is None
-        return (torch.cat(shares, dim=-1) @ self.linear.weight.double().T).float()
+        product = torch.cat(shares, dim=-1) @ self.weight.double().T
+        return (product if self.bias is None else product + self.bias.double()).float()
 
 
 def run(driver: PagedDriver) -> torch.Tensor:
@@ -63,8 +65,8 @@ def emulate(reference: PreTrainedModel, checkpoint: QuantizedCheckpoint, ranks: 
     for name in checkpoint.matrices:
         parent, _, attribute = name.rpartition(".")
         module = reference.get_submodule(parent)
-        cut = ranks if attribute in ("o_proj", "down_proj") else 1
-        setattr(module, attribute, Int8Inputs(getattr(module, attribute), cut))
+        linear, cut = getattr(module, attribute), ranks if attribute in ("o_proj", "down_proj") else 1
+        setattr(module, attribute, Int8Inputs(linear.weight.data, linear.bias, cut))
 
 
 def check_near(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -193,14 +195,40 @@ def test_rows_of_zeros_and_rows_of_one_sign_stay_what_they_are() -> None:
                 torch.testing.assert_close(near, floats)
 
 
+def give_rounded_weights(reference: PreTrainedModel, model: CausalLM, *, int8_inputs: bool) -> None:
+    """Puts the weights that the engine has rounded into transformers' model."""
+    for layer in model.modules():
+        if not isinstance(weight := getattr(layer, "weight", None), QuantizedWeight):
+            continue
+        layout, dequantized = layer.layout, weight.dequantize()
+        for name in dict.fromkeys(layout.names):
+            parts = [part for part in layout.parts if part.name == name]
+            rows = torch.cat([dequantized[part.destination] for part in parts])
+            assert len(rows) == parts[0].num_rows
+            parent, _, attribute = ("lm_head" if layout.is_head else name).rpartition(".")
+            module = reference.get_submodule(parent)
+            bias = getattr(module, attribute).bias
+            linear = Int8Inputs(rows, bias) if int8_inputs else nn.Linear(rows.shape[1], rows.shape[0], bias=False)
+            if isinstance(linear, nn.Linear):
+                linear.weight, linear.bias = nn.Parameter(rows), bias
+            setattr(module, attribute, linear)
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["llama-mha-tied", "qwen2", "opt-projected", "gpt2"])
-def test_every_family_runs_quantized_near_its_floats(name: str, quantization: str, tmp_path: Path) -> None:
+def test_every_family_gives_what_transformers_gives_with_the_rounded_weights(
+    name: str, quantization: str, tmp_path: Path
+) -> None:
     folder = make_checkpoint(name, tmp_path, tokenizer=False)
-    wanted = run(PagedDriver(load_model(folder)))
-    found = run(PagedDriver(load_model(folder, quantization=quantization)))
-    off = (found - wanted).pow(2).mean().sqrt() / wanted.std()
-    assert 1e-4 < off < NOISE[quantization], off
+    model, reference = load_model(folder, quantization=quantization), load_reference(folder)
+    plain = reference_logits(reference, TOKENS, PROMPT_LEN)
+    give_rounded_weights(reference, model, int8_inputs=quantization == "int8")
+    found, wanted = run(PagedDriver(model)), reference_logits(reference, TOKENS, PROMPT_LEN)
+    if quantization == "int8":
+        check_near(found, wanted)
+    else:
+        torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)
+    assert (plain - wanted).abs().median() > 1e-3 * wanted.std(), "weights that are not rounded would pass as well"
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -109,6 +109,12 @@ def test_names_that_do_not_fit_are_refused_with_the_remedy(folder: Path) -> None
     assert {"awq", "compressed-tensors", "gptq", "int4", "int8"} <= set(supported_methods())
 
 
+def test_random_weights_cannot_be_had_packed_but_can_be_quantized(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'dummy' makes random floats.*hf_overrides={'quantization_config': {}}"):
+        check_quantization(config_of(folder, SCHEMES["awq"].config), "dummy")
+    check_quantization(config_of(folder, {}, quantization="int8"), "dummy")
+
+
 def test_the_front_end_checks_settings_without_torch(folder: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     program = (
