@@ -36,6 +36,11 @@ const Isa& choose() {
         if (!runs_here(*isa)) continue;
         if (!best) best = isa;
         if (asked && !std::strcmp(asked, isa->name)) return *isa;
+#if MVLLM_X86
+        // Names that only products of integers know.
+        if (asked && isa == &isa_avx512 && !std::strcmp(asked, "avx512_vnni")) return *isa;
+        if (asked && isa == &isa_avx2 && !std::strcmp(asked, "avx2_vnni")) return *isa;
+#endif
     }
     return *best;
 }

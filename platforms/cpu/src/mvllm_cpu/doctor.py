@@ -9,6 +9,7 @@ from mvllm_cpu import kernels, machine
 
 LOW_MEMORY = 1 << 30
 ISAS = "generic, avx2, avx512, avx512_bf16"
+QUANTIZED_ISAS = "generic, avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16"
 
 
 def checks() -> list[Check]:
@@ -19,11 +20,14 @@ def checks() -> list[Check]:
 def _kernels() -> Check:
     loaded = kernels.load()
     asked = os.environ.get("MVLLM_CPU_ISA")
-    if loaded.library is not None and asked and asked != loaded.isa:
+    if loaded.library is not None and asked and asked not in (loaded.isa, loaded.quantized_isa):
         found = f"MVLLM_CPU_ISA={asked} cannot run here or does not exist; the kernels run with {loaded.isa}."
-        return Check("platform.cpu.kernels", CheckStatus.WARNING, found, f"Unset it or name one of: {ISAS}.")
+        return Check("platform.cpu.kernels", CheckStatus.WARNING, found, f"Unset it or name one of: {QUANTIZED_ISAS}.")
     if loaded.library is not None:
-        return Check("platform.cpu.kernels", CheckStatus.OK, f"Compiled kernels, running with {loaded.isa}.")
+        found = f"Compiled kernels, running with {loaded.isa}"
+        if loaded.quantized_isa != loaded.isa:
+            found += f" and, for weights of small integers, {loaded.quantized_isa}"
+        return Check("platform.cpu.kernels", CheckStatus.OK, f"{found}.")
     found = f"Attention runs in plain torch, which is slower: {loaded.reason}"
     return Check("platform.cpu.kernels", CheckStatus.WARNING, found, loaded.remedy)
 

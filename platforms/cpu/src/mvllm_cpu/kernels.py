@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 LIBRARY = Path(__file__).parent / "_kernels.so"
 NO_COMPILER_REMEDY = (
     "Install a C++ compiler (g++) and reinstall mvllm-cpu: pip install --force-reinstall --no-deps mvllm-cpu"
@@ -26,12 +26,14 @@ class Kernels:
     Attributes:
         library: None when it is not used.
         isa: Instruction set that its kernels run with.
+        quantized_isa: The one of its products with integer weights, which know one more.
         reason: Why `library` is None.
         remedy: What to do about that.
     """
 
     library: ctypes.CDLL | None
     isa: str = ""
+    quantized_isa: str = ""
     reason: str = ""
     remedy: str | None = None
 
@@ -60,5 +62,6 @@ def _open() -> Kernels:
             reason=f"{LIBRARY} speaks version {found} of the kernels' interface, this package {ABI_VERSION}.",
             remedy=NO_COMPILER_REMEDY,
         )
-    library.mvllm_cpu_isa.restype = ctypes.c_char_p
-    return Kernels(library, isa=library.mvllm_cpu_isa().decode())
+    library.mvllm_cpu_isa.restype = library.mvllm_cpu_qlinear_isa.restype = ctypes.c_char_p
+    isa, quantized_isa = library.mvllm_cpu_isa().decode(), library.mvllm_cpu_qlinear_isa().decode()
+    return Kernels(library, isa=isa, quantized_isa=quantized_isa)

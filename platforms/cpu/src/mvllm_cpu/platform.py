@@ -126,12 +126,14 @@ class CPUPlatform(Platform):
         from mvllm_cpu.linear import Linear
         from mvllm_cpu.moe import Moe
         from mvllm_cpu.ops import KernelOps
+        from mvllm_cpu.quantized_linear import QuantizedLinear
 
         loaded = kernels.load()
         if loaded.library is None:
             return packed_linear.providers()
         compiled = (*KernelOps(loaded.library).providers(), *Linear(loaded.library, loaded.isa).providers())
-        return (*compiled, *Moe(loaded.library).providers(), *packed_linear.providers())
+        integers_and_experts = (*QuantizedLinear(loaded.library).providers(), *Moe(loaded.library).providers())
+        return (*compiled, *integers_and_experts, *packed_linear.providers())
 
     def doctor(self) -> Sequence[Check]:
         from mvllm_cpu import doctor

@@ -1,0 +1,20 @@
+// Kernels of quantized products, compiled for one instruction set: generic.
+
+#include "qlinear.h"
+
+
+#define LANES 4
+#define HAS_F16C 0
+#define HAS_BF16_DOT 0
+#define HAS_VNNI 0
+namespace mvllm {
+namespace q_generic {
+#include "simd.h"
+#include "qlinear_tile.h"
+}  // namespace q_generic
+
+const QIsa qisa_generic = {
+    "generic",           q_generic::quantize,     q_generic::int8, q_generic::convert, q_generic::weight_only,
+    q_generic::qlinear_tile, q_generic::qlinear_bf16_dot,
+};
+}  // namespace mvllm

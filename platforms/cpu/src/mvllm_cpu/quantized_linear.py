@@ -1,0 +1,158 @@
+"""Matrix products with integer weights by the compiled kernels, packed once, after loading.
+
+Two kinds of product share one packing (csrc/qlinear.h). With *int8 activations* each row of x is rounded to int8 as the
+reference does it, and sums are exact integers: results are the reference's on every instruction set. *Weight-only*
+keeps x: the integers are multiplied unscaled, exactly, in bfloat16 (where x is, and the processor can) or float32, and
+each group's sum is scaled in float32. Nothing is rounded but the sums and the result.
+
+A row's result depends neither on the other rows nor on their number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mvllm.plugin_api import OpCase, OpProvider, QuantizedWeight
+from mvllm_cpu.ops import PROVIDER, rows_of
+from mvllm_cpu.paged_attention import DTYPE_CODES, DTYPES
+
+MOST_INT8_COLUMNS = 1 << 16
+"""in_features up to which sums of products of bytes stay within 32 bits."""
+
+LANE_BITS = 32
+"""Neighbouring columns of a row share one lane: 4 values of 8 bits or 8 of 4."""
+
+
+@dataclass(frozen=True)
+class PackedQuantizedWeight:
+    """A QuantizedWeight in the kernels' layout (csrc/qlinear.h); only `QuantizedLinear.quantized_linear` reads it.
+
+    Attributes:
+        values: int32 lanes.
+        scales: float32.
+        zero_points: int8, or None.
+        out_features, in_features, group_size: The weight's.
+        bits: Bits of a value in `values`.
+        int8_activations: How it is multiplied.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    zero_points: torch.Tensor | None
+    out_features: int
+    in_features: int
+    group_size: int
+    bits: int
+    int8_activations: bool
+
+
+class QuantizedLinear:
+    """The operation, bound to the opened library.
+
+    Args:
+        library: The kernels.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, length, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        self._tile = int(library.mvllm_cpu_qlinear_tile())
+        self._pack = library.mvllm_cpu_qlinear_pack
+        self._pack.argtypes = (
+            *(pointer, length, pointer, pointer, pointer, pointer, pointer),
+            *(length, length, length, number),
+        )
+        self._pack.restype = None
+        self._product = library.mvllm_cpu_qlinear
+        self._product.argtypes = (
+            *(pointer, length, pointer, pointer, pointer, pointer, pointer),
+            *(length, length, length, length, number, number, number),
+        )
+        self._product.restype = None
+
+    def providers(self) -> Sequence[OpProvider]:
+        """The one provider."""
+        return (OpProvider("quantized_linear", PROVIDER, self.quantized_linear, self.supports, prepare=self.pack),)
+
+    def supports(self, case: OpCase) -> list[str]:
+        """Reasons why the kernels do not take a case."""
+        reasons = []
+        if case.dtype not in DTYPES:
+            reasons.append(f"dtype {case.dtype} has no kernel (there are kernels for {', '.join(DTYPES)})")
+        in_features, group_size, bits = (case.facts[name] for name in ("in_features", "group_size", "bits"))
+        one_group = group_size >= in_features
+        if bits not in (4, 8):
+            reasons.append(f"weights of {bits} bits have no kernel (there are kernels for 4 and 8)")
+        elif not one_group and group_size % (LANE_BITS // bits):
+            reasons.append(f"groups of {group_size} are no multiple of {LANE_BITS // bits}")
+        if case.facts["int8_activations"] and not one_group:
+            reasons.append("int8 activations go with one scale per row of the weight")
+        if case.facts["int8_activations"] and in_features > MOST_INT8_COLUMNS:
+            reasons.append(f"sums over more than {MOST_INT8_COLUMNS} products of int8 can exceed 32 bits")
+        return reasons
+
+    def pack(self, weight: QuantizedWeight) -> PackedQuantizedWeight:
+        """The weight in the kernels' layout."""
+        out_features, in_features = weight.values.shape
+        values = rows_of(weight.values)
+        scales = weight.scales.float().contiguous()
+        zero_points = None if weight.zero_points is None else weight.zero_points.contiguous()
+        groups = scales.shape[1]
+        bits = 8 if weight.int8_activations else weight.bits  # the byte products want bytes
+        depth = LANE_BITS // bits
+        tiles, lanes = -(-out_features // self._tile), -(-in_features // depth)
+        packed = PackedQuantizedWeight(
+            torch.zeros(tiles * lanes * self._tile, dtype=torch.int32),
+            torch.zeros(tiles * groups * self._tile),
+            None if zero_points is None else torch.zeros(tiles * groups * self._tile, dtype=torch.int8),
+            out_features,
+            in_features,
+            weight.group_size,
+            bits,
+            weight.int8_activations,
+        )
+        self._pack(
+            values.data_ptr(),
+            values.stride(0),
+            scales.data_ptr(),
+            _pointer(zero_points),
+            packed.values.data_ptr(),
+            packed.scales.data_ptr(),
+            _pointer(packed.zero_points),
+            out_features,
+            in_features,
+            groups,
+            bits,
+        )
+        return packed
+
+    def quantized_linear(
+        self, x: torch.Tensor, weight: PackedQuantizedWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x · weightᵀ + bias; sums in float32 or exact, rounded once."""
+        rows = rows_of(x)
+        out = torch.empty((*x.shape[:-1], weight.out_features), dtype=x.dtype)
+        self._product(
+            rows.data_ptr(),
+            rows.stride(0),
+            weight.values.data_ptr(),
+            weight.scales.data_ptr(),
+            _pointer(weight.zero_points),
+            _pointer(bias),
+            out.data_ptr(),
+            rows.shape[0],
+            weight.in_features,
+            weight.out_features,
+            weight.group_size,
+            weight.bits,
+            weight.int8_activations,
+            DTYPE_CODES[x.dtype],
+        )
+        return out
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

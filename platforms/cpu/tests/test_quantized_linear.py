@@ -1,0 +1,266 @@
+"""The compiled products with integer weights beside the reference and float64, on every instruction set that runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mvllm.ops.quantized_linear import quantized_linear as reference
+from mvllm.plugin_api import OpCase, QuantizedWeight
+from mvllm_cpu import kernels
+from mvllm_cpu.doctor import QUANTIZED_ISAS
+from mvllm_cpu.quantized_linear import MOST_INT8_COLUMNS, QuantizedLinear
+
+LOADED = kernels.load()
+pytestmark = pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LOADED.reason}")
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
+"""Half the distance of neighbouring values near 1: what rounding a result costs."""
+ROWS = (1, 2, 3, 5, 6, 7, 8, 12, 13, 33)
+MANY_ROWS = (97, 193)
+SHAPES = ((1, 1), (1, 64), (15, 30), (17, 33), (64, 192), (65, 193), (7, 1027), (200, 768))
+GROUPS = ((70, 256, 32), (64, 320, 64), (33, 200, 128), (130, 776, 136), (40, 1024, 512), (5, 136, 8))
+"""Rows, columns and columns per scale: the last group shorter, groups longer than what is summed at once, and so on."""
+
+
+@pytest.fixture(scope="module")
+def op() -> QuantizedLinear:
+    return QuantizedLinear(LOADED.library)
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def quantized(out_features, in_features, group_size=None, *, bits=8, symmetric=True, int8_activations=False):
+    """A weight of random integers over the whole range, its ends included."""
+    generator = torch.Generator().manual_seed(out_features)
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+
+    def integers(*shape):
+        return torch.randint(low, high + 1, shape, generator=generator, dtype=torch.int8)
+
+    group_size = group_size or in_features
+    groups = -(-in_features // group_size)
+    values = integers(out_features, in_features)
+    values[0, 0], values[-1, -1] = low, high
+    scales = torch.rand(out_features, groups, generator=generator) * 0.02 + 0.001
+    zeros = None if symmetric else integers(out_features, groups)
+    return QuantizedWeight(values, scales, zeros, group_size, bits, int8_activations)
+
+
+def exact(x, weight, bias=None):
+    """In float64, and the size of what is summed there, zero points counted apart as kernels may take them."""
+    of = torch.arange(weight.values.shape[1]) // weight.group_size
+    zeros = torch.zeros_like(weight.scales) if weight.zero_points is None else weight.zero_points.double()
+    scales = weight.scales.double()[:, of]
+    wide = (weight.values.double() - zeros.double()[:, of]) * scales
+    size = (weight.values.double().abs() + zeros.double().abs()[:, of]) * scales
+    expected = x.double() @ wide.T
+    return expected if bias is None else expected + bias.double(), x.double().abs() @ size.T
+
+
+def assert_rounds(found, x, weight, bias=None):
+    """Right up to the rounding of the result and of float32 sums."""
+    assert found.dtype == x.dtype
+    expected, size = exact(x, weight, bias)
+    assert found.shape == expected.shape
+    error = (found.double() - expected).abs()
+    sums = size * 2**-24 * (weight.shape[1] ** 0.5 + 4)
+    allowed = expected.abs() * UNIT[x.dtype] * 1.01 + sums + 1e-7
+    assert (error <= allowed).all(), (error - allowed).max()
+
+
+def assert_is_the_reference(found, x, weight, bias=None):
+    """With int8 activations sums are exact, so nothing but float32's last place may differ before the rounding."""
+    wide = reference(x.float(), weight, None if bias is None else bias.float()).double()
+    allowed = wide.abs() * (UNIT[x.dtype] * 1.01 + 2**-22) + 1e-6
+    assert found.dtype == x.dtype and found.shape == wide.shape
+    assert ((found.double() - wide).abs() <= allowed).all()
+
+
+SCHEMES = (
+    pytest.param({"bits": 8, "int8_activations": True}, id="w8a8"),
+    pytest.param({"bits": 8, "int8_activations": True, "symmetric": False}, id="w8a8-zeros"),
+    pytest.param({"bits": 8}, id="w8"),
+    pytest.param({"bits": 8, "symmetric": False}, id="w8-zeros"),
+    pytest.param({"bits": 4}, id="w4"),
+    pytest.param({"bits": 4, "symmetric": False}, id="w4-zeros"),
+)
+
+
+def check(op, weight, dtype, bias):
+    packed = op.pack(weight)
+    out_features, in_features = weight.shape
+    offset = random(out_features, dtype=dtype, seed=1) if bias else None
+    agrees = assert_is_the_reference if weight.int8_activations else assert_rounds
+    for rows in (*ROWS, *MANY_ROWS):
+        x = random(rows, in_features, dtype=dtype, seed=rows)
+        agrees(op.quantized_linear(x, packed, offset), x, weight, offset)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_right_for_any_shape_with_one_scale_per_row(op, scheme, dtype, shape):
+    for bias in (False, True):
+        check(op, quantized(*shape, **scheme), dtype, bias)
+
+
+@pytest.mark.parametrize("shape", GROUPS, ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_right_for_any_group(op, bits, symmetric, dtype, shape):
+    check(op, quantized(*shape, bits=bits, symmetric=symmetric), dtype, bias=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_row_does_not_depend_on_the_others(op, scheme, dtype):
+    """Neither on their number nor on its place: a request's tokens are the same alone and in any batch."""
+    group_size = None if scheme.get("int8_activations") else 64
+    for out_features, in_features in ((100, 768), (64, 385)):
+        packed = op.pack(quantized(out_features, in_features, group_size, **scheme))
+        x = random(200, in_features, dtype=dtype, seed=1)
+        alone = torch.cat([op.quantized_linear(row[None], packed, None) for row in x])
+        for rows in (*ROWS, 97, 200):
+            for first in (0, 200 - rows):
+                found = op.quantized_linear(x[first : first + rows], packed, None)
+                assert torch.equal(found, alone[first : first + rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_int8_activations_round_as_the_reference_rounds(op, dtype):
+    """Halves go to even, the ends are reached, a row of zeros stays zeros, and tiny rows do not overflow."""
+    weight = quantized(33, 67, int8_activations=True)
+    packed = op.pack(weight)
+    halves = torch.arange(-33, 34) + 0.5
+    halves[-1] = 127  # the scale is 1
+    tiny = torch.full((67,), torch.finfo(dtype).smallest_normal)
+    rows = torch.stack([halves, -halves, torch.zeros(67), tiny, torch.linspace(-1, 1, 67) * 3000]).to(dtype)
+    found = op.quantized_linear(rows, packed, None)
+    assert_is_the_reference(found, rows, weight)
+    assert (found[2] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_is_not_finite_stays_in_its_row(op, scheme, value, dtype):
+    for in_features in (64, 67):
+        packed = op.pack(quantized(70, in_features, **scheme))
+        for rows, bad in ((20, 7), (2, 1), (1, 0)):
+            x = random(rows, in_features, dtype=dtype, seed=1)
+            x[bad, -1] = value
+            found = op.quantized_linear(x, packed, None)
+            assert not found[bad].isfinite().any() or not scheme.get("int8_activations")
+            assert found[bad].isfinite().sum() <= 70 * 0.2  # weight-only, a factor of zero may be exact
+            others = [row for row in range(rows) if row != bad]
+            assert found[others].isfinite().all()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_layouts_of_x_and_weight(op, scheme):
+    wide = random(9, 200, dtype=torch.bfloat16)
+    for size in (96, 101):
+        whole = quantized(90, 150, **scheme)
+        zeros = None if whole.zero_points is None else whole.zero_points[::2]
+        weight = QuantizedWeight(
+            whole.values[::2, 3 : 3 + size], whole.scales[::2], zeros, size, whole.bits, whole.int8_activations
+        )
+        packed = op.pack(weight)
+        agrees = assert_is_the_reference if weight.int8_activations else assert_rounds
+        for x in (
+            wide[:, 1 : 1 + size],
+            wide[::3, 50 : 50 + size],
+            wide[:1, :size].expand(7, size),
+            random(size, 5, dtype=torch.bfloat16).t(),
+            random(2, 3, size, dtype=torch.bfloat16),
+        ):
+            agrees(op.quantized_linear(x, packed, None), x, weight)
+        assert op.quantized_linear(x[:, :0], packed, None).shape == (2, 0, 45)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_threads_change_nothing(op, scheme):
+    """Large enough for several threads, whatever number this process may use."""
+    before = torch.get_num_threads()
+    packed = op.pack(quantized(1000, 776, **scheme))
+    try:
+        for rows in (1, 16, 40, 200):
+            x = random(rows, 776, dtype=torch.bfloat16, seed=1)
+            results = []
+            for threads in (1, 2, 3, 7):
+                torch.set_num_threads(threads)
+                results.append(op.quantized_linear(x, packed, None))
+            assert all(torch.equal(results[0], other) for other in results[1:])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_more_rows_than_are_converted_at_a_time(op):
+    for scheme in ({"int8_activations": True}, {"bits": 4, "symmetric": False}):
+        weight = quantized(20, 72, **scheme)
+        x = random(2100, 72, dtype=torch.float16)
+        packed = op.pack(weight)
+        found = op.quantized_linear(x, packed, None)
+        assert torch.equal(found[-3:], op.quantized_linear(x[-3:], packed, None))
+        assert torch.equal(found[1023:1026], op.quantized_linear(x[1023:1026], packed, None))
+
+
+def test_packing_takes_as_many_bytes_as_the_bits_say(op):
+    for bits in (8, 4):
+        assert op.pack(quantized(128, 768, 32, bits=bits)).values.nbytes == 128 * 768 * bits // 8
+
+
+def test_declined_with_a_reason(op):
+    facts = {
+        "in_features": 256,
+        "out_features": 64,
+        "bias": False,
+        "bits": 8,
+        "group_size": 256,
+        "symmetric": True,
+        "int8_activations": False,
+    }
+
+    def reasons(dtype="bfloat16", **changed):
+        return " ".join(op.supports(OpCase("quantized_linear", dtype, {**facts, **changed})))
+
+    assert not reasons() and not reasons("float32", bits=4, group_size=32) and not reasons(int8_activations=True)
+    assert "float64" in reasons("float64")
+    assert "3 bits" in reasons(bits=3)
+    assert "groups of 20" in reasons(bits=4, group_size=20)
+    assert "one scale per row" in reasons(int8_activations=True, group_size=128)
+    many = MOST_INT8_COLUMNS + 1
+    assert "32 bits" in reasons(int8_activations=True, in_features=many, group_size=many)
+
+
+def test_the_longest_sum_of_bytes_fits(op):
+    ends = torch.full((1, MOST_INT8_COLUMNS), -128, dtype=torch.int8)
+    weight = QuantizedWeight(ends, torch.ones(1, 1), None, MOST_INT8_COLUMNS, 8, int8_activations=True)
+    x = torch.full((1, MOST_INT8_COLUMNS), 127.0)
+    for sign in (1, -1):
+        found = op.quantized_linear(sign * x, op.pack(weight), None)
+        assert found.item() == sign * -128.0 * 127 * MOST_INT8_COLUMNS
+
+
+@pytest.mark.skipif("MVLLM_CPU_ISA" in os.environ, reason="runs this file once per instruction set already")
+@pytest.mark.parametrize("isa", [isa for isa in QUANTIZED_ISAS.split(", ") if isa != LOADED.quantized_isa])
+def test_every_instruction_set(isa):
+    env = dict(os.environ, MVLLM_CPU_ISA=isa)
+    ask = "from mvllm_cpu import kernels; print(kernels.load().quantized_isa)"
+    runs = subprocess.run(
+        [sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if runs != isa:
+        pytest.skip(f"this processor has no {isa}")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
