@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mvllm.ops.activation import ACTIVATIONS
+from mvllm.ops.argmax import ARGMAX
 from mvllm.ops.embedding import EMBEDDING
 from mvllm.ops.linear import LINEAR
 from mvllm.ops.moe import MOE
@@ -12,5 +13,5 @@ from mvllm.ops.schema import OpSchema
 
 SCHEMAS: dict[str, OpSchema] = {
     schema.name: schema
-    for schema in (LINEAR, EMBEDDING, RMS_NORM, FUSED_ADD_RMS_NORM, LAYER_NORM, ROTARY_EMBEDDING, MOE, *ACTIVATIONS)
+    for schema in (LINEAR, EMBEDDING, RMS_NORM, FUSED_ADD_RMS_NORM, LAYER_NORM, ROTARY_EMBEDDING, MOE, ARGMAX, *ACTIVATIONS)
 }

@@ -12,11 +12,13 @@ No row's result depends on another row. The device is not waited for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from mvllm.ops.argmax import argmax as reference_argmax
 from mvllm.platform.staging import StepStaging
 from mvllm.sampling.draw import draw
 from mvllm.sampling.filters import Filters, filtered_weights
@@ -27,6 +29,8 @@ from mvllm.sampling.state import LOGPROBS, MIN_TOKENS, PENALTIES, RANDOM, Sampli
 from mvllm.sampling.uniforms import uniforms
 from mvllm.sampling.upload import Selection, Upload
 
+Argmax = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
 _MAX_CANDIDATES = 1024
 """Up to this top_k, top_p is looked for among the k most probable tokens, and above it in the whole vocabulary."""
 
@@ -36,10 +40,12 @@ class Sampler:
 
     Args:
         staging: Buffers for what goes to the device, where a step must not wait for the one before.
+        argmax: The operation of that name.
     """
 
-    def __init__(self, staging: StepStaging | None = None) -> None:
+    def __init__(self, staging: StepStaging | None = None, argmax: Argmax = reference_argmax) -> None:
         self._staging = staging
+        self._argmax = argmax
 
     def sample(
         self,
@@ -64,7 +70,7 @@ class Sampler:
         """
         flags = state.flags[rows]
         if mask is None and not flags.any():
-            peaks, token_ids = logits.max(dim=1)
+            peaks, token_ids = self._argmax(logits)
             return SamplerOutput(token_ids, peaks)
         batch = _Batch(logits, rows, state, history, flags, mask, self._staging)
         token_ids, peaks = batch.choose()

@@ -171,6 +171,18 @@ def _moe(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
         )
 
 
+def _argmax(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+    for rows in ROWS:
+        for size in (5, 64, 200):  # distinct small integers: which of equal elements is taken is left open
+            yield OpTrial(
+                op,
+                {"size": size},
+                lambda rows=rows, size=size: (  # type: ignore[misc]
+                    (_random(torch.float32, rows, 2 * size).argsort(dim=1).argsort(dim=1) - size).to(dtype)[:, :size],
+                ),
+            )
+
+
 def _activations(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
     halves = 2 if op.endswith("_and_mul") else 1
     for rows in ROWS:
@@ -190,4 +202,5 @@ _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpTrial]]] = {
     "layer_norm": _norms,
     "rotary_embedding": _rotary,
     "moe": _moe,
+    "argmax": _argmax,
 }

@@ -112,12 +112,30 @@ struct RmsNorm {
     float eps;
 };
 
-// out[i] = silu(x[i]) * x[size + i]; `x` rows lie `x_stride` elements apart.
+// out[i] = silu(x[i]) * x[up + i]; rows lie `x_stride` and `out_stride` elements apart.
 struct SiluAndMul {
     const void* x;
     void* out;
+    int64_t x_stride, out_stride, up, size;
+    int32_t dtype;
+};
+
+// values[i] = the largest of row i, ids[i] = where it is first. A NaN is larger than anything.
+struct Argmax {
+    const void* x;  // rows `x_stride` elements apart
+    void* values;
+    int64_t* ids;
     int64_t x_stride, size;
     int32_t dtype;
+};
+
+// Copies rows of a table; strides and sizes in bytes.
+struct Embedding {
+    const void* ids;
+    const void* table;
+    void* out;
+    int64_t table_stride, row_bytes;
+    int32_t wide_ids;  // 64-bit numbers, else 32-bit ones
 };
 
 // Rotates queries and keys in place. `index` holds 64-bit numbers where `wide_index`, else 32-bit ones.
@@ -154,6 +172,7 @@ struct Isa {
     void (*rms_norm)(const RmsNorm&, int64_t row_begin, int64_t row_end);
     void (*silu_and_mul)(const SiluAndMul&, int64_t row_begin, int64_t row_end);
     void (*rotary)(const Rotary&, int64_t token_begin, int64_t token_end);
+    void (*argmax)(const Argmax&, int64_t row_begin, int64_t row_end);
     // Columns in strips of STRIP. `x` holds float32 rows, zero-padded like the weight, except where it is the caller's
     // own: for float32, and for bfloat16 in pairs where `bf16_dot`. `linear_x` makes such rows.
     void (*linear)(const Linear&, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end);

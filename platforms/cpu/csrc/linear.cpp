@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <memory>
 
+#include "entries.h"
 #include "kernels.h"
+#include "team.h"
 
 namespace mvllm {
 namespace {
@@ -20,9 +22,8 @@ bool takes_x(const Isa& isa, const Linear& op) {
     return op.dtype == F32 || (op.dtype == BF16 && isa.bf16_dot && op.in_features % 2 == 0);
 }
 
-int threads_for(int64_t work) {
-    return work < SERIAL_WORK ? 1 : int(std::min<int64_t>(omp_get_max_threads(), work / (SERIAL_WORK / 2)));
-}
+// All threads or one: a runtime may end the threads that a smaller team leaves over, and start them again for the next.
+int threads_for(int64_t work) { return work < SERIAL_WORK ? 1 : omp_get_max_threads(); }
 
 // One thread's part. Few rows: a range of columns. Many: a range of blocks, those of the same rows in sequence, so that
 // their x stays in the second cache while the weights pass, which are prefetched.
@@ -47,7 +48,52 @@ void pack_tile(const T* weight, int64_t stride, T* packed, int64_t columns, int6
     }
 }
 
+Linear linear_of(const int64_t* s) {
+    auto pointer = [&](int i) { return reinterpret_cast<const void*>(s[i]); };
+    return {pointer(0), pointer(2), pointer(3), reinterpret_cast<void*>(s[4]), s[1], int32_t(s[6]), int32_t(s[7]),
+            int32_t(s[8])};
+}
+
+Way linear_way(const int64_t* s) {
+    if (!takes_x(current_isa(), linear_of(s))) return Way::APART;
+    return s[5] * s[6] * s[7] < SERIAL_WORK ? Way::BY_ONE : Way::TOGETHER;
+}
+
+void linear_part(const int64_t* s, int64_t thread, int64_t threads) {
+    compute(current_isa(), linear_of(s), s[5], thread, threads);
+}
+
+// A thread's first columns lie side by side.
+Range linear_ahead(const int64_t* s, int64_t thread, int64_t threads) {
+    const Linear op = linear_of(s);
+    const int64_t strips = (op.out_features + STRIP - 1) / STRIP, tile = current_isa().linear_tile;
+    const int64_t bytes = depth_of(op.in_features, op.dtype) * (op.dtype == F32 ? 4 : 2) * tile;
+    const int64_t first = strips * thread / threads * STRIP / tile, last = (op.out_features + tile - 1) / tile;
+    return {static_cast<const char*>(op.weight) + first * bytes, (last - first) * bytes};
+}
+
 }  // namespace
+
+const Sharing linear_sharing{linear_way, linear_part, linear_ahead};
+
+bool is_gated_linear(const int64_t* s, const int64_t* silu) {
+    return linear_way(s) == Way::TOGETHER && s[5] <= LINEAR_ROWS && silu[0] == s[4] && silu[1] == s[7] && silu[3] == s[5] &&
+           2 * silu[4] == s[7] && silu[4] % STRIP == 0 && silu[5] == s[8];
+}
+
+void gated_linear_part(const int64_t* s, const int64_t* silu, int64_t thread, int64_t threads) {
+    const Isa& isa = current_isa();
+    const Linear op = linear_of(s);
+    const int64_t rows = s[5], size = silu[4], strips = size / STRIP, element = op.dtype == F32 ? 4 : 2;
+    const int64_t begin = strips * thread / threads, end = strips * (thread + 1) / threads;
+    isa.linear(op, 0, rows, begin, end);
+    isa.linear(op, 0, rows, strips + begin, strips + end);
+    const int64_t at = begin * STRIP * element;
+    const SiluAndMul act{static_cast<const char*>(op.out) + at, reinterpret_cast<char*>(silu[2]) + at, silu[1], size, size,
+                         (end - begin) * STRIP, op.dtype};
+    isa.silu_and_mul(act, 0, rows);
+}
+
 }  // namespace mvllm
 
 using namespace mvllm;

@@ -15,6 +15,7 @@ import torch
 from mvllm.plugin_api import OpCase, OpProvider
 from mvllm_cpu.ops import PROVIDER, rows_of
 from mvllm_cpu.paged_attention import DTYPE_CODES
+from mvllm_cpu.recording import Kernel
 
 FASTER_THAN_ONEDNN = 1
 """Priority of the provider; the others have 0."""
@@ -56,9 +57,8 @@ class Linear:
         self._pack = library.mvllm_cpu_linear_pack
         self._pack.argtypes = (pointer, length, pointer, length, length, number)
         self._pack.restype = None
-        self._linear = library.mvllm_cpu_linear
-        self._linear.argtypes = (pointer, length, pointer, pointer, pointer, length, length, length, number)
-        self._linear.restype = None
+        linear = (pointer, length, pointer, pointer, pointer, length, length, length, number)
+        self._linear = Kernel(library, "mvllm_cpu_linear", linear)
 
     def providers(self) -> Sequence[OpProvider]:
         """The one provider."""

@@ -11,6 +11,7 @@ from mvllm.plugin_api import (
     Capabilities,
     Check,
     Communicator,
+    CompileBackend,
     ConfigChange,
     DeviceRuntime,
     EngineConfig,
@@ -42,6 +43,7 @@ HOST_MEMORY_SHARE = 0.5
 CAPABILITIES = Capabilities(
     dtypes=DTYPES,
     kv_dtypes=DTYPES,
+    compile=True,
     unified_memory=True,
     fork_safe=True,
     collectives=frozenset(
@@ -131,6 +133,12 @@ class CPUPlatform(Platform):
             return packed_linear.providers()
         compiled = (*KernelOps(loaded.library).providers(), *Linear(loaded.library, loaded.isa).providers())
         return (*compiled, *packed_linear.providers())
+
+    def compiler(self) -> CompileBackend:
+        from mvllm_cpu import kernels
+        from mvllm_cpu.replay import Replay
+
+        return Replay(kernels.load().library)
 
     def doctor(self) -> Sequence[Check]:
         from mvllm_cpu import doctor

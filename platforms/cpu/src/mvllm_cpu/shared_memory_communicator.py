@@ -20,7 +20,7 @@ import time
 import torch
 
 from mvllm.plugin_api import GroupSpec, PlatformError, TorchCommunicator, get_logger
-from mvllm_cpu import kernels, machine
+from mvllm_cpu import kernels, machine, recording
 
 logger = get_logger("mvllm.cpu.communicator")
 
@@ -62,6 +62,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
         return self._memory is not None
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        recording.refuse("ranks talk to each other")
         code = _DTYPE_CODES.get(tensor.dtype)
         if self._memory is None or code is None:
             return super().all_reduce(tensor)
@@ -76,6 +77,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        recording.refuse("ranks talk to each other")
         if self._memory is None or not 0 < tensor.nbytes <= self._slot_bytes:
             return super().all_gather(tensor, dim)
         tensor = tensor.contiguous()
