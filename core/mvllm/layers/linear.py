@@ -22,6 +22,7 @@ from mvllm.distributed.group import GroupCoordinator
 from mvllm.errors import ConfigError
 from mvllm.layers.context import BuildContext
 from mvllm.layers.weight_target import WeightTarget
+from mvllm.ops.registry import ResolvedOp
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,11 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in on this rank] to [..., out on this rank]."""
         return self._linear(x, self.weight, self.bias)
+
+    def fuse(self, op: ResolvedOp) -> None:
+        """Has `op` in place of `linear`, which takes the same arguments and does more. While the model is built."""
+        self._op = op
+        self._linear = op.function
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Checkpoint tensor names and what this rank takes of them. Before `prepare_weights` only."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mvllm.ops.activation import ACTIVATIONS
 from mvllm.ops.argmax import ARGMAX
 from mvllm.ops.embedding import EMBEDDING
-from mvllm.ops.linear import LINEAR
+from mvllm.ops.linear import LINEAR, LINEAR_SILU_AND_MUL
 from mvllm.ops.moe import MOE
 from mvllm.ops.norm import FUSED_ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from mvllm.ops.rotary import ROTARY_EMBEDDING
@@ -13,5 +13,16 @@ from mvllm.ops.schema import OpSchema
 
 SCHEMAS: dict[str, OpSchema] = {
     schema.name: schema
-    for schema in (LINEAR, EMBEDDING, RMS_NORM, FUSED_ADD_RMS_NORM, LAYER_NORM, ROTARY_EMBEDDING, MOE, ARGMAX, *ACTIVATIONS)
+    for schema in (
+        LINEAR,
+        LINEAR_SILU_AND_MUL,
+        EMBEDDING,
+        RMS_NORM,
+        FUSED_ADD_RMS_NORM,
+        LAYER_NORM,
+        ROTARY_EMBEDDING,
+        MOE,
+        ARGMAX,
+        *ACTIVATIONS,
+    )
 }

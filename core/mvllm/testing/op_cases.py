@@ -77,6 +77,22 @@ def _linear(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                 )
 
 
+def _gated_linear(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+    for rows in (*ROWS, 200):
+        for in_features, size in ((64, 96), (128, 160), (96, 33)):
+            for bias in (False, True):
+                yield OpTrial(
+                    op,
+                    {"in_features": in_features, "size": size, "bias": bias},
+                    lambda rows=rows, i=in_features, o=2 * size, bias=bias: (  # type: ignore[misc]
+                        _random(dtype, rows, i),
+                        _random(dtype, o, i, seed=1, scale=i**-0.5),
+                        _random(dtype, o, seed=2) if bias else None,
+                    ),
+                    weight=1,
+                )
+
+
 def _embedding(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
     for rows in ROWS:
         for ids in (torch.int32, torch.int64):
@@ -86,6 +102,16 @@ def _embedding(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                 lambda rows=rows, ids=ids: (  # type: ignore[misc]
                     ((torch.arange(rows) * 7) % 50).to(ids),
                     _random(dtype, 50, 64, seed=1),
+                ),
+                weight=1,
+            )
+            yield OpTrial(  # a band of the table, and ids on either side of it
+                op,
+                {"num_embeddings": 20, "embedding_dim": 64},
+                lambda rows=rows, ids=ids: (  # type: ignore[misc]
+                    ((torch.arange(rows) * 7) % 50).to(ids),
+                    _random(dtype, 20, 64, seed=1),
+                    20,
                 ),
                 weight=1,
             )
@@ -196,6 +222,7 @@ def _activations(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
 
 _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpTrial]]] = {
     "linear": _linear,
+    "linear_silu_and_mul": _gated_linear,
     "embedding": _embedding,
     "rms_norm": _norms,
     "fused_add_rms_norm": _norms,

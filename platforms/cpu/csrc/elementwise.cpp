@@ -31,11 +31,25 @@ void over_rows(void (*kernel)(const Op&, int64_t, int64_t), const Op& op, int64_
     }
 }
 
+// Copies rows of a table; strides and sizes in bytes.
+struct Embedding {
+    const void* ids;
+    const void* table;
+    void* out;
+    int64_t table_stride, row_bytes;
+    int64_t first, count;  // ids of the table's rows
+    int32_t wide_ids;  // 64-bit numbers, else 32-bit ones
+};
+
 void embedding_rows(const Embedding& op, int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
         const int64_t id = op.wide_ids ? static_cast<const int64_t*>(op.ids)[t] : static_cast<const int32_t*>(op.ids)[t];
-        std::memcpy(static_cast<char*>(op.out) + t * op.row_bytes,
-                    static_cast<const char*>(op.table) + id * op.table_stride, size_t(op.row_bytes));
+        const int64_t row = id - op.first;
+        char* out = static_cast<char*>(op.out) + t * op.row_bytes;
+        if (row >= 0 && row < op.count)
+            std::memcpy(out, static_cast<const char*>(op.table) + row * op.table_stride, size_t(op.row_bytes));
+        else
+            std::memset(out, 0, size_t(op.row_bytes));
     }
 }
 
@@ -107,10 +121,10 @@ void mvllm_cpu_rms_norm(const void* x, int64_t x_stride, void* residual, const v
     over_rows(current_isa().rms_norm, op, rows, size);
 }
 
-// out[t] = table[ids[t]]; strides and sizes in bytes.
+// out[t] = table[ids[t] - first], zeros where the table's `count` rows do not have it; strides and sizes in bytes.
 void mvllm_cpu_embedding(const void* ids, int wide_ids, const void* table, int64_t table_stride, void* out, int64_t rows,
-                         int64_t row_bytes) {
-    over_rows(embedding_rows, Embedding{ids, table, out, table_stride, row_bytes, wide_ids}, rows, row_bytes / 4);
+                         int64_t row_bytes, int64_t first, int64_t count) {
+    over_rows(embedding_rows, Embedding{ids, table, out, table_stride, row_bytes, first, count, wide_ids}, rows, row_bytes / 4);
 }
 
 void mvllm_cpu_argmax(const void* x, int64_t x_stride, void* values, int64_t* ids, int64_t rows, int64_t size, int dtype) {

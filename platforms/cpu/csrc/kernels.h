@@ -129,15 +129,6 @@ struct Argmax {
     int32_t dtype;
 };
 
-// Copies rows of a table; strides and sizes in bytes.
-struct Embedding {
-    const void* ids;
-    const void* table;
-    void* out;
-    int64_t table_stride, row_bytes;
-    int32_t wide_ids;  // 64-bit numbers, else 32-bit ones
-};
-
 // Rotates queries and keys in place. `index` holds 64-bit numbers where `wide_index`, else 32-bit ones.
 struct Rotary {
     const void* index;
@@ -156,9 +147,10 @@ struct Linear {
     const void* x;  // rows `x_stride` elements apart
     const void* weight;
     const void* bias;  // [out_features] or null
-    void* out;         // [rows, out_features] contiguous
+    void* out;         // rows `out_stride` elements apart, or without gaps where that is 0
     int64_t x_stride;
     int32_t in_features, out_features, dtype;
+    int64_t out_stride = 0;
 };
 
 constexpr int LINEAR_ROWS = 96;  // most rows that one call of an instruction set's `linear` takes

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <vector>
 
 #include "entries.h"
 #include "kernels.h"
@@ -72,27 +73,62 @@ Range linear_ahead(const int64_t* s, int64_t thread, int64_t threads) {
     return {static_cast<const char*>(op.weight) + first * bytes, (last - first) * bytes};
 }
 
+// A product's first half gated, times its second half, for rows [row_begin, row_end) and strips of the result. The product
+// is rounded as it would be if it were stored whole; `scratch` holds it.
+void gate(const Isa& isa, const Linear& op, void* out, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end,
+          char* scratch) {
+    const int64_t size = op.out_features / 2, element = op.dtype == F32 ? 4 : 2, width = (end - begin) * STRIP;
+    Linear half = op;
+    half.out_stride = 2 * width;
+    auto at = [&](int64_t column) { return reinterpret_cast<void*>(intptr_t(scratch) - column * element); };
+    half.out = at(row_begin * 2 * width + begin * STRIP);
+    isa.linear(half, row_begin, row_end, begin, end);
+    half.out = at(row_begin * 2 * width + begin * STRIP + size - width);
+    isa.linear(half, row_begin, row_end, size / STRIP + begin, size / STRIP + end);
+    const SiluAndMul act{scratch, static_cast<char*>(out) + (row_begin * size + begin * STRIP) * element, 2 * width, size,
+                         width, width, op.dtype};
+    isa.silu_and_mul(act, 0, row_end - row_begin);
+}
+
+// One thread's part; its blocks as in `compute`.
+void gate_part(const Isa& isa, const Linear& op, void* out, int64_t rows, int64_t thread, int64_t threads) {
+    thread_local std::vector<char> memory;
+    const int64_t strips = op.out_features / 2 / STRIP, element = op.dtype == F32 ? 4 : 2;
+    auto scratch = [&](int64_t elements) {
+        if (memory.size() < size_t(elements * element + 64)) memory.resize(size_t(elements * element + 64));
+        return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
+    };
+    if (rows <= LINEAR_ROWS) {
+        const int64_t begin = strips * thread / threads, end = strips * (thread + 1) / threads;
+        if (begin < end) gate(isa, op, out, 0, rows, begin, end, scratch(rows * 2 * (end - begin) * STRIP));
+        return;
+    }
+    const int64_t width = isa.linear_tile / STRIP, tiles = (strips + width - 1) / width;
+    const int64_t row_blocks = (rows + LINEAR_ROWS - 1) / LINEAR_ROWS, blocks = tiles * row_blocks;
+    for (int64_t b = blocks * thread / threads; b < blocks * (thread + 1) / threads; ++b) {
+        const int64_t tile = b % tiles, i = b / tiles;
+        gate(isa, op, out, rows * i / row_blocks, rows * (i + 1) / row_blocks, tile * width,
+             std::min(strips, (tile + 1) * width), scratch(LINEAR_ROWS * 2 * isa.linear_tile));
+    }
+}
+
+Linear both_of(const int64_t* s) {
+    Linear op = linear_of(s);
+    op.out_features *= 2;
+    return op;
+}
+
+Way linear_way_of_both(const int64_t* s) { return s[5] * s[6] * s[7] * 2 < SERIAL_WORK ? Way::BY_ONE : Way::TOGETHER; }
+
+void linear_silu_part(const int64_t* s, int64_t thread, int64_t threads) {
+    const Linear op = both_of(s);
+    gate_part(current_isa(), op, op.out, s[5], thread, threads);
+}
+
 }  // namespace
 
 const Sharing linear_sharing{linear_way, linear_part, linear_ahead};
-
-bool is_gated_linear(const int64_t* s, const int64_t* silu) {
-    return linear_way(s) == Way::TOGETHER && s[5] <= LINEAR_ROWS && silu[0] == s[4] && silu[1] == s[7] && silu[3] == s[5] &&
-           2 * silu[4] == s[7] && silu[4] % STRIP == 0 && silu[5] == s[8];
-}
-
-void gated_linear_part(const int64_t* s, const int64_t* silu, int64_t thread, int64_t threads) {
-    const Isa& isa = current_isa();
-    const Linear op = linear_of(s);
-    const int64_t rows = s[5], size = silu[4], strips = size / STRIP, element = op.dtype == F32 ? 4 : 2;
-    const int64_t begin = strips * thread / threads, end = strips * (thread + 1) / threads;
-    isa.linear(op, 0, rows, begin, end);
-    isa.linear(op, 0, rows, strips + begin, strips + end);
-    const int64_t at = begin * STRIP * element;
-    const SiluAndMul act{static_cast<const char*>(op.out) + at, reinterpret_cast<char*>(silu[2]) + at, silu[1], size, size,
-                         (end - begin) * STRIP, op.dtype};
-    isa.silu_and_mul(act, 0, rows);
-}
+const Sharing linear_silu_sharing{linear_way_of_both, linear_silu_part, linear_ahead};
 
 }  // namespace mvllm
 
@@ -154,6 +190,23 @@ void mvllm_cpu_linear(const void* x, int64_t x_stride, const void* weight, const
             compute(isa, copied, n, i, threads);
         }
     }
+}
+
+// Whether `mvllm_cpu_linear_silu` takes weights of `in_features` by twice `size`.
+int mvllm_cpu_linear_silu_takes(int64_t in_features, int64_t size, int dtype) {
+    const Linear op{nullptr, nullptr, nullptr, nullptr, in_features, int32_t(in_features), int32_t(2 * size), dtype};
+    return takes_x(current_isa(), op) && size % STRIP == 0;
+}
+
+// out [rows, size] = silu(first half of y) * second half of y, where y = x * weight^T + bias.
+void mvllm_cpu_linear_silu(const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, int64_t rows,
+                           int64_t in_features, int64_t size, int dtype) {
+    const Isa& isa = current_isa();
+    const Linear op{x, weight, bias, out, x_stride, int32_t(in_features), int32_t(2 * size), dtype};
+    const int threads = threads_for(rows * in_features * size * 2);
+    if (threads == 1) return gate_part(isa, op, out, rows, 0, 1);
+#pragma omp parallel num_threads(threads)
+    gate_part(isa, op, out, rows, omp_get_thread_num(), omp_get_num_threads());
 }
 
 }  // extern "C"

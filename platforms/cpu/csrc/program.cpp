@@ -71,6 +71,7 @@ const Entry entries[] = {
     ENTRY(mvllm_cpu_silu_and_mul, silu_and_mul_sharing),
     ENTRY(mvllm_cpu_rotary, rotary_sharing),
     ENTRY(mvllm_cpu_linear, linear_sharing),
+    ENTRY(mvllm_cpu_linear_silu, linear_silu_sharing),
     ENTRY(mvllm_cpu_write_kv, by_one),
     ENTRY(mvllm_cpu_attention, apart),
 };
@@ -106,11 +107,9 @@ class Meeting {
     alignas(64) std::atomic<int> round_{0};
 };
 
-// One call, or two that are shared as one.
 struct Stage {
     const Entry* entry;
     const int64_t* slots;
-    const int64_t* gate;  // of the activation that follows a product, or null
     Way way;
 };
 
@@ -121,8 +120,6 @@ void share(const Stage* stages, int64_t count, int64_t thread, int64_t threads, 
         const Stage& stage = stages[i];
         if (stage.way == Way::BY_ONE) {
             if (thread == 0) stage.entry->run(stage.slots);
-        } else if (stage.gate) {
-            gated_linear_part(stage.slots, stage.gate, thread, threads);
         } else {
             stage.entry->sharing->part(stage.slots, thread, threads);
         }
@@ -163,11 +160,7 @@ void mvllm_cpu_program_run(const int32_t* calls, int64_t count, int64_t* slots, 
     for (int64_t i = 0; i < count; ++i) {
         const Entry& entry = entries[calls[i]];
         const Way way = threads == 1 ? Way::APART : entry.sharing->way(slots);
-        if (!stages.empty() && entry.sharing == &silu_and_mul_sharing && stages.back().entry->sharing == &linear_sharing &&
-            stages.back().way == Way::TOGETHER && is_gated_linear(stages.back().slots, slots))
-            stages.back().gate = slots;
-        else
-            stages.push_back({&entry, slots, nullptr, way});
+        stages.push_back({&entry, slots, way});
         slots += entry.count;
     }
     for (size_t i = 0, end; i < stages.size(); i = end) {

@@ -27,11 +27,6 @@ struct Sharing {
 
 extern const Sharing by_one, apart;
 extern const Sharing rms_norm_sharing, silu_and_mul_sharing, rotary_sharing;
-extern const Sharing linear_sharing;
-
-// A product and the gated activation of its result, which are shared without waiting in between: where the slots of two
-// calls in sequence are such.
-bool is_gated_linear(const int64_t* linear_slots, const int64_t* silu_slots);
-void gated_linear_part(const int64_t* linear_slots, const int64_t* silu_slots, int64_t thread, int64_t threads);
+extern const Sharing linear_sharing, linear_silu_sharing;
 
 }  // namespace mvllm

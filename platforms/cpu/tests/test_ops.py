@@ -109,6 +109,9 @@ def test_embedding(ops, dtype, ids_dtype):
         ids = (torch.arange(rows) * 7 % 50).to(ids_dtype)
         assert torch.equal(ops["embedding"](ids, table), table[ids.long()])
         assert torch.equal(ops["embedding"](ids[::2], table), table[ids[::2].long()])
+        band = ops["embedding"](ids, table[10:30], 10)
+        assert torch.equal(band, SCHEMAS["embedding"].reference(ids, table[10:30], 10))
+        assert torch.equal(band, table[ids.long()] * ((ids >= 10) & (ids < 30))[:, None])
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -39,7 +39,7 @@ class KernelOps:
         self._rotary = Kernel(library, "mvllm_cpu_rotary", rotary)
         largest = (pointer, length, pointer, pointer, length, length, number)
         self._argmax = Kernel(library, "mvllm_cpu_argmax", largest)
-        lookup = (pointer, number, pointer, length, pointer, length, length)
+        lookup = (pointer, number, pointer, length, pointer, length, length, length, length)
         self._embedding = Kernel(library, "mvllm_cpu_embedding", lookup)
 
     def providers(self) -> Sequence[OpProvider]:
@@ -69,8 +69,8 @@ class KernelOps:
         )
         return values, ids
 
-    def embedding(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Rows of a table."""
+    def embedding(self, ids: torch.Tensor, weight: torch.Tensor, first: int | None = None) -> torch.Tensor:
+        """Rows of a table; zeros for ids of other tables' rows."""
         if ids.dtype not in (torch.int32, torch.int64):
             ids = ids.long()
         if not ids.is_contiguous():
@@ -86,6 +86,8 @@ class KernelOps:
             out.data_ptr(),
             ids.numel(),
             weight.shape[1] * size,
+            first or 0,
+            weight.shape[0],
         )
         return out
 

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-Call = tuple["Kernel", tuple[Any, ...]]
-"""A kernel, and the arguments that it was called with."""
+Call = tuple["Kernel | Callable[[int], None]", tuple[Any, ...]]
+"""A kernel and the arguments that it was called with; or a function of a tensor's address, and the address."""
 
 
 class _OfThread(threading.local):
@@ -63,6 +63,13 @@ def record(run: Callable[[], Any]) -> tuple[Any, list[Call], str | None]:
         return result, _here.calls, _here.refusal
     finally:
         _here.calls = None
+
+
+def call_host(function: Callable[[int], None], address: int) -> None:
+    """Calls a function of ours that works on the tensor at `address` in Python, and has replays call it too."""
+    function(address)
+    if _here.calls is not None:
+        _here.calls.append((function, (address,)))
 
 
 def refuse(reason: str) -> None:

@@ -1,20 +1,22 @@
-"""Steps without Python: a function over tensors is run once while its kernels are recorded, and replayed from then on.
+"""Steps without Python: a function over tensors is run once while its kernels are recorded, and from then on replayed.
 
-A decode step is some hundred calls of kernels, and each costs Python microseconds to find its arguments; with one row the
-whole step is some milliseconds of reading weights. So the first step of a shape writes down its calls, and later steps of
-that shape are one call into the library that makes them all:
+A decode step is some hundred calls of kernels, and each costs Python microseconds to find its arguments; with one row
+the whole step is some milliseconds of reading weights. So the first step of a shape writes down its calls, and later
+steps of that shape are one call into the library that makes them all:
 
     function(ids, positions, plan)      norm(x, w, y)  linear(y, w, z)  attention(plan, z, keys, values, y)  ...
                                               │             │                    │
     where the pointers lie              intermediates   weights (fixed)     argument 2: this step's plan
 
-Intermediate tensors are laid out anew in one arena that all recordings share, each place used again as soon as its last
-reader is done. Arguments and the result are put in for each run.
+Intermediate tensors are laid out anew in one arena that all recordings share, each place used again as soon as its
+last reader is done. Arguments and the result are put in for each run.
 
-Nobody has to promise that a function can be replayed. While it is recorded torch says which operations it runs: one that
-computes, and is no kernel of ours, ends the matter. Then the recording is run over an arena filled with NaN patterns and
-has to give the recorded result to the last bit, or is not used: work that nobody has seen would be missing from it. What
-cannot be replayed is called as it is.
+Nobody has to promise that a function can be replayed. While it is recorded torch says which operations it runs: one
+that computes, and is no kernel of ours, ends the matter. Then the recording is run over an arena filled with NaN
+patterns and has to give the recorded result to the last bit, or is not used: work that nobody has seen would be missing
+from it. What cannot be replayed is called as it is.
+
+Where ranks add up their parts, which may fail and has to notice it, a replay comes back to Python.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mvllm.plugin_api import CompileBackend, get_logger
 from mvllm_cpu import recording
-from mvllm_cpu.recording import Call
+from mvllm_cpu.recording import Call, Kernel
 
 logger = get_logger("mvllm.cpu.replay")
 
@@ -63,11 +65,30 @@ class _Buffer:
 
 
 @dataclass
+class _Piece:
+    """Calls that the library makes in one go.
+
+    Attributes:
+        first_call, first_slot: Where it begins.
+        count: Its calls.
+        then: What to call after it, or None.
+        argument: The slot that holds the address for `then`.
+    """
+
+    first_call: int
+    first_slot: int
+    count: int = 0
+    then: Callable[[int], None] | None = None
+    argument: int = -1
+
+
+@dataclass
 class _Program:
     """Recorded calls as the library takes them.
 
     Attributes:
         calls, slots, patches: As in csrc/program.cpp.
+        pieces: Runs of calls between which Python has something to do.
         arena_bytes: Memory of its intermediate tensors.
         shape, dtype: Of its result.
         held: Whatever its fixed pointers point into.
@@ -76,6 +97,7 @@ class _Program:
     calls: Any
     slots: Any
     patches: Any
+    pieces: list[_Piece]
     arena_bytes: int
     shape: torch.Size
     dtype: torch.dtype
@@ -140,7 +162,14 @@ class Replay(CompileBackend):
         bases = (ctypes.c_int64 * (FIRST_ARGUMENT + len(arguments)))(
             self.arena(program.arena_bytes), result.data_ptr(), *map(_base_of, arguments)
         )
-        self._run(program.calls, len(program.calls), program.slots, program.patches, len(program.patches), bases)
+        num_patches = len(program.patches)
+        for piece in program.pieces:
+            calls = ctypes.byref(program.calls, 4 * piece.first_call)
+            slots = ctypes.byref(program.slots, 8 * piece.first_slot)
+            self._run(calls, piece.count, slots, program.patches, num_patches, bases)
+            num_patches = 0  # the first call has put everything in its place
+            if piece.then is not None:
+                piece.then(program.slots[piece.argument])
         return result
 
 
@@ -198,9 +227,7 @@ def _base_of(argument: Any) -> int:
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else int(argument.handle)
 
 
-def _program(
-    calls: list[Call], allocated: list[torch.Tensor], result: Any, arguments: tuple[Any, ...]
-) -> _Program:
+def _program(calls: list[Call], allocated: list[torch.Tensor], result: Any, arguments: tuple[Any, ...]) -> _Program:
     """Lays out the intermediate tensors of recorded calls, and names what changes from run to run.
 
     Raises:
@@ -219,10 +246,20 @@ def _program(
     found: list[tuple[int, _Buffer | None, int, int]] = []  # place, buffer or None, slot, offset
     slots: list[int] = []
     held: list[Any] = []
-    for number, (kernel, args) in enumerate(calls):
-        if kernel.entry < 0:
-            raise _Cannot(f"programs cannot call {kernel.name}")
-        for kind, value in zip(kernel.argtypes, args, strict=True):
+    numbers: list[int] = []
+    pieces = [_Piece(0, 0)]
+    for number, (called, args) in enumerate(calls):
+        if isinstance(called, Kernel):
+            if called.entry < 0:
+                raise _Cannot(f"programs cannot call {called.name}")
+            kinds = called.argtypes
+            numbers.append(called.entry)
+            pieces[-1].count += 1
+        else:
+            kinds = (ctypes.c_void_p,)
+            pieces[-1].then, pieces[-1].argument = called, len(slots)
+            pieces.append(_Piece(len(numbers), len(slots) + 1))
+        for kind, value in zip(kinds, args, strict=True):
             if kind is ctypes.c_void_p and isinstance(value, int) and value:
                 _place(value, number, len(slots), buffers, inputs, found)
             slots.append(_bits(kind, value))
@@ -241,9 +278,10 @@ def _program(
         for at, buffer, slot, offset in found
     ]
     return _Program(
-        calls=(ctypes.c_int32 * len(calls))(*(kernel.entry for kernel, _ in calls)),
+        calls=(ctypes.c_int32 * len(numbers))(*numbers),
         slots=(ctypes.c_int64 * len(slots))(*slots),
         patches=(_Patch * len(patches))(*patches),
+        pieces=pieces,
         arena_bytes=arena_bytes,
         shape=result.shape,
         dtype=result.dtype,
@@ -259,7 +297,7 @@ def _place(
     inputs: list[tuple[int, int, int]],
     found: list[tuple[int, _Buffer | None, int, int]],
 ) -> None:
-    """Adds to `found` what the pointer in slot `at`, an argument of call `number`, points into, unless that is fixed."""
+    """Adds to `found` what the pointer in slot `at`, an argument of call `number`, points into unless that is fixed."""
     for begin, size, slot in inputs:
         if begin <= address < begin + size:
             found.append((at, None, slot, address - begin))
