@@ -93,10 +93,7 @@ class VocabEmbedding(VocabBand):
         """[T] to [T, hidden_size], the same on every rank."""
         if self._tp.world_size == 1:
             return self._lookup(ids, self.weight)
-        local = ids - self.first
-        mine = (local >= 0) & (local < self.band)
-        rows = self._lookup(local.where(mine, 0), self.weight)
-        return self._tp.all_reduce(rows * mine.unsqueeze(-1))
+        return self._tp.all_reduce(self._lookup(ids, self.weight, self.first))
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Checkpoint tensor names and what this rank takes of them."""

@@ -79,6 +79,11 @@ class Linear(nn.Module):
         """[..., in on this rank] to [..., out on this rank]."""
         return self._linear(x, self.weight, self.bias)
 
+    def fuse(self, op: ResolvedOp) -> None:
+        """Has `op` in place of `linear`, which takes the same arguments and does more. While the model is built."""
+        self._op = op
+        self._linear = op.function
+
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Checkpoint tensor names and what this rank takes of them. Before `prepare_weights` only."""
         if isinstance(self.weight, QuantizedMatrix):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mvllm.layers.activation import activation, gated_activation
+from mvllm.layers.activation import ACTIVATIONS, Activation, activation, gated_activation
 from mvllm.layers.context import BuildContext
 from mvllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from mvllm.ops.registry import REFERENCE
 
 
 class GatedMLP(nn.Module):
@@ -28,11 +29,18 @@ class GatedMLP(nn.Module):
         bands = [(f"{name}.gate_proj", intermediate_size), (f"{name}.up_proj", intermediate_size)]
         self.gate_up = ColumnParallelLinear(ctx, bands, hidden_size, bias=bias)
         self.down = RowParallelLinear(ctx, f"{name}.down_proj", intermediate_size, hidden_size, bias=bias)
-        self._act = gated_activation(ctx, hidden_act, self.gate_up.out_features // 2)
+        size = self.gate_up.out_features // 2
+        self._act: Activation | None = gated_activation(ctx, hidden_act, size)
+        if ACTIVATIONS[hidden_act] == "silu" and not self.gate_up.quantized:
+            fused = ctx.op("linear_silu_and_mul", in_features=hidden_size, size=size, bias=bias)
+            if fused.provider != REFERENCE:
+                self.gate_up.fuse(fused)
+                self._act = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
-        return self.down(self._act(self.gate_up(x)))
+        gated = self.gate_up(x)
+        return self.down(gated if self._act is None else self._act(gated))
 
 
 class MLP(nn.Module):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from mvllm.ops.activation import ACTIVATIONS
+from mvllm.ops.argmax import ARGMAX
 from mvllm.ops.embedding import EMBEDDING
-from mvllm.ops.linear import LINEAR
+from mvllm.ops.linear import LINEAR, LINEAR_SILU_AND_MUL
 from mvllm.ops.moe import MOE
 from mvllm.ops.norm import FUSED_ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from mvllm.ops.quantized_linear import QUANTIZED_LINEAR
@@ -16,12 +17,14 @@ SCHEMAS: dict[str, OpSchema] = {
     for schema in (
         LINEAR,
         QUANTIZED_LINEAR,
+        LINEAR_SILU_AND_MUL,
         EMBEDDING,
         RMS_NORM,
         FUSED_ADD_RMS_NORM,
         LAYER_NORM,
         ROTARY_EMBEDDING,
         MOE,
+        ARGMAX,
         *ACTIVATIONS,
     )
 }

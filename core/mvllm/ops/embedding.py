@@ -8,17 +8,22 @@ import torch.nn.functional as F
 from mvllm.ops.schema import OpSchema
 
 
-def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def embedding(ids: torch.Tensor, weight: torch.Tensor, first: int | None = None) -> torch.Tensor:
     """Rows of a table.
 
     Args:
-        ids: [T], int32 or int64, each in [0, num_embeddings).
+        ids: [T], int32 or int64, each in [0, num_embeddings), unless `first` is given.
         weight: [num_embeddings, embedding_dim], compute dtype.
+        first: The id of the table's first row. Ids may then be of rows elsewhere, in place of which zeros are returned.
 
     Returns:
         [T, embedding_dim], compute dtype.
     """
-    return F.embedding(ids, weight)
+    if first is None:
+        return F.embedding(ids, weight)
+    local = ids - first
+    here = (local >= 0) & (local < weight.shape[0])
+    return F.embedding(local.where(here, 0), weight) * here.unsqueeze(-1)
 
 
 EMBEDDING = OpSchema(

@@ -1,10 +1,11 @@
-"""Matrix product with a weight."""
+"""Matrix product with a weight, alone and with the gated activation that follows it in an MLP."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
+from mvllm.ops.activation import silu_and_mul
 from mvllm.ops.schema import OpSchema
 
 
@@ -21,6 +22,32 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     """
     return F.linear(x, weight, bias)
 
+
+def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """silu of the first half of x · weightᵀ + bias, times the second half.
+
+    Asked for where `linear` would be followed by `silu_and_mul`, and used where somebody other than this reference
+    provides it.
+
+    Args:
+        x: [..., in_features], compute dtype.
+        weight: [2 · size, in_features], gate rows first, or what the provider's `prepare` made of it.
+        bias: [2 · size] or None.
+
+    Returns:
+        [..., size], compute dtype; the product may be rounded to it, or not, before it goes on.
+    """
+    return silu_and_mul(linear(x, weight, bias))
+
+
+LINEAR_SILU_AND_MUL = OpSchema(
+    linear_silu_and_mul,
+    facts={
+        "in_features": "columns of the weight on this rank",
+        "size": "half of the weight's rows on this rank",
+        "bias": "whether a bias is added",
+    },
+)
 
 LINEAR = OpSchema(
     linear,

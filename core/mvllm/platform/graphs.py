@@ -29,11 +29,19 @@ class CompileBackend(ABC):
     """Turns a callable over tensors into a faster one. Phase: worker.
 
     Returned by `Platform.compiler`, where `Capabilities.compile` is set. Errors are raised as PlatformError.
+
+    Core compiles one function per worker, once the KV cache is allocated and unless `enforce_eager` is set: the model.
+    Its arguments are positional: the step's tensors, or None for those that the model does not read, then what
+    `build_metadata` of each of this platform's attention backends has returned for the step. It returns one tensor,
+    reads the weights, and changes nothing but the KV cache and, where it may reuse it, the storage of its arguments.
     """
 
     @abstractmethod
     def compile(self, function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
-        """A callable with the same results; `dynamic` tells whether shapes may vary without recompilation."""
+        """A callable with the same results; `dynamic` tells whether shapes may vary without recompilation.
+
+        It is called from the thread that called `compile`. Where it cannot make a function faster it calls that.
+        """
 
     @abstractmethod
     def cache_key(self) -> str:

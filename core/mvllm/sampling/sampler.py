@@ -12,12 +12,14 @@ No row's result depends on another row. The device is waited for only where step
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
+from mvllm.ops.argmax import argmax as reference_argmax
 from mvllm.platform.staging import StepStaging
 from mvllm.sampling.draw import draw
 from mvllm.sampling.filters import Filters, filtered_weights, num_candidates
@@ -27,6 +29,8 @@ from mvllm.sampling.penalties import TokenCounts, apply_penalties
 from mvllm.sampling.state import LOGPROBS, MIN_TOKENS, PENALTIES, RANDOM, SamplingState, TokenHistory
 from mvllm.sampling.uniforms import uniforms
 from mvllm.sampling.upload import Selection, Upload
+
+Argmax = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 _MAX_CANDIDATES = 1024
 """Up to this top_k, top_p is looked for among the k most probable tokens, and above it in the whole vocabulary."""
@@ -42,13 +46,15 @@ class Sampler:
 
     Args:
         staging: Buffers for what goes to the device, where a step must not wait for the one before.
+        argmax: The operation of that name.
 
     Attributes:
         may_look: Whether the host may wait for the device to decide what to compute.
     """
 
-    def __init__(self, staging: StepStaging | None = None) -> None:
+    def __init__(self, staging: StepStaging | None = None, argmax: Argmax = reference_argmax) -> None:
         self._staging = staging
+        self._argmax = argmax
         # Else the step before may be under way, and looking at what the device found would be waiting for it.
         self.may_look = staging is None
 
@@ -75,7 +81,7 @@ class Sampler:
         """
         flags = state.flags[rows]
         if mask is None and not flags.any():
-            peaks, token_ids = logits.max(dim=1)
+            peaks, token_ids = self._argmax(logits)
             return SamplerOutput(token_ids, peaks)
         size = max(1, _ELEMENTS_AT_ONCE // logits.shape[1]) if self.may_look else len(rows)
         batch = partial(_Batch, state=state, history=history, staging=self._staging, may_look=self.may_look)

@@ -116,6 +116,22 @@ def _quantized_linear(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                 )
 
 
+def _gated_linear(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+    for rows in (*ROWS, 200):
+        for in_features, size in ((64, 96), (128, 160), (96, 33)):
+            for bias in (False, True):
+                yield OpTrial(
+                    op,
+                    {"in_features": in_features, "size": size, "bias": bias},
+                    lambda rows=rows, i=in_features, o=2 * size, bias=bias: (  # type: ignore[misc]
+                        _random(dtype, rows, i),
+                        _random(dtype, o, i, seed=1, scale=i**-0.5),
+                        _random(dtype, o, seed=2) if bias else None,
+                    ),
+                    weight=1,
+                )
+
+
 def _inputs_far_from_ties(dtype: torch.dtype, rows: int, size: int) -> torch.Tensor:
     """Rows whose largest magnitude is 127 times a power of two, and whose other values are nowhere near the middle of
     two multiples of it: rounding to int8 has one right answer, however its scale is computed. Exact in 8 bits.
@@ -171,6 +187,16 @@ def _embedding(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                 lambda rows=rows, ids=ids: (  # type: ignore[misc]
                     ((torch.arange(rows) * 7) % 50).to(ids),
                     _random(dtype, 50, 64, seed=1),
+                ),
+                weight=1,
+            )
+            yield OpTrial(  # a band of the table, and ids on either side of it
+                op,
+                {"num_embeddings": 20, "embedding_dim": 64},
+                lambda rows=rows, ids=ids: (  # type: ignore[misc]
+                    ((torch.arange(rows) * 7) % 50).to(ids),
+                    _random(dtype, 20, 64, seed=1),
+                    20,
                 ),
                 weight=1,
             )
@@ -257,6 +283,18 @@ def _moe(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
         )
 
 
+def _argmax(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+    for rows in ROWS:
+        for size in (5, 64, 200):  # distinct small integers: which of equal elements is taken is left open
+            yield OpTrial(
+                op,
+                {"size": size},
+                lambda rows=rows, size=size: (  # type: ignore[misc]
+                    (_random(torch.float32, rows, 2 * size).argsort(dim=1).argsort(dim=1) - size).to(dtype)[:, :size],
+                ),
+            )
+
+
 def _activations(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
     halves = 2 if op.endswith("_and_mul") else 1
     for rows in ROWS:
@@ -271,10 +309,12 @@ def _activations(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
 _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpTrial]]] = {
     "linear": _linear,
     "quantized_linear": _quantized_linear,
+    "linear_silu_and_mul": _gated_linear,
     "embedding": _embedding,
     "rms_norm": _norms,
     "fused_add_rms_norm": _norms,
     "layer_norm": _norms,
     "rotary_embedding": _rotary,
     "moe": _moe,
+    "argmax": _argmax,
 }

@@ -14,7 +14,7 @@ samples, and `Pipeline` tells the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,8 @@ from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.installed import installed_providers
 from mvllm.ops.registry import OpTable
 from mvllm.platform.ask import ask, ask_attention_backend
-from mvllm.platform.attention import AttentionBackend, AttentionSpec
+from mvllm.platform.attention import AttentionBackend, AttentionMetadata, AttentionSpec
+from mvllm.platform.graphs import CompileBackend
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.shapes import ShapePolicy
@@ -87,6 +88,7 @@ class ModelRunner:
         self._backends: dict[AttentionSpec, AttentionBackend] = {}
         self._layers: list[Attention] = []
         self._sampler = Sampler()
+        self._run_model: Callable[..., torch.Tensor] = self._call_model
         self._device_tokens: DeviceTokens | None = None
         self._logit_sizes: tuple[int, ...] | None = None
         """Numbers of rows whose logits are computed at once, rising, where these are not free."""
@@ -118,6 +120,8 @@ class ModelRunner:
         model_class = resolve_model_class(config.architecture)
         with _out_of_memory_as(ModelError, f"The weights of {config.model}, whose sizes config.json gives,"):
             self.model = model_class(config, context)
+        self._argmax = context.op("argmax", size=config.vocab_size).function
+        self._sampler = Sampler(argmax=self._argmax)
         load_weights(
             self.model,
             config.path,
@@ -144,8 +148,9 @@ class ModelRunner:
         return KVCacheNeeds(sum(layout.bytes_per_token for layout in layouts), tuple(common))
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
-        """Claims the KV cache of every layer and readies the rows."""
+        """Claims the KV cache of every layer, and readies the model and the rows for steps."""
         self._allocate_layers(num_blocks, block_size)
+        self._compile_model()
         self._block_size = block_size
         scheduler, model = self._config.scheduler, self._config.model
         state = SamplingState(scheduler.max_num_seqs, model.vocab_size, model.seed)
@@ -166,7 +171,7 @@ class ModelRunner:
             self._logit_sizes = tuple(reversed(sample_sizes(shapes, scheduler.max_num_seqs)))
         if on_device:
             self._device_tokens = DeviceTokens(self._runtime, self.rows.history)
-            self._sampler = Sampler(self._inputs.staging)
+            self._sampler = Sampler(self._inputs.staging, self._argmax)
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -285,10 +290,27 @@ class ModelRunner:
                 layer.kv_cache = layer.backend.allocate(num_blocks, block_size, self._runtime.device)
 
     def _forward(self, inputs: StepInputs, intermediate: torch.Tensor | None) -> torch.Tensor:
-        metadata = {spec: backend.build_metadata(inputs.layout) for spec, backend in self._backends.items()}
-        step = ForwardStep(metadata, inputs.prompt_lens)
-        hidden: torch.Tensor = self.model(inputs.token_ids, inputs.positions, step, intermediate)
+        plans = [backend.build_metadata(inputs.layout) for backend in self._backends.values()]
+        return self._run_model(inputs.token_ids, inputs.positions, inputs.prompt_lens, intermediate, *plans)
+
+    def _call_model(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        prompt_lens: torch.Tensor | None,
+        intermediate: torch.Tensor | None,
+        *plans: AttentionMetadata,
+    ) -> torch.Tensor:
+        """The model with a step's metadata laid out as arguments, one per backend: the function that is compiled."""
+        step = ForwardStep(dict(zip(self._backends, plans, strict=True)), prompt_lens)
+        hidden: torch.Tensor = self.model(token_ids, positions, step, intermediate)
         return hidden
+
+    def _compile_model(self) -> None:
+        """Gives the model to the platform's compiler, where it has one. Once the KV cache is there to stay."""
+        if self._platform.capabilities.compile and not self._config.enforce_eager:
+            compiler: CompileBackend = ask(self._platform, "compiler", returns=CompileBackend)
+            self._run_model = compiler.compile(self._call_model, dynamic=True)
 
     def _finish_last_stage(self, step: int, inputs: StepInputs, hidden: torch.Tensor) -> ModelRunnerOutput | None:
         """Turns hidden states into tokens and whatever else was asked for, and reads them unless that can wait."""

@@ -12,6 +12,7 @@ Token ids may be marks of tokens that only the device knows, see TokenHistory; D
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -114,13 +115,12 @@ class StepInputBuilder:
         sizes = [padded_tokens] * 3 + [padded_requests + 1, padded_requests, padded_sampling, padded_requests * pages]
         sizes.append(padded_tokens if self._with_prompt_lens else 0)
         sizes.append(padded_sampling if self._with_sample_rows else 0)
-        ends = np.cumsum(sizes).tolist()
+        ends = list(accumulate(sizes))
         self.staging.begin_step()
         buffer = self.staging.buffer(ends[-1], torch.int32)
         host = buffer.numpy()
-        begins = [0, *ends[:-1]]
         token_ids, positions, slots, query_start_loc, lens, logits_at, block_table, prompt_lens, sample_rows = (
-            host[a:b] for a, b in zip(begins, ends, strict=True)
+            host[a:b] for a, b in zip([0, *ends], ends, strict=False)
         )
         block_table = block_table.reshape(padded_requests, pages)
 
@@ -158,7 +158,7 @@ class StepInputBuilder:
             block_table[num_requests:] = 0
 
         device = self.staging.send(buffer[: ends[-1]])
-        views = [device[a:b] for a, b in zip(begins, ends, strict=True)]
+        views = device.split(sizes)
         layout = BatchLayout(
             num_requests=padded_requests,
             num_tokens=padded_tokens,

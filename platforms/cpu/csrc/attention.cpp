@@ -11,6 +11,7 @@
 #include <memory>
 #include <vector>
 
+#include "entries.h"
 #include "kernels.h"
 
 namespace mvllm {

@@ -2,31 +2,109 @@
 
 #include <omp.h>
 
+#include <cstring>
+
+#include "entries.h"
 #include "kernels.h"
+#include "team.h"
 
 namespace mvllm {
 namespace {
 
 constexpr int64_t SERIAL_ELEMENTS = 1 << 15;
 
+bool is_small(int64_t rows, int64_t elements_per_row) {
+    return rows == 1 || rows * elements_per_row < 2 * SERIAL_ELEMENTS;
+}
+
+// All threads or one: a runtime may end the threads that a smaller team leaves over, and start them again for the next.
 template <class Op>
 void over_rows(void (*kernel)(const Op&, int64_t, int64_t), const Op& op, int64_t rows, int64_t elements_per_row) {
-    const int64_t wanted = rows * elements_per_row / SERIAL_ELEMENTS;
-    int64_t threads = omp_get_max_threads();
-    threads = threads < wanted ? threads : wanted;
-    threads = threads < rows ? threads : rows;
-    if (threads <= 1) {
+    if (is_small(rows, elements_per_row) || omp_get_max_threads() == 1) {
         kernel(op, 0, rows);
         return;
     }
-#pragma omp parallel num_threads(int(threads))
+#pragma omp parallel
     {
         const int64_t i = omp_get_thread_num(), n = omp_get_num_threads();
         kernel(op, rows * i / n, rows * (i + 1) / n);
     }
 }
 
+// Copies rows of a table; strides and sizes in bytes.
+struct Embedding {
+    const void* ids;
+    const void* table;
+    void* out;
+    int64_t table_stride, row_bytes;
+    int64_t first, count;  // ids of the table's rows
+    int32_t wide_ids;  // 64-bit numbers, else 32-bit ones
+};
+
+void embedding_rows(const Embedding& op, int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+        const int64_t id = op.wide_ids ? static_cast<const int64_t*>(op.ids)[t] : static_cast<const int32_t*>(op.ids)[t];
+        const int64_t row = id - op.first;
+        char* out = static_cast<char*>(op.out) + t * op.row_bytes;
+        if (row >= 0 && row < op.count)
+            std::memcpy(out, static_cast<const char*>(op.table) + row * op.table_stride, size_t(op.row_bytes));
+        else
+            std::memset(out, 0, size_t(op.row_bytes));
+    }
+}
+
+RmsNorm rms_norm_of(const void* x, int64_t x_stride, void* residual, const void* weight, void* out, int64_t size, int dtype,
+                    float eps) {
+    return {x, residual, weight, out, x_stride, int32_t(size), dtype, eps};
+}
+
+SiluAndMul silu_and_mul_of(const void* x, int64_t x_stride, void* out, int64_t size, int dtype) {
+    return {x, out, x_stride, size, size, size, dtype};
+}
+
+// How many elements the work of a row amounts to.
+constexpr int64_t SILU_COST = 4;
+
+const void* pointer(int64_t slot) { return reinterpret_cast<const void*>(slot); }
+void* target(int64_t slot) { return reinterpret_cast<void*>(slot); }
+
+Way way_of(int64_t rows, int64_t elements_per_row) {
+    return is_small(rows, elements_per_row) ? Way::BY_ONE : Way::TOGETHER;
+}
+
+Way rms_norm_way(const int64_t* s) { return way_of(s[5], s[6]); }
+Way silu_and_mul_way(const int64_t* s) { return way_of(s[3], SILU_COST * s[4]); }
+Way rotary_way(const int64_t* s) { return way_of(s[12], (s[7] + s[11]) * s[3]); }
+
+void rms_norm_part(const int64_t* s, int64_t thread, int64_t threads) {
+    const int32_t bits = int32_t(s[8]);
+    float eps;
+    std::memcpy(&eps, &bits, sizeof(eps));
+    const RmsNorm op = rms_norm_of(pointer(s[0]), s[1], target(s[2]), pointer(s[3]), target(s[4]), s[6], int(s[7]), eps);
+    current_isa().rms_norm(op, s[5] * thread / threads, s[5] * (thread + 1) / threads);
+}
+
+void silu_and_mul_part(const int64_t* s, int64_t thread, int64_t threads) {
+    const SiluAndMul op = silu_and_mul_of(pointer(s[0]), s[1], target(s[2]), s[4], int(s[5]));
+    current_isa().silu_and_mul(op, s[3] * thread / threads, s[3] * (thread + 1) / threads);
+}
+
+void rotary_part(const int64_t* s, int64_t thread, int64_t threads) {
+    const Rotary op{pointer(s[0]), reinterpret_cast<const float*>(s[2]), target(s[4]), target(s[8]), s[5], s[6], s[9], s[10],
+                    int32_t(s[1]), int32_t(s[7]), int32_t(s[11]), int32_t(s[3]), int32_t(s[13])};
+    current_isa().rotary(op, s[12] * thread / threads, s[12] * (thread + 1) / threads);
+}
+
+Way always_by_one(const int64_t*) { return Way::BY_ONE; }
+Way always_apart(const int64_t*) { return Way::APART; }
+
 }  // namespace
+
+const Sharing by_one{always_by_one, nullptr, nullptr}, apart{always_apart, nullptr, nullptr};
+const Sharing rms_norm_sharing{rms_norm_way, rms_norm_part, nullptr};
+const Sharing silu_and_mul_sharing{silu_and_mul_way, silu_and_mul_part, nullptr};
+const Sharing rotary_sharing{rotary_way, rotary_part, nullptr};
+
 }  // namespace mvllm
 
 using namespace mvllm;
@@ -39,13 +117,22 @@ const char* mvllm_cpu_isa() { return current_isa().name; }
 
 void mvllm_cpu_rms_norm(const void* x, int64_t x_stride, void* residual, const void* weight, void* out, int64_t rows,
                         int64_t size, int dtype, float eps) {
-    const RmsNorm op{x, residual, weight, out, x_stride, int32_t(size), dtype, eps};
+    const RmsNorm op = rms_norm_of(x, x_stride, residual, weight, out, size, dtype, eps);
     over_rows(current_isa().rms_norm, op, rows, size);
 }
 
+// out[t] = table[ids[t] - first], zeros where the table's `count` rows do not have it; strides and sizes in bytes.
+void mvllm_cpu_embedding(const void* ids, int wide_ids, const void* table, int64_t table_stride, void* out, int64_t rows,
+                         int64_t row_bytes, int64_t first, int64_t count) {
+    over_rows(embedding_rows, Embedding{ids, table, out, table_stride, row_bytes, first, count, wide_ids}, rows, row_bytes / 4);
+}
+
+void mvllm_cpu_argmax(const void* x, int64_t x_stride, void* values, int64_t* ids, int64_t rows, int64_t size, int dtype) {
+    over_rows(current_isa().argmax, Argmax{x, values, ids, x_stride, size, dtype}, rows, size);
+}
+
 void mvllm_cpu_silu_and_mul(const void* x, int64_t x_stride, void* out, int64_t rows, int64_t size, int dtype) {
-    const SiluAndMul op{x, out, x_stride, size, dtype};
-    over_rows(current_isa().silu_and_mul, op, rows, 4 * size);
+    over_rows(current_isa().silu_and_mul, silu_and_mul_of(x, x_stride, out, size, dtype), rows, SILU_COST * size);
 }
 
 void mvllm_cpu_rotary(const void* index, int wide_index, const float* cos_sin, int rotary_dim, void* query,

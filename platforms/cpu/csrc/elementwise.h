@@ -51,8 +51,8 @@ static void silu_and_mul_rows(const SiluAndMul& op, int64_t begin, int64_t end) 
     const vf limit = splat(88.f);
     for (int64_t row = begin; row < end; ++row) {
         const T* gate = static_cast<const T*>(op.x) + row * op.x_stride;
-        const T* up = gate + op.size;
-        T* out = static_cast<T*>(op.out) + row * op.size;
+        const T* up = gate + op.up;
+        T* out = static_cast<T*>(op.out) + row * op.out_stride;
         int64_t d = 0;
         for (; d + LANES <= op.size; d += LANES) {
             vf x = E::widen(gate + d), y = -x;
@@ -98,6 +98,47 @@ static void rotary_tokens(const Rotary& op, int64_t begin, int64_t end) {
     }
 }
 
+template <class E>
+static void argmax_rows(const Argmax& op, int64_t begin, int64_t end) {
+    typedef typename E::type T;
+    const int64_t size = op.size, whole = size / LANES * LANES;
+    for (int64_t row = begin; row < end; ++row) {
+        const T* x = static_cast<const T*>(op.x) + row * op.x_stride;
+        float best = -__builtin_inff();
+        int64_t id = 0, d = 0;
+        bool is_nan = false;
+        if (whole) {
+            vf top[2] = {splat(best), splat(best)};
+            vi at[2] = {}, nan = {}, here;
+            for (int i = 0; i < LANES; ++i) here[i] = i;
+            for (int half = 0; d < whole; d += LANES, here += LANES, half ^= 1) {
+                const vf v = E::widen(x + d);
+                const vi more = v > top[half];
+                top[half] = more ? v : top[half];
+                at[half] = more ? here : at[half];
+                nan |= v != v;
+            }
+            for (int half = 0; half < 2; ++half)
+                for (int i = 0; i < LANES; ++i) {
+                    is_nan |= nan[i] != 0;
+                    if (top[half][i] > best || (top[half][i] == best && at[half][i] < id)) best = top[half][i], id = at[half][i];
+                }
+        }
+        for (; d < size; ++d) {
+            const float v = E::get(x[d]);
+            if (v > best) best = v, id = d;
+            is_nan |= v != v;
+        }
+        for (d = 0; is_nan && d < size; ++d)
+            if (E::get(x[d]) != E::get(x[d])) {
+                id = d;
+                break;
+            }
+        static_cast<T*>(op.values)[row] = x[id];
+        op.ids[row] = id;
+    }
+}
+
 #define BY_DTYPE(function, op, begin, end)                          \
     switch (op.dtype) {                                             \
         case F32: return function<Float32>(op, begin, end);         \
@@ -108,5 +149,6 @@ static void rotary_tokens(const Rotary& op, int64_t begin, int64_t end) {
 static void rms_norm(const RmsNorm& op, int64_t begin, int64_t end) { BY_DTYPE(rms_norm_rows, op, begin, end) }
 static void silu_and_mul(const SiluAndMul& op, int64_t begin, int64_t end) { BY_DTYPE(silu_and_mul_rows, op, begin, end) }
 static void rotary(const Rotary& op, int64_t begin, int64_t end) { BY_DTYPE(rotary_tokens, op, begin, end) }
+static void argmax(const Argmax& op, int64_t begin, int64_t end) { BY_DTYPE(argmax_rows, op, begin, end) }
 
 #undef BY_DTYPE

@@ -30,6 +30,7 @@ const Isa isa_avx2 = {
     avx2::rms_norm,
     avx2::silu_and_mul,
     avx2::rotary,
+    avx2::argmax,
     avx2::linear,
     avx2::linear_x,
     avx2::linear_tile,

@@ -30,6 +30,7 @@ const Isa isa_avx512 = {
     avx512::rms_norm,
     avx512::silu_and_mul,
     avx512::rotary,
+    avx512::argmax,
     avx512::linear,
     avx512::linear_x,
     avx512::linear_tile,

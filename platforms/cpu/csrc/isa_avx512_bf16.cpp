@@ -30,6 +30,7 @@ const Isa isa_avx512_bf16 = {
     avx512_bf16::rms_norm,
     avx512_bf16::silu_and_mul,
     avx512_bf16::rotary,
+    avx512_bf16::argmax,
     avx512_bf16::linear,
     avx512_bf16::linear_x,
     avx512_bf16::linear_tile,

@@ -22,6 +22,7 @@ const Isa isa_generic = {
     generic::rms_norm,
     generic::silu_and_mul,
     generic::rotary,
+    generic::argmax,
     generic::linear,
     generic::linear_x,
     generic::linear_tile,

@@ -112,10 +112,19 @@ struct RmsNorm {
     float eps;
 };
 
-// out[i] = silu(x[i]) * x[size + i]; `x` rows lie `x_stride` elements apart.
+// out[i] = silu(x[i]) * x[up + i]; rows lie `x_stride` and `out_stride` elements apart.
 struct SiluAndMul {
     const void* x;
     void* out;
+    int64_t x_stride, out_stride, up, size;
+    int32_t dtype;
+};
+
+// values[i] = the largest of row i, ids[i] = where it is first. A NaN is larger than anything.
+struct Argmax {
+    const void* x;  // rows `x_stride` elements apart
+    void* values;
+    int64_t* ids;
     int64_t x_stride, size;
     int32_t dtype;
 };
@@ -138,9 +147,10 @@ struct Linear {
     const void* x;  // rows `x_stride` elements apart
     const void* weight;
     const void* bias;  // [out_features] or null
-    void* out;         // [rows, out_features] contiguous
+    void* out;         // rows `out_stride` elements apart, or without gaps where that is 0
     int64_t x_stride;
     int32_t in_features, out_features, dtype;
+    int64_t out_stride = 0;
 };
 
 // out[t] = the sum over k of weights[t][k] * rows[positions[t][k]], in float32.
@@ -164,6 +174,7 @@ struct Isa {
     void (*rms_norm)(const RmsNorm&, int64_t row_begin, int64_t row_end);
     void (*silu_and_mul)(const SiluAndMul&, int64_t row_begin, int64_t row_end);
     void (*rotary)(const Rotary&, int64_t token_begin, int64_t token_end);
+    void (*argmax)(const Argmax&, int64_t row_begin, int64_t row_end);
     // Columns in strips of STRIP. `x` holds float32 rows, zero-padded like the weight, except where it is the caller's
     // own: for float32, and for bfloat16 in pairs where `bf16_dot`. `linear_x` makes such rows.
     void (*linear)(const Linear&, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end);

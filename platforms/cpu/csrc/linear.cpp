@@ -4,8 +4,11 @@
 
 #include <algorithm>
 #include <memory>
+#include <vector>
 
+#include "entries.h"
 #include "kernels.h"
+#include "team.h"
 
 namespace mvllm {
 namespace {
@@ -20,9 +23,8 @@ bool takes_x(const Isa& isa, const Linear& op) {
     return op.dtype == F32 || (op.dtype == BF16 && isa.bf16_dot && op.in_features % 2 == 0);
 }
 
-int threads_for(int64_t work) {
-    return work < SERIAL_WORK ? 1 : int(std::min<int64_t>(omp_get_max_threads(), work / (SERIAL_WORK / 2)));
-}
+// All threads or one: a runtime may end the threads that a smaller team leaves over, and start them again for the next.
+int threads_for(int64_t work) { return work < SERIAL_WORK ? 1 : omp_get_max_threads(); }
 
 // One thread's part. Few rows: a range of columns. Many: a range of blocks, those of the same rows in sequence, so that
 // their x stays in the second cache while the weights pass, which are prefetched.
@@ -47,7 +49,87 @@ void pack_tile(const T* weight, int64_t stride, T* packed, int64_t columns, int6
     }
 }
 
+Linear linear_of(const int64_t* s) {
+    auto pointer = [&](int i) { return reinterpret_cast<const void*>(s[i]); };
+    return {pointer(0), pointer(2), pointer(3), reinterpret_cast<void*>(s[4]), s[1], int32_t(s[6]), int32_t(s[7]),
+            int32_t(s[8])};
+}
+
+Way linear_way(const int64_t* s) {
+    if (!takes_x(current_isa(), linear_of(s))) return Way::APART;
+    return s[5] * s[6] * s[7] < SERIAL_WORK ? Way::BY_ONE : Way::TOGETHER;
+}
+
+void linear_part(const int64_t* s, int64_t thread, int64_t threads) {
+    compute(current_isa(), linear_of(s), s[5], thread, threads);
+}
+
+// A thread's first columns lie side by side.
+Range linear_ahead(const int64_t* s, int64_t thread, int64_t threads) {
+    const Linear op = linear_of(s);
+    const int64_t strips = (op.out_features + STRIP - 1) / STRIP, tile = current_isa().linear_tile;
+    const int64_t bytes = depth_of(op.in_features, op.dtype) * (op.dtype == F32 ? 4 : 2) * tile;
+    const int64_t first = strips * thread / threads * STRIP / tile, last = (op.out_features + tile - 1) / tile;
+    return {static_cast<const char*>(op.weight) + first * bytes, (last - first) * bytes};
+}
+
+// A product's first half gated, times its second half, for rows [row_begin, row_end) and strips of the result. The product
+// is rounded as it would be if it were stored whole; `scratch` holds it.
+void gate(const Isa& isa, const Linear& op, void* out, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end,
+          char* scratch) {
+    const int64_t size = op.out_features / 2, element = op.dtype == F32 ? 4 : 2, width = (end - begin) * STRIP;
+    Linear half = op;
+    half.out_stride = 2 * width;
+    auto at = [&](int64_t column) { return reinterpret_cast<void*>(intptr_t(scratch) - column * element); };
+    half.out = at(row_begin * 2 * width + begin * STRIP);
+    isa.linear(half, row_begin, row_end, begin, end);
+    half.out = at(row_begin * 2 * width + begin * STRIP + size - width);
+    isa.linear(half, row_begin, row_end, size / STRIP + begin, size / STRIP + end);
+    const SiluAndMul act{scratch, static_cast<char*>(out) + (row_begin * size + begin * STRIP) * element, 2 * width, size,
+                         width, width, op.dtype};
+    isa.silu_and_mul(act, 0, row_end - row_begin);
+}
+
+// One thread's part; its blocks as in `compute`.
+void gate_part(const Isa& isa, const Linear& op, void* out, int64_t rows, int64_t thread, int64_t threads) {
+    thread_local std::vector<char> memory;
+    const int64_t strips = op.out_features / 2 / STRIP, element = op.dtype == F32 ? 4 : 2;
+    auto scratch = [&](int64_t elements) {
+        if (memory.size() < size_t(elements * element + 64)) memory.resize(size_t(elements * element + 64));
+        return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
+    };
+    if (rows <= LINEAR_ROWS) {
+        const int64_t begin = strips * thread / threads, end = strips * (thread + 1) / threads;
+        if (begin < end) gate(isa, op, out, 0, rows, begin, end, scratch(rows * 2 * (end - begin) * STRIP));
+        return;
+    }
+    const int64_t width = isa.linear_tile / STRIP, tiles = (strips + width - 1) / width;
+    const int64_t row_blocks = (rows + LINEAR_ROWS - 1) / LINEAR_ROWS, blocks = tiles * row_blocks;
+    for (int64_t b = blocks * thread / threads; b < blocks * (thread + 1) / threads; ++b) {
+        const int64_t tile = b % tiles, i = b / tiles;
+        gate(isa, op, out, rows * i / row_blocks, rows * (i + 1) / row_blocks, tile * width,
+             std::min(strips, (tile + 1) * width), scratch(LINEAR_ROWS * 2 * isa.linear_tile));
+    }
+}
+
+Linear both_of(const int64_t* s) {
+    Linear op = linear_of(s);
+    op.out_features *= 2;
+    return op;
+}
+
+Way linear_way_of_both(const int64_t* s) { return s[5] * s[6] * s[7] * 2 < SERIAL_WORK ? Way::BY_ONE : Way::TOGETHER; }
+
+void linear_silu_part(const int64_t* s, int64_t thread, int64_t threads) {
+    const Linear op = both_of(s);
+    gate_part(current_isa(), op, op.out, s[5], thread, threads);
+}
+
 }  // namespace
+
+const Sharing linear_sharing{linear_way, linear_part, linear_ahead};
+const Sharing linear_silu_sharing{linear_way_of_both, linear_silu_part, linear_ahead};
+
 }  // namespace mvllm
 
 using namespace mvllm;
@@ -108,6 +190,23 @@ void mvllm_cpu_linear(const void* x, int64_t x_stride, const void* weight, const
             compute(isa, copied, n, i, threads);
         }
     }
+}
+
+// Whether `mvllm_cpu_linear_silu` takes weights of `in_features` by twice `size`.
+int mvllm_cpu_linear_silu_takes(int64_t in_features, int64_t size, int dtype) {
+    const Linear op{nullptr, nullptr, nullptr, nullptr, in_features, int32_t(in_features), int32_t(2 * size), dtype};
+    return takes_x(current_isa(), op) && size % STRIP == 0;
+}
+
+// out [rows, size] = silu(first half of y) * second half of y, where y = x * weight^T + bias.
+void mvllm_cpu_linear_silu(const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, int64_t rows,
+                           int64_t in_features, int64_t size, int dtype) {
+    const Isa& isa = current_isa();
+    const Linear op{x, weight, bias, out, x_stride, int32_t(in_features), int32_t(2 * size), dtype};
+    const int threads = threads_for(rows * in_features * size * 2);
+    if (threads == 1) return gate_part(isa, op, out, rows, 0, 1);
+#pragma omp parallel num_threads(threads)
+    gate_part(isa, op, out, rows, omp_get_thread_num(), omp_get_num_threads());
 }
 
 }  // extern "C"

@@ -138,7 +138,7 @@ static void linear_block(const Linear& op, int64_t row_begin, int64_t row_end, i
     constexpr int TILE_STRIPS = LINEAR_TILE / STRIP;
     alignas(64) float sums[LINEAR_ROWS * LINEAR_TILE];
     const int rows = int(row_end - row_begin), groups = (rows + LINEAR_MR - 1) / LINEAR_MR;
-    const int64_t depth = round_up(op.in_features, W::STEP);
+    const int64_t depth = round_up(op.in_features, W::STEP), ldo = op.out_stride ? op.out_stride : op.out_features;
     const X* x = static_cast<const X*>(op.x) + row_begin * op.x_stride;
     for (int64_t strip = strip_begin, next; strip < strip_end; strip = next) {
         const int64_t tile = strip / TILE_STRIPS;
@@ -174,8 +174,8 @@ static void linear_block(const Linear& op, int64_t row_begin, int64_t row_end, i
         }
         const int64_t column = strip * STRIP, end = next * STRIP < op.out_features ? next * STRIP : op.out_features;
         const T* bias = op.bias ? static_cast<const T*>(op.bias) + column : nullptr;
-        T* out = static_cast<T*>(op.out) + row_begin * op.out_features + column;
-        linear_store<E>(sums, rows, int(end - column), bias, out, op.out_features);
+        T* out = static_cast<T*>(op.out) + row_begin * ldo + column;
+        linear_store<E>(sums, rows, int(end - column), bias, out, ldo);
     }
 }
 

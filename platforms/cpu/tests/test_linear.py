@@ -12,7 +12,8 @@ import torch
 from mvllm.plugin_api import OpCase
 from mvllm_cpu import kernels
 from mvllm_cpu.doctor import ISAS
-from mvllm_cpu.linear import Linear
+from mvllm_cpu.linear import FASTEST_WITH, Linear
+from mvllm_cpu.ops import KernelOps
 
 LOADED = kernels.load()
 pytestmark = pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LOADED.reason}")
@@ -71,6 +72,23 @@ def test_right_for_any_shape(op, dtype, shape, bias):
     for rows in (*ROWS, *MANY_ROWS):
         x = random(rows, shape[1], dtype=dtype, seed=rows)
         assert_rounds(op.linear(x, packed, offset), x, weight, offset)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gated_product_gives_the_bits_of_the_two_operations(op, dtype, bias):
+    silu_and_mul = KernelOps(LOADED.library).silu_and_mul
+    for size, in_features in ((16, 64), (48, 192), (208, 386), (512, 100)):
+        case = OpCase("linear_silu_and_mul", str(dtype)[6:], {"in_features": in_features, "size": size, "bias": bias})
+        if op.supports_silu(case):
+            assert LOADED.isa not in FASTEST_WITH[case.dtype] or dtype == torch.float16
+            continue
+        weight = op.pack(random(2 * size, in_features, dtype=dtype))
+        offset = random(2 * size, dtype=dtype, seed=1) if bias else None
+        for rows in (1, 2, 5, 13, 64, 96, 97, 203):
+            x = random(rows, 2 * in_features, dtype=dtype, seed=rows)[:, :in_features]
+            found = op.linear_silu_and_mul(x, weight, offset)
+            assert torch.equal(found, silu_and_mul(op.linear(x, weight, offset)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -160,6 +178,11 @@ def test_declined_with_a_reason_where_another_is_faster():
     assert "float64" in reasons("float64", **layer)
     assert "not with avx2" in reasons("bfloat16", "avx2", **layer)
     assert "second copy" in reasons("float32", **head)
+    odd = OpCase("linear_silu_and_mul", "bfloat16", {"in_features": 63, "size": 64, "bias": False})
+    narrow = OpCase("linear_silu_and_mul", "bfloat16", {"in_features": 64, "size": 40, "bias": False})
+    assert all(
+        "fused" in " ".join(Linear(LOADED.library, "avx512_bf16").supports_silu(case)) for case in (odd, narrow)
+    ) or (torch.cpu._is_amx_tile_supported())
     assert not reasons("float16", **layer) and not reasons("float32", **layer)
     if not torch.cpu._is_amx_tile_supported():
         assert not reasons("bfloat16", **layer) and not reasons("bfloat16", **head)

@@ -82,6 +82,38 @@ def test_rotary_embedding_rotates_in_place(ops, dtype, index_dtype, head_size, r
     assert torch.equal(value, untouched)
 
 
+@needs_kernels
+@pytest.mark.parametrize("dtype", NEIGHBOUR, ids=str)
+@pytest.mark.parametrize("size", [1, 3, 16, 31, 64, 1000, 32000])
+def test_argmax(ops, dtype, size):
+    for rows in (0, 1, 2, 9):
+        x = random(rows, size + 8, dtype=dtype, seed=size)[:, 3 : 3 + size]
+        values, ids = ops["argmax"](x)
+        assert values.dtype == dtype and ids.dtype == torch.int64 and ids.shape == (rows,)
+        if rows:
+            assert torch.equal(values, x.amax(dim=1)) and torch.equal(ids, (x == values[:, None]).int().argmax(dim=1))
+    x = torch.full((4, size), -torch.inf, dtype=dtype)
+    x[1, -1], x[2, size // 2], x[3] = 5, torch.nan, torch.inf
+    x[2, 0] = torch.inf if size > 1 else torch.nan
+    values, ids = ops["argmax"](x)
+    assert values[0] == -torch.inf and values[1] == 5 and values[2].isnan() and values[3] == torch.inf
+    assert ids.tolist() == [0, size - 1, size // 2, 0]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", NEIGHBOUR, ids=str)
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
+def test_embedding(ops, dtype, ids_dtype):
+    table = random(50, 40, dtype=dtype)[:, 2:37]
+    for rows in (0, 1, 9, 5000):
+        ids = (torch.arange(rows) * 7 % 50).to(ids_dtype)
+        assert torch.equal(ops["embedding"](ids, table), table[ids.long()])
+        assert torch.equal(ops["embedding"](ids[::2], table), table[ids[::2].long()])
+        band = ops["embedding"](ids, table[10:30], 10)
+        assert torch.equal(band, SCHEMAS["embedding"].reference(ids, table[10:30], 10))
+        assert torch.equal(band, table[ids.long()] * ((ids >= 10) & (ids < 30))[:, None])
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("out_features, in_features", [(100, 64), (37, 129), (768, 256)])
 def test_packed_linear(out_features, in_features, bias):

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from mvllm.plugin_api import OpCase, OpProvider
+from mvllm_cpu.memory import Pool
 from mvllm_cpu.ops import PROVIDER, rows_of
-from mvllm_cpu.paged_attention import DTYPE_CODES
+from mvllm_cpu.paged_attention import DTYPE_CODES, DTYPES
+from mvllm_cpu.recording import Kernel
 
 FASTER_THAN_ONEDNN = 1
 """Priority of the provider; the others have 0."""
@@ -50,19 +52,27 @@ class Linear:
     def __init__(self, library: ctypes.CDLL, isa: str) -> None:
         pointer, length, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         self._isa = isa
+        self._pool = Pool()
         self._packed_size = library.mvllm_cpu_linear_packed_size
         self._packed_size.argtypes = (length, length, number)
         self._packed_size.restype = length
         self._pack = library.mvllm_cpu_linear_pack
         self._pack.argtypes = (pointer, length, pointer, length, length, number)
         self._pack.restype = None
-        self._linear = library.mvllm_cpu_linear
-        self._linear.argtypes = (pointer, length, pointer, pointer, pointer, length, length, length, number)
-        self._linear.restype = None
+        linear = (pointer, length, pointer, pointer, pointer, length, length, length, number)
+        self._linear = Kernel(library, "mvllm_cpu_linear", linear)
+        self._linear_silu = Kernel(library, "mvllm_cpu_linear_silu", linear)
+        self._silu_takes = library.mvllm_cpu_linear_silu_takes
+        self._silu_takes.argtypes = (length, length, number)
 
     def providers(self) -> Sequence[OpProvider]:
-        """The one provider."""
-        return (OpProvider("linear", PROVIDER, self.linear, self.supports, FASTER_THAN_ONEDNN, prepare=self.pack),)
+        """One per operation."""
+        return (
+            OpProvider("linear", PROVIDER, self.linear, self.supports, FASTER_THAN_ONEDNN, prepare=self.pack),
+            OpProvider(
+                "linear_silu_and_mul", PROVIDER, self.linear_silu_and_mul, self.supports_silu, prepare=self.pack
+            ),
+        )
 
     def supports(self, case: OpCase) -> list[str]:
         """Reasons why the kernel does not take a case, or is not the fastest there."""
@@ -77,22 +87,40 @@ class Linear:
             return ["a vocabulary's weight may be the embedding's too, and packing it would keep a second copy"]
         return []
 
+    def supports_silu(self, case: OpCase) -> list[str]:
+        """Reasons why the product and the activation behind it stay two operations."""
+        in_features, size = case.facts["in_features"], case.facts["size"]
+        facts = {"in_features": in_features, "out_features": 2 * size, "bias": case.facts["bias"]}
+        reasons = self.supports(OpCase("linear", case.dtype, facts))
+        if not reasons and not self._silu_takes(in_features, size, DTYPE_CODES[DTYPES[case.dtype]]):
+            reasons = [
+                f"{size} columns of {in_features} {case.dtype} are not what the fused kernel takes with {self._isa}"
+            ]
+        return reasons
+
     def pack(self, weight: torch.Tensor) -> PackedWeight:
         """A weight [out_features, in_features] in the kernels' layout."""
         weight = rows_of(weight.detach())
         out_features, in_features = weight.shape
         code = DTYPE_CODES[weight.dtype]
-        size = self._packed_size(out_features, in_features, code)
-        # Padding has to be zero; without any, there is no need to write everything twice.
-        data = (torch.zeros if size > weight.numel() else torch.empty)(size, dtype=weight.dtype)
+        data = self._pool.zeros(self._packed_size(out_features, in_features, code), weight.dtype)
         self._pack(weight.data_ptr(), weight.stride(0), data.data_ptr(), out_features, in_features, code)
         return PackedWeight(data, out_features, in_features)
 
     def linear(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """x · weightᵀ + bias; sums in float32, rounded once."""
+        return self._call(self._linear, x, weight, bias, weight.out_features)
+
+    def linear_silu_and_mul(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """silu of the first half of the product, times the second; bit for bit what the two operations give."""
+        return self._call(self._linear_silu, x, weight, bias, weight.out_features // 2)
+
+    def _call(
+        self, kernel: Kernel, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, size: int
+    ) -> torch.Tensor:
         rows = rows_of(x)
-        out = torch.empty((*x.shape[:-1], weight.out_features), dtype=x.dtype)
-        self._linear(
+        out = torch.empty((*x.shape[:-1], size), dtype=x.dtype)
+        kernel(
             rows.data_ptr(),
             rows.stride(0),
             weight.data.data_ptr(),
@@ -100,7 +128,7 @@ class Linear:
             out.data_ptr(),
             rows.shape[0],
             weight.in_features,
-            weight.out_features,
+            size,
             DTYPE_CODES[x.dtype],
         )
         return out

@@ -1,22 +1,49 @@
-"""Where a KV cache's bytes come from."""
+"""Where the bytes of KV caches and packed weights come from."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 
 import torch
 
 from mvllm_cpu import machine
 
-HUGE_PAGES_FROM = 8 << 20
+HUGE_PAGE = 2 << 20
+"""What one translation of an address may cover, where the kernel plays along: 512 times the usual page."""
+
+POOL_BYTES = 8 << 20
+
+
+class Pool:
+    """Zeroed memory for many tensors that are smaller than a huge page, side by side in some."""
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+
+    def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of `count` zeros.
+
+        Raises:
+            MemoryError: As for the function `zeros`.
+        """
+        size = count * dtype.itemsize
+        if size >= HUGE_PAGE:
+            return zeros((count,), dtype)
+        if self._chunk.numel() < size:
+            self._chunk = zeros((POOL_BYTES,), torch.uint8)
+        taken, self._chunk = self._chunk[:size], self._chunk[-(-size // 64) * 64 :]
+        return taken.view(dtype)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor of zeros whose pages the kernel hands out on first touch, in huge pages where it can.
 
-    A cache is large and filled little by little; claiming it this way takes no time, puts each page on the memory node
-    of the core that first writes it, and keeps address translation out of attention's inner loop.
+    A cache is large and filled little by little; claiming it this way takes no time, and puts each page on the memory
+    node of the core that first writes it. What is read as one stream, weights above all, comes faster from huge pages:
+    prefetching is cut short wherever an address has to be translated first. Only whole ones are asked for, so nothing
+    is taken beyond the tensor's size.
 
     Raises:
         MemoryError: The machine does not have that much memory free now.
@@ -27,13 +54,14 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     free = machine.memory_free()
     if size > free:
         raise MemoryError(f"A tensor of {size:,} bytes does not fit: {free:,} bytes of memory are free.")
-    if size < HUGE_PAGES_FROM or not hasattr(mmap, "MAP_ANONYMOUS"):
+    if size < HUGE_PAGE or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.zeros(shape, dtype=dtype)
     try:
-        region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        region = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as e:
         raise MemoryError(f"A tensor of {size:,} bytes does not fit: {e}.") from e
+    begin = -ctypes.addressof(ctypes.c_char.from_buffer(region)) % HUGE_PAGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
-            region.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(region, dtype=dtype).view(shape)
+            region.madvise(mmap.MADV_HUGEPAGE, begin, size // HUGE_PAGE * HUGE_PAGE)
+    return torch.frombuffer(region, dtype=dtype, offset=begin, count=size // dtype.itemsize).view(shape)

@@ -13,6 +13,7 @@ import torch
 
 from mvllm.plugin_api import OpCase, OpProvider
 from mvllm_cpu.paged_attention import DTYPE_CODES, DTYPES
+from mvllm_cpu.recording import Kernel
 
 PROVIDER = "mvllm_cpu"
 
@@ -29,23 +30,66 @@ class KernelOps:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, length, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-        self._rms_norm = library.mvllm_cpu_rms_norm
-        self._rms_norm.argtypes = (
-            *(pointer, length, pointer, pointer, pointer),
-            *(length, length, number, ctypes.c_float),
-        )
-        self._silu_and_mul = library.mvllm_cpu_silu_and_mul
-        self._silu_and_mul.argtypes = [pointer, length, pointer, length, length, number]
-        self._rotary = library.mvllm_cpu_rotary
+        norm = (pointer, length, pointer, pointer, pointer, length, length, number, ctypes.c_float)
+        self._rms_norm = Kernel(library, "mvllm_cpu_rms_norm", norm)
+        act = (pointer, length, pointer, length, length, number)
+        self._silu_and_mul = Kernel(library, "mvllm_cpu_silu_and_mul", act)
         heads = (pointer, length, length, number)
-        self._rotary.argtypes = (pointer, number, pointer, number, *heads, *heads, length, number)
-        for function in (self._rms_norm, self._silu_and_mul, self._rotary):
-            function.restype = None
+        rotary = (pointer, number, pointer, number, *heads, *heads, length, number)
+        self._rotary = Kernel(library, "mvllm_cpu_rotary", rotary)
+        largest = (pointer, length, pointer, pointer, length, length, number)
+        self._argmax = Kernel(library, "mvllm_cpu_argmax", largest)
+        lookup = (pointer, number, pointer, length, pointer, length, length, length, length)
+        self._embedding = Kernel(library, "mvllm_cpu_embedding", lookup)
 
     def providers(self) -> Sequence[OpProvider]:
         """One per operation."""
-        functions = (self.rms_norm, self.fused_add_rms_norm, self.silu_and_mul, self.rotary_embedding)
+        functions = (
+            self.argmax,
+            self.embedding,
+            self.rms_norm,
+            self.fused_add_rms_norm,
+            self.silu_and_mul,
+            self.rotary_embedding,
+        )
         return [OpProvider(f.__name__, PROVIDER, f, supports) for f in functions]
+
+    def argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest element of each row, and where it is."""
+        x = rows_of(x)
+        values, ids = torch.empty(x.shape[:1], dtype=x.dtype), torch.empty(x.shape[:1], dtype=torch.int64)
+        self._argmax(
+            x.data_ptr(),
+            x.stride(0),
+            values.data_ptr(),
+            ids.data_ptr(),
+            x.shape[0],
+            x.shape[1],
+            DTYPE_CODES[x.dtype],
+        )
+        return values, ids
+
+    def embedding(self, ids: torch.Tensor, weight: torch.Tensor, first: int | None = None) -> torch.Tensor:
+        """Rows of a table; zeros for ids of other tables' rows."""
+        if ids.dtype not in (torch.int32, torch.int64):
+            ids = ids.long()
+        if not ids.is_contiguous():
+            ids = ids.contiguous()
+        weight = rows_of(weight)
+        size = weight.element_size()
+        out = torch.empty((*ids.shape, weight.shape[1]), dtype=weight.dtype)
+        self._embedding(
+            ids.data_ptr(),
+            ids.dtype == torch.int64,
+            weight.data_ptr(),
+            weight.stride(0) * size,
+            out.data_ptr(),
+            ids.numel(),
+            weight.shape[1] * size,
+            first or 0,
+            weight.shape[0],
+        )
+        return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x divided by its root mean square, times weight."""
@@ -98,6 +142,8 @@ class KernelOps:
         self, index: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotates queries and keys in place."""
+        if not index.is_contiguous():
+            index = index.contiguous()
         if query.stride(-1) != 1:
             query = query.contiguous()
         if key.stride(-1) != 1:

@@ -15,6 +15,7 @@ import torch
 from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout, KVLayout
 from mvllm_cpu import kernels
 from mvllm_cpu.memory import zeros
+from mvllm_cpu.recording import Kernel
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -87,15 +88,11 @@ class PagedMetadata:
 
 def declare(library: ctypes.CDLL) -> None:
     """States the argument types of the attention functions."""
-    pointer, length = ctypes.c_void_p, ctypes.c_int64
+    pointer = ctypes.c_void_p
     library.mvllm_cpu_step_new.argtypes = [ctypes.POINTER(_Spec), ctypes.POINTER(_Batch)]
     library.mvllm_cpu_step_new.restype = pointer
     library.mvllm_cpu_step_free.argtypes = [pointer]
     library.mvllm_cpu_step_free.restype = None
-    library.mvllm_cpu_write_kv.argtypes = [pointer, pointer, length, pointer, length, pointer, pointer]
-    library.mvllm_cpu_write_kv.restype = None
-    library.mvllm_cpu_attention.argtypes = [pointer, pointer, length, pointer, pointer, pointer, pointer]
-    library.mvllm_cpu_attention.restype = None
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -111,6 +108,11 @@ class PagedAttention(AttentionBackend):
         assert library is not None, "the platform offers this backend only with the kernels loaded"
         declare(library)
         self._library: Any = library
+        pointer, length = ctypes.c_void_p, ctypes.c_int64
+        stores = (pointer, pointer, length, pointer, length, pointer, pointer)
+        self._write_kv = Kernel(library, "mvllm_cpu_write_kv", stores)
+        attends = (pointer, pointer, length, pointer, pointer, pointer, pointer)
+        self._attention = Kernel(library, "mvllm_cpu_attention", attends)
         self._dtype, self._kv_dtype = DTYPES[spec.dtype], DTYPES[spec.kv_dtype]
         self._spec = _Spec(
             num_heads=spec.num_heads,
@@ -151,7 +153,7 @@ class PagedAttention(AttentionBackend):
 
     def write_kv(self, kv: Cache, key: torch.Tensor, value: torch.Tensor, metadata: PagedMetadata) -> None:
         key, value, (keys, values) = self._rows(key), self._rows(value), kv
-        self._library.mvllm_cpu_write_kv(
+        self._write_kv(
             metadata.handle,
             key.data_ptr(),
             key.stride(0),
@@ -170,7 +172,7 @@ class PagedAttention(AttentionBackend):
             out[metadata.num_tokens :].zero_()
         if sinks is not None:
             sinks = sinks.float().contiguous()
-        self._library.mvllm_cpu_attention(
+        self._attention(
             metadata.handle,
             query.data_ptr(),
             query.stride(0),

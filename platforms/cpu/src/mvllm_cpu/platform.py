@@ -11,6 +11,7 @@ from mvllm.plugin_api import (
     Capabilities,
     Check,
     Communicator,
+    CompileBackend,
     ConfigChange,
     DeviceRuntime,
     EngineConfig,
@@ -42,6 +43,7 @@ HOST_MEMORY_SHARE = 0.5
 CAPABILITIES = Capabilities(
     dtypes=DTYPES,
     kv_dtypes=DTYPES,
+    compile=True,
     unified_memory=True,
     fork_safe=True,
     collectives=frozenset(
@@ -134,6 +136,12 @@ class CPUPlatform(Platform):
         compiled = (*KernelOps(loaded.library).providers(), *Linear(loaded.library, loaded.isa).providers())
         integers_and_experts = (*QuantizedLinear(loaded.library).providers(), *Moe(loaded.library).providers())
         return (*compiled, *integers_and_experts, *packed_linear.providers())
+
+    def compiler(self) -> CompileBackend:
+        from mvllm_cpu import kernels
+        from mvllm_cpu.replay import Replay
+
+        return Replay(kernels.load().library)
 
     def doctor(self) -> Sequence[Check]:
         from mvllm_cpu import doctor

@@ -20,7 +20,7 @@ import time
 import torch
 
 from mvllm.plugin_api import GroupSpec, PlatformError, TorchCommunicator, get_logger
-from mvllm_cpu import kernels, machine
+from mvllm_cpu import kernels, machine, recording
 
 logger = get_logger("mvllm.cpu.communicator")
 
@@ -64,18 +64,23 @@ class SharedMemoryCommunicator(TorchCommunicator):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         code = _DTYPE_CODES.get(tensor.dtype)
         if self._memory is None or code is None:
+            recording.refuse("ranks talk through sockets")
             return super().all_reduce(tensor)
         tensor = tensor.contiguous()
-        at_once = self._slot_bytes // tensor.itemsize
-        address, count = tensor.data_ptr(), tensor.numel()
-        for start in range(0, count, at_once):
-            part, length = address + start * tensor.itemsize, min(at_once, count - start)
-            self._exchange(part, length * tensor.itemsize)
-            self._sum(*self._place, self._round, part, length, code)
-            self._round = (self._round + 1) & 0xFFFFFFFF
+        count, size = tensor.numel(), tensor.itemsize
+        recording.call_host(lambda address: self._sum_in_place(address, count, size, code), tensor.data_ptr())
         return tensor
 
+    def _sum_in_place(self, address: int, count: int, item_bytes: int, code: int) -> None:
+        at_once = self._slot_bytes // item_bytes
+        for start in range(0, count, at_once):
+            part, length = address + start * item_bytes, min(at_once, count - start)
+            self._exchange(part, length * item_bytes)
+            self._sum(*self._place, self._round, part, length, code)
+            self._round = (self._round + 1) & 0xFFFFFFFF
+
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        recording.refuse("ranks talk to each other")
         if self._memory is None or not 0 < tensor.nbytes <= self._slot_bytes:
             return super().all_gather(tensor, dim)
         tensor = tensor.contiguous()

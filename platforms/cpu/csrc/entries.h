@@ -1,0 +1,27 @@
+// The functions of this library that recorded programs call, as they are called from outside.
+
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+void mvllm_cpu_rms_norm(const void* x, int64_t x_stride, void* residual, const void* weight, void* out, int64_t rows,
+                        int64_t size, int dtype, float eps);
+void mvllm_cpu_embedding(const void* ids, int wide_ids, const void* table, int64_t table_stride, void* out, int64_t rows,
+                         int64_t row_bytes, int64_t first, int64_t count);
+void mvllm_cpu_argmax(const void* x, int64_t x_stride, void* values, int64_t* ids, int64_t rows, int64_t size, int dtype);
+void mvllm_cpu_silu_and_mul(const void* x, int64_t x_stride, void* out, int64_t rows, int64_t size, int dtype);
+void mvllm_cpu_rotary(const void* index, int wide_index, const float* cos_sin, int rotary_dim, void* query,
+                      int64_t query_stride, int64_t query_head_stride, int num_heads, void* key, int64_t key_stride,
+                      int64_t key_head_stride, int num_kv_heads, int64_t tokens, int dtype);
+void mvllm_cpu_linear(const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, int64_t rows,
+                      int64_t in_features, int64_t out_features, int dtype);
+void mvllm_cpu_linear_silu(const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, int64_t rows,
+                           int64_t in_features, int64_t size, int dtype);
+void mvllm_cpu_write_kv(const void* handle, const void* key, int64_t key_stride, const void* value, int64_t value_stride,
+                        void* keys, void* values);
+void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_stride, const void* keys,
+                         const void* values, const float* sinks, void* out);
+
+}  // extern "C"

@@ -1,0 +1,78 @@
+"""Calls of the compiled kernels, and the recording of them.
+
+Every kernel that works on a step's tensors is called through a `Kernel`. That is an ordinary call; where this thread is
+recording, it is written down as well, and `replay.py` makes it again later without Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Any
+
+Call = tuple["Kernel | Callable[[int], None]", tuple[Any, ...]]
+"""A kernel and the arguments that it was called with; or a function of a tensor's address, and the address."""
+
+
+class _OfThread(threading.local):
+    calls: list[Call] | None = None
+    refusal: str | None = None
+
+
+_here = _OfThread()
+
+
+class Kernel:
+    """A function of the library that takes pointers and numbers, and returns nothing.
+
+    Args:
+        library: The kernels.
+        name: The function's name.
+        argtypes: Its parameters.
+
+    Attributes:
+        name: As given.
+        argtypes: As given.
+        entry: Its number for programs; -1 where they cannot call it.
+    """
+
+    def __init__(self, library: ctypes.CDLL, name: str, argtypes: tuple[Any, ...]) -> None:
+        self.name = name
+        self.argtypes = argtypes
+        self._function = getattr(library, name)
+        self._function.argtypes, self._function.restype = argtypes, None
+        self.entry = int(library.mvllm_cpu_program_entry(name.encode(), len(argtypes)))
+
+    def __call__(self, *args: Any) -> None:
+        """Calls the function."""
+        self._function(*args)
+        if _here.calls is not None:
+            _here.calls.append((self, args))
+
+
+def record(run: Callable[[], Any]) -> tuple[Any, list[Call], str | None]:
+    """Runs `run` on this thread; its result, the kernels that it called in order, and why they are not all of its work.
+
+    The reason is None where nobody has called `refuse`.
+    """
+    assert _here.calls is None, "recordings do not nest"
+    _here.calls, _here.refusal = [], None
+    try:
+        result = run()
+        return result, _here.calls, _here.refusal
+    finally:
+        _here.calls = None
+
+
+def call_host(function: Callable[[int], None], address: int) -> None:
+    """Calls a function of ours that works on the tensor at `address` in Python, and has replays call it too."""
+    function(address)
+    if _here.calls is not None:
+        _here.calls.append((function, (address,)))
+
+
+def refuse(reason: str) -> None:
+    """Says, while a recording is under way, that something happens which it does not see."""
+    if _here.calls is not None and _here.refusal is None:
+        _here.refusal = reason

@@ -1,0 +1,334 @@
+"""Steps without Python: a function over tensors is run once while its kernels are recorded, and from then on replayed.
+
+A decode step is some hundred calls of kernels, and each costs Python microseconds to find its arguments; with one row
+the whole step is some milliseconds of reading weights. So the first step of a shape writes down its calls, and later
+steps of that shape are one call into the library that makes them all:
+
+    function(ids, positions, plan)      norm(x, w, y)  linear(y, w, z)  attention(plan, z, keys, values, y)  ...
+                                              │             │                    │
+    where the pointers lie              intermediates   weights (fixed)     argument 2: this step's plan
+
+Intermediate tensors are laid out anew in one arena that all recordings share, each place used again as soon as its
+last reader is done. Arguments and the result are put in for each run.
+
+Nobody has to promise that a function can be replayed. While it is recorded torch says which operations it runs: one
+that computes, and is no kernel of ours, ends the matter. Then the recording is run over an arena filled with NaN
+patterns and has to give the recorded result to the last bit, or is not used: work that nobody has seen would be missing
+from it. What cannot be replayed is called as it is.
+
+Where ranks add up their parts, which may fail and has to notice it, a replay comes back to Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mvllm.plugin_api import CompileBackend, get_logger
+from mvllm_cpu import recording
+from mvllm_cpu.recording import Call, Kernel
+
+logger = get_logger("mvllm.cpu.replay")
+
+MOST_ROWS = 64
+"""Steps of more rows compute for so long that what Python takes does not matter; they are not recorded."""
+
+ALIGNMENT = 64
+ARENA, RESULT, FIRST_ARGUMENT = 0, 1, 2
+
+
+class _Cannot(Exception):
+    """Why a function's calls cannot be replayed."""
+
+
+class _Patch(ctypes.Structure):
+    """`Patch` of csrc/program.cpp."""
+
+    _fields_ = [("at", ctypes.c_int32), ("slot", ctypes.c_int32), ("offset", ctypes.c_int64)]
+
+
+@dataclass
+class _Buffer:
+    """An intermediate tensor's memory, and the calls between which it is in use."""
+
+    address: int
+    size: int
+    first: int
+    last: int
+    offset: int = -1
+
+
+@dataclass
+class _Piece:
+    """Calls that the library makes in one go.
+
+    Attributes:
+        first_call, first_slot: Where it begins.
+        count: Its calls.
+        then: What to call after it, or None.
+        argument: The slot that holds the address for `then`.
+    """
+
+    first_call: int
+    first_slot: int
+    count: int = 0
+    then: Callable[[int], None] | None = None
+    argument: int = -1
+
+
+@dataclass
+class _Program:
+    """Recorded calls as the library takes them.
+
+    Attributes:
+        calls, slots, patches: As in csrc/program.cpp.
+        pieces: Runs of calls between which Python has something to do.
+        arena_bytes: Memory of its intermediate tensors.
+        shape, dtype: Of its result.
+        held: Whatever its fixed pointers point into.
+    """
+
+    calls: Any
+    slots: Any
+    patches: Any
+    pieces: list[_Piece]
+    arena_bytes: int
+    shape: torch.Size
+    dtype: torch.dtype
+    held: list[Any] = field(default_factory=list)
+
+
+class _Watch(TorchDispatchMode):
+    """Sees torch's operations: keeps what they allocate, and says which of them compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated: list[torch.Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.name()
+        if name.startswith(("aten::empty", "aten::new_empty")):
+            self.allocated.append(result)
+        elif not func.is_view and name not in ("aten::detach", "aten::_unsafe_view"):
+            recording.refuse(f"torch computes {name}")
+        return result
+
+
+class Replay(CompileBackend):
+    """Records functions whose work is done by this package's kernels.
+
+    Args:
+        library: The kernels; without them, functions stay as they are.
+    """
+
+    def __init__(self, library: ctypes.CDLL | None) -> None:
+        pointer, length = ctypes.c_void_p, ctypes.c_int64
+        self._run: Any = None
+        if library is not None:
+            self._run = library.mvllm_cpu_program_run
+            self._run.argtypes, self._run.restype = (pointer, length, pointer, pointer, length, pointer), None
+        self._arena = torch.empty(0, dtype=torch.uint8)
+
+    def compile(self, function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
+        """A callable that replays `function` where that can be done. Each shape is recorded on its own anyway."""
+        return function if self._run is None else _Compiled(self, function)
+
+    def cache_key(self) -> str:
+        """Nothing is kept from one process to the next."""
+        return "replay-1"
+
+    def arena(self, size: int) -> int:
+        """Where `size` bytes for intermediate tensors begin; their contents are anyone's."""
+        if self._arena.numel() < size + ALIGNMENT:
+            self._arena = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+        return -(-self._arena.data_ptr() // ALIGNMENT) * ALIGNMENT
+
+    def spoil_arena(self) -> None:
+        """Fills the arena with NaNs of every dtype."""
+        self._arena.fill_(0xFF)
+
+    def run(self, program: _Program, arguments: tuple[Any, ...]) -> torch.Tensor:
+        """Makes a program's calls for these arguments."""
+        result = torch.empty(program.shape, dtype=program.dtype)
+        bases = (ctypes.c_int64 * (FIRST_ARGUMENT + len(arguments)))(
+            self.arena(program.arena_bytes), result.data_ptr(), *map(_base_of, arguments)
+        )
+        num_patches = len(program.patches)
+        for piece in program.pieces:
+            calls = ctypes.byref(program.calls, 4 * piece.first_call)
+            slots = ctypes.byref(program.slots, 8 * piece.first_slot)
+            self._run(calls, piece.count, slots, program.patches, num_patches, bases)
+            num_patches = 0  # the first call has put everything in its place
+            if piece.then is not None:
+                piece.then(program.slots[piece.argument])
+        return result
+
+
+class _Compiled:
+    """One function and its recordings, by the shapes of its arguments."""
+
+    def __init__(self, backend: Replay, function: Callable[..., Any]) -> None:
+        self._backend = backend
+        self._function = function
+        self._programs: dict[Hashable, _Program | None] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        """What the function returns for `args`: tensors, None, or plans that this platform's attention has made."""
+        rows = next((arg.shape[0] for arg in args if isinstance(arg, torch.Tensor) and arg.dim()), MOST_ROWS + 1)
+        if rows > MOST_ROWS:
+            return self._function(*args)
+        key = tuple(map(_key_of, args))
+        program = self._programs.get(key, self)
+        if program is None:
+            return self._function(*args)
+        if not isinstance(program, _Program):
+            return self._record(key, args)
+        return self._backend.run(program, args)
+
+    def _record(self, key: Hashable, args: tuple[Any, ...]) -> Any:
+        with _Watch() as watch:
+            result, calls, refusal = recording.record(lambda: self._function(*args))
+        self._programs[key] = None
+        try:
+            if refusal is not None:
+                raise _Cannot(refusal)
+            program = _program(calls, watch.allocated, result, args)
+            self._backend.arena(program.arena_bytes)
+            self._backend.spoil_arena()
+            again = self._backend.run(program, args)
+            if not torch.equal(result.view(torch.uint8), again.view(torch.uint8)):
+                raise _Cannot("its kernels are not all of its work: the recording gives another result")
+        except _Cannot as e:
+            logger.debug("Steps of %s are not replayed: %s", key, e)
+        else:
+            self._programs[key] = program
+        return result
+
+
+def _key_of(argument: Any) -> Hashable:
+    if isinstance(argument, torch.Tensor):
+        return argument.shape, argument.stride(), argument.dtype
+    return type(argument)
+
+
+def _base_of(argument: Any) -> int:
+    """What pointers into an argument count from: where a tensor begins, or an attention plan's handle."""
+    if argument is None:
+        return 0
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else int(argument.handle)
+
+
+def _program(calls: list[Call], allocated: list[torch.Tensor], result: Any, arguments: tuple[Any, ...]) -> _Program:
+    """Lays out the intermediate tensors of recorded calls, and names what changes from run to run.
+
+    Raises:
+        _Cannot: With the reason.
+    """
+    if not isinstance(result, torch.Tensor) or not result.is_contiguous():
+        raise _Cannot("its result is not one contiguous tensor")
+    if any(not isinstance(a, torch.Tensor | None) and not hasattr(a, "handle") for a in arguments):
+        raise _Cannot("its arguments are not all tensors and attention plans")
+    buffers = [_Buffer(t.data_ptr(), t.nbytes, len(calls), -1) for t in allocated if t.nbytes]
+    inputs = [
+        (_base_of(a), a.nbytes if isinstance(a, torch.Tensor) else 1, FIRST_ARGUMENT + i)
+        for i, a in enumerate(arguments)
+        if a is not None
+    ]
+    found: list[tuple[int, _Buffer | None, int, int]] = []  # place, buffer or None, slot, offset
+    slots: list[int] = []
+    held: list[Any] = []
+    numbers: list[int] = []
+    pieces = [_Piece(0, 0)]
+    for number, (called, args) in enumerate(calls):
+        if isinstance(called, Kernel):
+            if called.entry < 0:
+                raise _Cannot(f"programs cannot call {called.name}")
+            kinds = called.argtypes
+            numbers.append(called.entry)
+            pieces[-1].count += 1
+        else:
+            kinds = (ctypes.c_void_p,)
+            pieces[-1].then, pieces[-1].argument = called, len(slots)
+            pieces.append(_Piece(len(numbers), len(slots) + 1))
+        for kind, value in zip(kinds, args, strict=True):
+            if kind is ctypes.c_void_p and isinstance(value, int) and value:
+                _place(value, number, len(slots), buffers, inputs, found)
+            slots.append(_bits(kind, value))
+            held.append(getattr(value, "_obj", None))
+
+    own = next((b for b in buffers if b.address == result.data_ptr()), None)
+    if own is None or own.last < 0:
+        raise _Cannot("its result is not what one of its kernels has written")
+    arena_bytes = _lay_out([b for b in buffers if b is not own and b.last >= 0])
+    patches = [
+        (at, RESULT, offset)
+        if buffer is own
+        else (at, slot, offset)
+        if buffer is None
+        else (at, ARENA, buffer.offset + offset)
+        for at, buffer, slot, offset in found
+    ]
+    return _Program(
+        calls=(ctypes.c_int32 * len(numbers))(*numbers),
+        slots=(ctypes.c_int64 * len(slots))(*slots),
+        patches=(_Patch * len(patches))(*patches),
+        pieces=pieces,
+        arena_bytes=arena_bytes,
+        shape=result.shape,
+        dtype=result.dtype,
+        held=[thing for thing in held if thing is not None],
+    )
+
+
+def _place(
+    address: int,
+    number: int,
+    at: int,
+    buffers: list[_Buffer],
+    inputs: list[tuple[int, int, int]],
+    found: list[tuple[int, _Buffer | None, int, int]],
+) -> None:
+    """Adds to `found` what the pointer in slot `at`, an argument of call `number`, points into unless that is fixed."""
+    for begin, size, slot in inputs:
+        if begin <= address < begin + size:
+            found.append((at, None, slot, address - begin))
+            return
+    for buffer in buffers:
+        if buffer.address <= address < buffer.address + buffer.size:
+            buffer.first, buffer.last = min(buffer.first, number), max(buffer.last, number)
+            found.append((at, buffer, ARENA, address - buffer.address))
+            return
+
+
+def _lay_out(buffers: list[_Buffer]) -> int:
+    """Gives each buffer the lowest place that is free while it is in use; returns the bytes that all of them take."""
+    placed: list[_Buffer] = []
+    end = 0
+    for buffer in sorted(buffers, key=lambda b: b.first):
+        offset = 0
+        for other in sorted((b for b in placed if b.last >= buffer.first), key=lambda b: b.offset):
+            if other.offset - offset >= buffer.size:
+                break
+            offset = max(offset, -(-(other.offset + other.size) // ALIGNMENT) * ALIGNMENT)
+        buffer.offset = offset
+        placed.append(buffer)
+        end = max(end, offset + buffer.size)
+    return end
+
+
+def _bits(kind: Any, value: Any) -> int:
+    """An argument as a program's slot holds it."""
+    if kind is ctypes.c_float:
+        return int(struct.unpack("<i", struct.pack("<f", value))[0])
+    if hasattr(value, "_obj"):  # byref
+        return ctypes.addressof(value._obj)
+    return 0 if value is None else int(value)

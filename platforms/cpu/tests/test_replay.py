@@ -1,0 +1,231 @@
+"""Recorded steps: the same results as without recording, for other inputs and other plans; and what is not recorded."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from mvllm.plugin_api import AttentionSpec, BatchLayout
+from mvllm_cpu import kernels, recording
+from mvllm_cpu.linear import Linear
+from mvllm_cpu.ops import KernelOps
+from mvllm_cpu.paged_attention import PagedAttention
+from mvllm_cpu.replay import MOST_ROWS, Replay
+
+LOADED = kernels.load()
+pytestmark = pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LOADED.reason}")
+
+HIDDEN, HEADS, HEAD_SIZE, VOCAB = 64, 2, 32, 50
+
+
+def random(*shape, seed=0, dtype=torch.bfloat16):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+class Block:
+    """A transformer's block over the platform's own kernels, as layers call them."""
+
+    def __init__(self):
+        ops, linear = KernelOps(LOADED.library), Linear(LOADED.library, LOADED.isa)
+        self.ops, self.linear, self.calls = ops, linear.linear, 0
+        self.table, self.norm = random(VOCAB, HIDDEN, seed=1), random(HIDDEN, seed=2)
+        shapes = {"qkv": (3 * HIDDEN, HIDDEN), "out": (HIDDEN, HIDDEN), "up": (256, HIDDEN), "down": (HIDDEN, 128)}
+        self.weights = {name: linear.pack(random(*shape, seed=len(name)) / 8) for name, shape in shapes.items()}
+        self.cos_sin = torch.rand(100, HEAD_SIZE) * 2 - 1
+        self.attention = PagedAttention(
+            AttentionSpec(HEADS, HEADS, HEAD_SIZE, "bfloat16", "bfloat16", scale=HEAD_SIZE**-0.5)
+        )
+        self.cache = self.attention.allocate(8, 16, torch.device("cpu"))
+
+    def __call__(self, ids, positions, plan):
+        self.calls += 1
+        ops, linear = self.ops, self.linear
+        x = ops.embedding(ids, self.table)
+        residual = x
+        for _ in range(3):
+            x = (
+                ops.rms_norm(x, self.norm, 1e-5)
+                if x is residual
+                else ops.fused_add_rms_norm(x, residual, self.norm, 1e-5)[0]
+            )
+            q, k, v = (part.view(len(ids), HEADS, -1) for part in linear(x, self.weights["qkv"], None).chunk(3, dim=1))
+            q, k = ops.rotary_embedding(positions, q, k, self.cos_sin)
+            self.attention.write_kv(self.cache, k, v, plan)
+            x = linear(self.attention.forward(q, self.cache, plan), self.weights["out"], None)
+            x, residual = ops.fused_add_rms_norm(x, residual, self.norm, 1e-5)
+            x = linear(ops.silu_and_mul(linear(x, self.weights["up"], None)), self.weights["down"], None)
+        return x
+
+    def plan(self, seq_lens):
+        """A plan in which each request has one new token, and block r for its r-th request."""
+        lens = torch.tensor(seq_lens, dtype=torch.int32)
+        count = len(seq_lens)
+        starts, table = torch.arange(count + 1, dtype=torch.int32), torch.arange(count, dtype=torch.int32).view(-1, 1)
+        slots = (table[:, 0] * 16 + lens - 1).int()
+        layout = BatchLayout(
+            *(count, count, 1, max(seq_lens), 16),
+            *(a.numpy() for a in (starts, lens, table, slots)),
+            *(starts, lens, table, slots),
+        )
+        return self.attention.build_metadata(layout)
+
+
+@pytest.fixture
+def block():
+    return Block()
+
+
+@pytest.fixture
+def backend():
+    return Replay(LOADED.library)
+
+
+def inputs(block, rows, seed):
+    ids = torch.randint(0, VOCAB, (rows,), generator=torch.Generator().manual_seed(seed)).int()
+    lens = [1 + (seed + 3 * r) % 16 for r in range(rows)]
+    return ids, torch.tensor([n - 1 for n in lens]).int(), block.plan(lens)
+
+
+def test_gives_the_functions_results_without_calling_it(block, backend):
+    compiled = backend.compile(block, dynamic=True)
+    for rows in (1, 3, 5):
+        compiled(*inputs(block, rows, 0))
+    calls = block.calls
+    found = {(rows, seed): compiled(*inputs(block, rows, seed)) for rows in (5, 1, 3) for seed in (1, 2)}
+    assert block.calls == calls == 3
+    for (rows, seed), result in found.items():
+        assert torch.equal(result, block(*inputs(block, rows, seed)))
+
+
+def test_keys_and_values_are_stored(block, backend):
+    compiled = backend.compile(block, dynamic=True)
+    compiled(*inputs(block, 2, 0))
+    for tensor in block.cache:
+        tensor.zero_()
+    compiled(*inputs(block, 2, 1))
+    found = [tensor.clone() for tensor in block.cache]
+    for tensor in block.cache:
+        tensor.zero_()
+    block(*inputs(block, 2, 1))
+    assert all(map(torch.equal, found, block.cache)) and found[0].any()
+
+
+def test_results_outlive_the_next_run(block, backend):
+    compiled = backend.compile(block, dynamic=True)
+    first = [compiled(*inputs(block, 2, seed)) for seed in (0, 1, 2)]
+    kept = [result.clone() for result in first]
+    compiled(*inputs(block, 2, 3))
+    assert all(map(torch.equal, first, kept))
+
+
+def test_places_are_used_again(block, backend):
+    """A layer's intermediates take the room of the layer before."""
+    compiled = backend.compile(block, dynamic=True)
+    compiled(*inputs(block, 2, 0))
+    (program,) = compiled._programs.values()
+    one_layer = 2 * 2 * (HIDDEN * 4 + 3 * HIDDEN + 256 + 128)
+    assert 0 < program.arena_bytes <= one_layer + 64 * 10
+
+
+def test_other_strides_and_dtypes_are_recorded_on_their_own(block, backend):
+    compiled = backend.compile(block, dynamic=True)
+    ids, positions, plan = inputs(block, 3, 0)
+    expected = block(ids, positions, plan)
+    calls = block.calls
+    assert torch.equal(compiled(ids, positions, plan), expected)
+    assert torch.equal(compiled(ids.long(), positions, plan), expected)
+    strided = torch.stack([positions, positions], 1)[:, 0]
+    assert torch.equal(compiled(ids, strided, plan), expected)
+    assert block.calls == calls + 3
+    assert torch.equal(compiled(ids.long(), positions, plan), expected)
+    assert block.calls == calls + 3
+    assert torch.equal(compiled(ids, strided, plan), expected)
+    assert block.calls == calls + 4, "the rows were copied by torch"
+
+
+def refusing(block, backend, function):
+    """Whether `function` is called each time, and gives what it gives."""
+    compiled = backend.compile(function, dynamic=True)
+    results = []
+    for seed in (0, 1, 2):
+        args = inputs(block, 2, seed)
+        before = block.calls
+        results.append(compiled(*args))
+        assert torch.equal(results[-1], function(*args))
+        if block.calls - before != 2:
+            return False
+    return True
+
+
+def test_what_torch_computes_is_not_replayed(block, backend):
+    assert refusing(block, backend, lambda *args: block(*args) + 1)
+    assert refusing(block, backend, lambda ids, positions, plan: block(ids.clone(), positions, plan))
+    assert not refusing(block, backend, lambda *args: block(*args))
+
+
+def test_what_nobody_sees_is_not_replayed(block, backend):
+    """Work outside torch and outside the kernels, in another library say, shows by the result."""
+
+    def function(*args):
+        x = block(*args)
+        ctypes.memset(x.data_ptr(), 0x11, 2)
+        return x
+
+    assert refusing(block, backend, function)
+
+
+def test_a_function_may_refuse(block, backend):
+    def function(*args):
+        recording.refuse("it talks to others")
+        return block(*args)
+
+    assert refusing(block, backend, function)
+
+
+def test_what_is_done_in_python_is_done_again(block, backend):
+    """Ranks add up their parts there: on a tensor that a kernel has written, before another reads it."""
+    addresses = []
+
+    def clear(address):
+        addresses.append(address)
+        ctypes.memset(address, 0, 2 * HIDDEN)
+
+    def function(ids):
+        x = block.ops.embedding(ids, block.table)
+        recording.call_host(clear, x.data_ptr())
+        return block.ops.rms_norm(block.ops.silu_and_mul(x), block.norm[: HIDDEN // 2], 1e-5)
+
+    compiled = backend.compile(function, dynamic=True)
+    for seed in (0, 1, 2):
+        ids = torch.randint(0, VOCAB, (3,), generator=torch.Generator().manual_seed(seed))
+        expected = function(ids)
+        assert torch.equal(compiled(ids), expected) and not expected[0].any() and expected[1].any()
+    assert len(addresses) == 3 + 2 + 2 and addresses[-1] == addresses[-3] != addresses[-2]
+
+
+def test_long_steps_are_called(block, backend):
+    compiled = backend.compile(lambda x: block.ops.silu_and_mul(x), dynamic=True)
+    for rows in (MOST_ROWS, MOST_ROWS + 1):
+        x = random(rows, 8)
+        assert torch.equal(compiled(x), block.ops.silu_and_mul(x))
+    assert len(compiled._programs) == 1
+
+
+def test_an_error_leaves_no_recording_behind(block, backend):
+    def fails(x):
+        raise ValueError("on purpose")
+
+    compiled = backend.compile(fails, dynamic=True)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="on purpose"):
+            compiled(random(2, 8))
+    assert not refusing(block, backend, lambda *args: block(*args))
+
+
+def test_without_kernels_a_function_stays_itself():
+    def function(x):
+        return x
+
+    assert Replay(None).compile(function, dynamic=True) is function
