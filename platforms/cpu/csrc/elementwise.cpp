@@ -33,7 +33,7 @@ using namespace mvllm;
 
 extern "C" {
 
-int mvllm_cpu_abi_version() { return 2; }
+int mvllm_cpu_abi_version() { return 3; }
 
 const char* mvllm_cpu_isa() { return current_isa().name; }
 
