@@ -105,9 +105,7 @@ def layout_of(requests: list[tuple[int, int]], block_size: int, rng: np.random.G
     arrays = (starts, seq_lens, table, np.concatenate(slots).astype(np.int32))
     lengths = [new for _, new in requests]
     device = tuple(torch.from_numpy(array) for array in arrays)
-    return BatchLayout(
-        len(requests), int(starts[-1]), max(lengths), int(seq_lens.max()), block_size, *arrays, *device
-    )
+    return BatchLayout(len(requests), int(starts[-1]), max(lengths), int(seq_lens.max()), block_size, *arrays, *device)
 
 
 def fill(backend: PagedAttention, num_blocks: int, block_size: int) -> object:

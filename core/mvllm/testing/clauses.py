@@ -297,5 +297,7 @@ def claims(capabilities: Capabilities, needs: str | None) -> bool:
     return part in value if part else bool(value)
 
 
-_OF_TORCH = frozenset({"soft_cap", "sinks", "mla", "deterministic", "graphs", "compile", "collectives", "static_shapes"})
+_OF_TORCH = frozenset(
+    {"soft_cap", "sinks", "mla", "deterministic", "graphs", "compile", "collectives", "static_shapes"}
+)
 """Capabilities that only core's worker uses: without torch tensors nobody outside the platform could see them."""

@@ -185,8 +185,13 @@ void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_st
     auto work = [&](bool together) {
         thread_local ScratchMemory memory;
         const Scratch scratch = memory.carve(g);
-        for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;)
-            isa.attend(g, layer, step.items[i], scratch, step.partials.get());
+        int i = next.fetch_add(1, std::memory_order_relaxed);
+        while (i < count) {
+            const int following = next.fetch_add(1, std::memory_order_relaxed);
+            isa.attend(g, layer, step.items[i], following < count ? &step.items[following] : nullptr, scratch,
+                       step.partials.get());
+            i = following;
+        }
         if (step.split_tiles.empty()) return;
         if (together) {
 #pragma omp barrier

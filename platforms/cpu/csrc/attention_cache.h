@@ -130,6 +130,23 @@ static void turn_strip(const typename KV::T* k, int stride, int size, typename K
 
 // ---- one chunk ---------------------------------------------------------------------------------------------------------
 
+// Where a strip lies in the cache.
+struct Strip {
+    const char* keys;
+    const char* values;
+    int key_rows, key_stride, value_bytes;  // rows of keys lie `key_stride` bytes apart
+
+    void prefetch_keys() const {
+        if (!keys) return;
+        const int step = key_stride < 64 ? 64 : key_stride, bytes = key_rows * key_stride;
+        for (int i = 0; i < bytes; i += step) prefetch(keys + i);
+    }
+    void prefetch_values() const {
+        if (!values) return;
+        for (int i = 0; i < value_bytes; i += 64) prefetch(values + i);
+    }
+};
+
 template <class T>
 struct Chunk {
     const T* keys[CHUNK / STRIP];  // first key of each strip
@@ -137,43 +154,68 @@ struct Chunk {
     int stride;                    // tokens to a row of keys
     int begin;                     // position of its first token, a multiple of STRIP
     int tokens;                    // up to the last one that any row may see
+    const Strip* ahead;            // [2][CHUNK / STRIP]: its own strips, then those to be read next; null: read nothing ahead
     alignas(64) float key_scales[CHUNK];
     alignas(64) float value_scales[CHUNK];
 };
 
 template <class KV, class Bytes>
+INLINE Strip strip_at(const Geometry& g, const Layer& layer, const Item& item, int position) {
+    const int32_t* table = g.batch.block_table + int64_t(item.request) * g.batch.block_table_stride;
+    const int block = g.batch.block_size, offset = position % block;
+    const int element = Bytes::scaled ? 1 : sizeof(typename KV::T), row = KV::paired ? 2 : 1;
+    const int64_t head = int64_t(table[position / block]) * g.spec.num_kv_heads + item.kv_head;
+    const char* keys = static_cast<const char*>(layer.cache.keys) + (head * g.key_head + offset * row) * element;
+    const char* values = g.spec.latent ? nullptr
+                                       : static_cast<const char*>(layer.cache.values) +
+                                             (head * g.value_head + int64_t(offset) * g.dv) * element;
+    return {keys, values, g.dk / row, block * row * element, STRIP * g.dv * element};
+}
+
+// The strips of a chunk of `item` that begins at `begin`; those past its last key lie nowhere.
+template <class KV, class Bytes>
+INLINE void find_strips(const Geometry& g, const Layer& layer, const Item& item, int begin, Strip* strips) {
+    for (int i = 0; i < CHUNK / STRIP; ++i)
+        strips[i] = begin + i * STRIP < item.key_end ? strip_at<KV, Bytes>(g, layer, item, begin + i * STRIP) : Strip{};
+}
+
+template <class KV, class Bytes>
 static void find_chunk(const Geometry& g, const Layer& layer, const Item& item, int begin, const Scratch& scratch,
                        Chunk<typename KV::T>& chunk) {
     typedef typename KV::T T;
-    const int32_t* table = g.batch.block_table + int64_t(item.request) * g.batch.block_table_stride;
     const int block = g.batch.block_size;
     const bool latent = g.spec.latent;
     chunk.begin = begin;
     chunk.tokens = item.key_end - begin < CHUNK ? item.key_end - begin : CHUNK;
     chunk.stride = Bytes::scaled ? STRIP : block;
     for (int first = 0; first < chunk.tokens; first += STRIP) {
-        const int offset = (begin + first) % block, strip = first / STRIP;
-        const int64_t head = int64_t(table[(begin + first) / block]) * g.spec.num_kv_heads + item.kv_head;
-        const int64_t at_key = head * g.key_head, at_value = head * g.value_head + int64_t(offset) * g.dv;
+        const int strip = first / STRIP;
+        const Strip at = strip_at<KV, Bytes>(g, layer, item, begin + first);
         if constexpr (Bytes::scaled) {
-            const uint8_t* k = static_cast<const uint8_t*>(layer.cache.keys) + at_key + offset * 2;
+            if (chunk.ahead) {
+                chunk.ahead[strip + CHUNK / STRIP].prefetch_keys();
+                chunk.ahead[strip + CHUNK / STRIP].prefetch_values();
+            }
             T* keys = static_cast<T*>(scratch.keys) + first * g.dk;
-            for (int p = 0; p < g.dk / 2; ++p) widen_pairs<Bytes>(k + p * block * 2, keys + p * STRIP * 2, STRIP);
+            for (int p = 0; p < g.dk / 2; ++p)
+                widen_pairs<Bytes>(reinterpret_cast<const uint8_t*>(at.keys) + p * at.key_stride, keys + p * STRIP * 2, STRIP);
             chunk.keys[strip] = keys;
-            const float* key_scales = layer.cache.key_scales + head * block + offset;
-            const float* value_scales = latent ? key_scales : layer.cache.value_scales + head * block + offset;
+            const int64_t scale = (at.keys - static_cast<const char*>(layer.cache.keys)) / g.key_head * block +
+                                  (begin + first) % block;
+            const float* key_scales = layer.cache.key_scales + scale;
+            const float* value_scales = latent ? key_scales : layer.cache.value_scales + scale;
             for (int i = 0; i < STRIP; i += LANES) {
                 store(chunk.key_scales + first + i, load(key_scales + i));
                 store(chunk.value_scales + first + i, load(value_scales + i));
             }
             if (!latent) {
                 T* values = static_cast<T*>(scratch.values) + first * g.dv;
-                widen_pairs<Bytes>(static_cast<const uint8_t*>(layer.cache.values) + at_value, values, STRIP / 2 * g.dv);
+                widen_pairs<Bytes>(reinterpret_cast<const uint8_t*>(at.values), values, STRIP / 2 * g.dv);
                 chunk.values[strip] = values;
             }
         } else {
-            chunk.keys[strip] = KV::key_at(static_cast<const T*>(layer.cache.keys) + at_key, offset);
-            if (!latent) chunk.values[strip] = static_cast<const T*>(layer.cache.values) + at_value;
+            chunk.keys[strip] = reinterpret_cast<const T*>(at.keys);
+            if (!latent) chunk.values[strip] = reinterpret_cast<const T*>(at.values);
         }
         if (latent) {
             T* values = static_cast<T*>(scratch.values) + first * g.dv;

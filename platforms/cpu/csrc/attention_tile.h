@@ -28,6 +28,8 @@ INLINE vf dot_pairs(vf acc, vu a, uint32_t b) {
 INLINE vf dot_pairs(vf acc, vu, uint32_t) { return acc; }
 #endif
 
+constexpr int READ_AHEAD_ROWS = 16;
+
 // Calls `body` with N as a constant, for N in 1 .. LIMIT.
 template <int N>
 struct Constant {
@@ -73,8 +75,11 @@ static void score_unit(const float* query, int dk, const typename KV::T* const* 
 
 // Tokens [first, end) of the chunk, both multiples of STRIP.
 template <class KV, bool DOT, int MR>
-static void score_rows(const float* query, int dk, const Chunk<typename KV::T>& chunk, int first, int end, float* scores) {
+static void score_rows(const float* query, int dk, const Chunk<typename KV::T>& chunk, int first, int end, float* scores,
+                       const Strip* ahead) {
     for (int t = first; t < end; t += MAX_NV * LANES) {
+        if (ahead)
+            for (int i = t / STRIP; i * STRIP < t + MAX_NV * LANES && i < CHUNK / STRIP; ++i) ahead[i].prefetch_values();
         const int count = end - t < MAX_NV * LANES ? (end - t) / LANES : MAX_NV;
         const typename KV::T* keys[MAX_NV];
         for (int v = 0; v < count; ++v)
@@ -91,12 +96,13 @@ static void score_rows(const float* query, int dk, const Chunk<typename KV::T>& 
 // [MR, CHUNK], or pairs [MR, CHUNK / 2] where DOT, zero past an odd end. `first` is a multiple of STRIP.
 template <class KV, bool DOT, int MR, int NV>
 static void value_unit(const void* probabilities, const Chunk<typename KV::T>& chunk, int first, int end, int dv, int d,
-                       float* acc) {
+                       float* acc, const Strip* ahead) {
     typedef typename KV::T T;
     vf o[MR][NV];
     for (int m = 0; m < MR; ++m)
         for (int v = 0; v < NV; ++v) o[m][v] = load(acc + m * dv + d + v * LANES);
     for (int t = first; t < end; t += STRIP) {
+        if (ahead) ahead[t / STRIP].prefetch_keys();
         const T* values = KV::value_at(chunk.values[t / STRIP], d);
         const int n = end - t < STRIP ? end - t : STRIP;
         if constexpr (DOT) {
@@ -136,11 +142,11 @@ static void value_unit(const void* probabilities, const Chunk<typename KV::T>& c
 
 template <class KV, bool DOT, int MR>
 static void value_rows(const void* probabilities, const Chunk<typename KV::T>& chunk, int first, int end, int dv,
-                       float* acc) {
+                       float* acc, const Strip* ahead) {
     for (int d = 0; d < dv; d += MAX_NV * LANES) {
         const int count = dv - d < MAX_NV * LANES ? (dv - d) / LANES : MAX_NV;
         with_constant<MAX_NV>(count, [&](auto n) {
-            value_unit<KV, DOT, MR, decltype(n)::value>(probabilities, chunk, first, end, dv, d, acc);
+            value_unit<KV, DOT, MR, decltype(n)::value>(probabilities, chunk, first, end, dv, d, acc, d ? nullptr : ahead);
         });
     }
 }
@@ -298,19 +304,22 @@ static void attend_rows(const Geometry& g, const Item& item, const Chunk<typenam
     const int end = round_up(last, STRIP);
     const float* query = scratch.query + row * (DOT ? g.dk / 2 : g.dk);
     float* acc = scratch.acc + row * g.dv;
-    score_rows<KV, DOT, MR>(query, g.dk, chunk, first, end, scratch.scores);
+    // While keys are read, values are on their way; while values are read, the next keys.
+    const Strip* ahead = row || Bytes::scaled ? nullptr : chunk.ahead;
+    score_rows<KV, DOT, MR>(query, g.dk, chunk, first, end, scratch.scores, ahead);
     for (int m = 0; m < MR; ++m)
         softmax_row<Bytes::scaled, DOT_VALUES>(g.spec, chunk, first, end, low[m], high[m], scratch.scores + m * CHUNK,
                                                scratch.pairs + m * (CHUNK / 2), scratch.row_max[row + m],
                                                scratch.row_sum + (row + m) * STRIP, acc + m * g.dv, g.dv);
     const void* probabilities = DOT_VALUES ? static_cast<void*>(scratch.pairs) : scratch.scores;
-    value_rows<KV, DOT_VALUES, MR>(probabilities, chunk, first, last, g.dv, acc);
+    value_rows<KV, DOT_VALUES, MR>(probabilities, chunk, first, last, g.dv, acc, ahead ? ahead + CHUNK / STRIP : nullptr);
 }
 
 INLINE float total(const float* row_sum) { return sum_lanes(load(row_sum)); }
 
 template <class KV, class Bytes, bool DOT, bool DOT_VALUES>
-static void attend_tile(const Geometry& g, const Layer& layer, const Item& item, const Scratch& scratch, float* partials) {
+static void attend_tile(const Geometry& g, const Layer& layer, const Item& item, const Item* next, const Scratch& scratch,
+                        float* partials) {
     const int rows = (item.query_end - item.query_begin) * g.group;
     const int new_tokens = g.batch.query_start_loc[item.request + 1] - g.batch.query_start_loc[item.request];
     const int first_position = g.batch.seq_lens[item.request] - new_tokens + item.query_begin;
@@ -320,8 +329,22 @@ static void attend_tile(const Geometry& g, const Layer& layer, const Item& item,
     for (int i = 0; i < rows * STRIP; ++i) scratch.row_sum[i] = 0;
     for (int i = 0; i < rows * g.dv; ++i) scratch.acc[i] = 0;
 
+    // Few rows wait for memory, many do not.
+    Strip strips[2 * CHUNK / STRIP];
     Chunk<typename KV::T> chunk;
+    chunk.ahead = rows <= READ_AHEAD_ROWS ? strips : nullptr;
     for (int begin = item.key_begin / STRIP * STRIP; begin < item.key_end; begin += CHUNK) {
+        if (chunk.ahead) {
+            find_strips<KV, Bytes>(g, layer, item, begin, strips);
+            const bool done = begin + CHUNK >= item.key_end;
+            if (!done) {
+                find_strips<KV, Bytes>(g, layer, item, begin + CHUNK, strips + CHUNK / STRIP);
+            } else if (next) {
+                find_strips<KV, Bytes>(g, layer, *next, next->key_begin / STRIP * STRIP, strips + CHUNK / STRIP);
+            } else {
+                for (int i = CHUNK / STRIP; i < 2 * CHUNK / STRIP; ++i) strips[i] = {};
+            }
+        }
         find_chunk<KV, Bytes>(g, layer, item, begin, scratch, chunk);
         for (int row = 0; row < rows; row += MAX_MR) {
             with_constant<MAX_MR>(rows - row < MAX_MR ? rows - row : MAX_MR, [&](auto height) {
@@ -343,26 +366,28 @@ static void attend_tile(const Geometry& g, const Layer& layer, const Item& item,
 }
 
 template <class Bytes>
-static void attend_paired(const Geometry& g, const Layer& layer, const Item& item, const Scratch& scratch, float* partials) {
+static void attend_paired(const Geometry& g, const Layer& layer, const Item& item, const Item* next, const Scratch& scratch,
+                          float* partials) {
 #if HAS_BF16_DOT
     // A bfloat16 query loses nothing in the dot product. Probabilities do lose bits, so they are narrowed only where
     // arithmetic, not memory, sets the pace: in tiles of several tokens, or of very many heads.
     if (g.spec.dtype == BF16) {
         if (item.query_end - item.query_begin > 1 || g.group >= 16)
-            return attend_tile<Paired, Bytes, true, true>(g, layer, item, scratch, partials);
-        return attend_tile<Paired, Bytes, true, false>(g, layer, item, scratch, partials);
+            return attend_tile<Paired, Bytes, true, true>(g, layer, item, next, scratch, partials);
+        return attend_tile<Paired, Bytes, true, false>(g, layer, item, next, scratch, partials);
     }
 #endif
-    attend_tile<Paired, Bytes, false, false>(g, layer, item, scratch, partials);
+    attend_tile<Paired, Bytes, false, false>(g, layer, item, next, scratch, partials);
 }
 
-static void attend(const Geometry& g, const Layer& layer, const Item& item, const Scratch& scratch, float* partials) {
+static void attend(const Geometry& g, const Layer& layer, const Item& item, const Item* next, const Scratch& scratch,
+                   float* partials) {
     switch (g.spec.kv_dtype) {
-        case F32: return attend_tile<Plain<Float32>, NoBytes, false, false>(g, layer, item, scratch, partials);
-        case F16: return attend_tile<Plain<Float16>, NoBytes, false, false>(g, layer, item, scratch, partials);
-        case INT8: return attend_paired<Int8>(g, layer, item, scratch, partials);
-        case FP8: return attend_paired<Fp8>(g, layer, item, scratch, partials);
-        default: return attend_paired<NoBytes>(g, layer, item, scratch, partials);
+        case F32: return attend_tile<Plain<Float32>, NoBytes, false, false>(g, layer, item, next, scratch, partials);
+        case F16: return attend_tile<Plain<Float16>, NoBytes, false, false>(g, layer, item, next, scratch, partials);
+        case INT8: return attend_paired<Int8>(g, layer, item, next, scratch, partials);
+        case FP8: return attend_paired<Fp8>(g, layer, item, next, scratch, partials);
+        default: return attend_paired<NoBytes>(g, layer, item, next, scratch, partials);
     }
 }
 

@@ -165,7 +165,7 @@ constexpr int LINEAR_ROWS = 96;  // most rows that one call of an instruction se
 // The kernels of one instruction set.
 struct Isa {
     const char* name;
-    void (*attend)(const Geometry&, const Layer&, const Item&, const Scratch&, float* partials);
+    void (*attend)(const Geometry&, const Layer&, const Item&, const Item* next, const Scratch&, float* partials);
     void (*combine)(const Geometry&, const Layer&, const SplitTile&, const Scratch&, const float* partials);
     void (*store_kv)(const Geometry&, const NewKV&, int token_begin, int token_end);
     void (*rms_norm)(const RmsNorm&, int64_t row_begin, int64_t row_end);

@@ -254,7 +254,11 @@ def test_instruction_sets_agree(isa, tmp_path, request):
     """Each with float64, in a process of its own."""
     specs = json.dumps(OTHER_ISA_SPECS)
     command = [sys.executable, "-c", _OTHER_ISA, str(tmp_path / "found.npz"), json.dumps(MIXED), specs]
-    environment = {**os.environ, "MVLLM_CPU_ISA": isa, "PYTHONPATH": os.pathsep.join([str(request.config.rootpath), *sys.path])}
+    environment = {
+        **os.environ,
+        "MVLLM_CPU_ISA": isa,
+        "PYTHONPATH": os.pathsep.join([str(request.config.rootpath), *sys.path]),
+    }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     if done.stdout.strip() != isa:
         pytest.skip(f"this processor has no {isa}")

@@ -250,7 +250,9 @@ def test_every_storage_dtype_that_is_claimed(
 
 
 @clause("ATT-12")
-@pytest.mark.parametrize("sizes", [(24, 16), (192, 128), (64, 80), (576, 512)], ids=lambda sizes: f"{sizes[0]}-{sizes[1]}")
+@pytest.mark.parametrize(
+    "sizes", [(24, 16), (192, 128), (64, 80), (576, 512)], ids=lambda sizes: f"{sizes[0]}-{sizes[1]}"
+)
 @pytest.mark.parametrize("in_keys", [False, True], ids=["apart", "in-keys"])
 def test_values_of_another_size_than_the_keys(
     subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, sizes: tuple[int, int], in_keys: bool

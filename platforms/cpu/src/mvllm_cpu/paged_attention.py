@@ -7,6 +7,7 @@ The kernels walk the block table themselves; nothing is gathered or padded. How 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,9 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SCALED_DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.uint8}
 """Storage dtypes of 8 bits, by what holds them; each token's key and value of each head has a float32 scale."""
-DTYPE_CODES = {name: code for code, name in enumerate((*DTYPES, *SCALED_DTYPES))}
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KV_DTYPE_CODES = {name: code for code, name in enumerate((*DTYPES, *SCALED_DTYPES))}
 SCALE_BYTES = 4
-
-Cache = tuple[torch.Tensor, ...]
-"""One layer's keys, values and the scales of both, laid out as csrc/kernels.h draws them; those that its spec needs."""
 
 
 class _Spec(ctypes.Structure):
@@ -68,6 +67,26 @@ class _Cache(ctypes.Structure):
         ("key_scales", ctypes.c_void_p),
         ("value_scales", ctypes.c_void_p),
     ]
+
+
+class PagedCache(tuple[torch.Tensor, ...]):
+    """One layer's keys, values and the scales of both, laid out as csrc/kernels.h draws them; those that its spec needs.
+
+    Attributes:
+        address: Of a `Cache` of csrc/kernels.h that points to them.
+    """
+
+    address: int
+    _pointers: _Cache
+
+    @classmethod
+    def of(cls, stored: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> PagedCache:
+        """Of keys and values, or keys alone, and the scales of each or none."""
+        cache = cls((*stored, *scales))
+        fields = zip(("keys", "values"), stored), zip(("key_scales", "value_scales"), scales)
+        cache._pointers = _Cache(**{name: part.data_ptr() for pairs in fields for name, part in pairs})
+        cache.address = ctypes.addressof(cache._pointers)
+        return cache
 
 
 class PagedMetadata:
@@ -135,8 +154,8 @@ class PagedAttention(AttentionBackend):
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
             value_size=spec.value_size,
-            dtype=DTYPE_CODES[spec.dtype],
-            kv_dtype=DTYPE_CODES[spec.kv_dtype],
+            dtype=KV_DTYPE_CODES[spec.dtype],
+            kv_dtype=KV_DTYPE_CODES[spec.kv_dtype],
             window=spec.sliding_window or 0,
             latent=spec.values_in_keys,
             scale=spec.scale,
@@ -162,18 +181,17 @@ class PagedAttention(AttentionBackend):
         per_head = sum(self._sizes) * self._kv_dtype.itemsize + self._scaled * len(self._sizes) * SCALE_BYTES
         return KVLayout(block_sizes=BLOCK_SIZES, bytes_per_token=self.spec.num_kv_heads * per_head)
 
-    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> Cache:
+    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> PagedCache:
         assert block_size in BLOCK_SIZES, f"block size {block_size} is not among those of kv_layout(): {BLOCK_SIZES}"
         heads = (num_blocks, self.spec.num_kv_heads)
-        parts = [zeros((*heads, size, block_size), self._kv_dtype) for size in self._sizes]
-        if self._scaled:
-            parts += [zeros((*heads, block_size), torch.float32) for _ in self._sizes]
-        return tuple(parts)
+        stored = [zeros((*heads, size, block_size), self._kv_dtype) for size in self._sizes]
+        scales = [zeros((*heads, block_size), torch.float32) for _ in self._sizes if self._scaled]
+        return PagedCache.of(stored, scales)
 
     def build_metadata(self, batch: BatchLayout) -> PagedMetadata:
         return PagedMetadata(self._library, self._spec, batch)
 
-    def write_kv(self, kv: Cache, key: torch.Tensor, value: torch.Tensor, metadata: PagedMetadata) -> None:
+    def write_kv(self, kv: PagedCache, key: torch.Tensor, value: torch.Tensor, metadata: PagedMetadata) -> None:
         key, value = self._rows(key), self._rows(value)
         self._library.mvllm_cpu_write_kv(
             metadata.handle,
@@ -181,11 +199,11 @@ class PagedAttention(AttentionBackend):
             key.stride(0),
             value.data_ptr(),
             value.stride(0),
-            ctypes.byref(self._pointers(kv)),
+            kv.address,
         )
 
     def forward(
-        self, query: torch.Tensor, kv: Cache, metadata: PagedMetadata, sinks: torch.Tensor | None = None
+        self, query: torch.Tensor, kv: PagedCache, metadata: PagedMetadata, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         query = self._rows(query)
         out = torch.empty((query.shape[0], self.spec.num_heads * self.spec.value_size), dtype=self._dtype)
@@ -197,21 +215,15 @@ class PagedAttention(AttentionBackend):
             metadata.handle,
             query.data_ptr(),
             query.stride(0),
-            ctypes.byref(self._pointers(kv)),
+            kv.address,
             None if sinks is None else sinks.data_ptr(),
             out.data_ptr(),
         )
         return out
 
-    def copy_blocks(self, kv: Cache, source: torch.Tensor, destination: torch.Tensor) -> None:
+    def copy_blocks(self, kv: PagedCache, source: torch.Tensor, destination: torch.Tensor) -> None:
         for part in kv:
             part[destination] = part[source]
-
-    def _pointers(self, kv: Cache) -> _Cache:
-        parts = [part.data_ptr() for part in kv]
-        if self.spec.values_in_keys:
-            return _Cache(keys=parts[0], key_scales=parts[1] if self._scaled else None)
-        return _Cache(*parts)
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         """`x` with heads side by side and the compute dtype, as the kernels read it; rows may stay strided."""
