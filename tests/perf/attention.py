@@ -1,11 +1,11 @@
-"""How near the CPU's attention comes to what the machine can give: decode to its read bandwidth, prefill to its GEMM rate.
+"""How near the CPU's attention comes to what the machine can give: decode to its bandwidth, prefill to its GEMM rate.
 
     python tests/perf/attention.py [--models S,M] [--kv-dtypes bfloat16,int8] [--decode 64,512,4096] [--prefill 2048]
 
 Decode: one new token per request. The caches of many layers take turns, so that no layer finds its keys and values in
-the processor's own cache; the floor is the bytes of all keys and values (padding excluded) over the read bandwidth, which
-is measured before and after each row, because it changes from minute to minute. Prefill: one prompt from position 0; the
-floor is the multiply-adds under the causal diagonal over torch's rate in a large bfloat16 matrix product.
+the processor's own cache; the floor is the bytes of all keys and values (padding excluded) over the read bandwidth,
+which is measured before and after each row, because it changes from minute to minute. Prefill: one prompt from position
+0; the floor is the multiply-adds under the causal diagonal over torch's rate in a large bfloat16 matrix product.
 """
 
 from __future__ import annotations

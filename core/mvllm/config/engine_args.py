@@ -94,8 +94,8 @@ class EngineArgs:
     )
     kv_cache_dtype: str = option(
         "auto",
-        help="Storage dtype of the KV cache; 'auto' is the compute dtype. 'int8' and 'fp8' halve a cache of 16 bits; their "
-        "scales, one for each token and head, are found as tokens are stored.",
+        help="Storage dtype of the KV cache; 'auto' is the compute dtype. 'int8' and 'fp8' halve a cache of 16 bits; "
+        "their scales, one for each token and head, are found as tokens are stored.",
         group="cache",
     )
     block_size: int | None = option(

@@ -38,8 +38,8 @@ class AttentionSpec:
         soft_cap: Scores become soft_cap * tanh(score / soft_cap); None leaves them.
         sinks: Each query head has a learned extra logit that takes part in the softmax and has no value.
         value_head_size: Elements of a value head; None stands for `head_size`.
-        values_in_keys: Latent attention (MLA): values are the first `value_size` elements of the keys and are not stored
-            beside them.
+        values_in_keys: Latent attention (MLA): values are the first `value_size` elements of the keys and are not
+            stored beside them.
     """
 
     num_heads: int

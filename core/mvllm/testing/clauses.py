@@ -143,8 +143,8 @@ _ALL = (
     Clause("KVL-04", "`copy_blocks` copies whole blocks of one layer.", "torch_device"),
     Clause(
         "KVL-05",
-        "What `write_kv` stores is what `forward` reads, rounded to the storage dtype (in 8 bits: with a scale for each "
-        "token and head): a query with one visible key gets that key's value.",
+        "What `write_kv` stores is what `forward` reads, rounded to the storage dtype (in 8 bits: with a scale for "
+        "each token and head): a query with one visible key gets that key's value.",
         "torch_device",
     ),
     Clause(
@@ -191,8 +191,8 @@ _ALL = (
     ),
     Clause(
         "ATT-12",
-        "With `mla`, value heads may have another size than the keys', and values may be the first elements of the keys: "
-        "these are stored once.",
+        "With `mla`, value heads may have another size than the keys', and values may be the first elements of the "
+        "keys: these are stored once.",
         "mla",
     ),
     Clause(

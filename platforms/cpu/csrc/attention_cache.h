@@ -130,20 +130,22 @@ static void turn_strip(const typename KV::T* k, int stride, int size, typename K
 
 // ---- one chunk ---------------------------------------------------------------------------------------------------------
 
+constexpr int LINE = 64;  // bytes
+
 // Where a strip lies in the cache.
 struct Strip {
     const char* keys;
     const char* values;
-    int key_rows, key_stride, value_bytes;  // rows of keys lie `key_stride` bytes apart
+    int key_step, key_lines, value_lines;  // lines of the caches; those of the keys begin `key_step` bytes apart
 
-    void prefetch_keys() const {
-        if (!keys) return;
-        const int step = key_stride < 64 ? 64 : key_stride, bytes = key_rows * key_stride;
-        for (int i = 0; i < bytes; i += step) prefetch(keys + i);
+    // Reading ahead in small bits keeps memory busy while there is something to compute.
+    void prefetch_keys(int begin, int count) const {
+        const int end = begin + count < key_lines ? begin + count : key_lines;
+        for (int i = begin; i < end; ++i) prefetch(keys + i * key_step);
     }
-    void prefetch_values() const {
-        if (!values) return;
-        for (int i = 0; i < value_bytes; i += 64) prefetch(values + i);
+    void prefetch_values(int begin, int count) const {
+        const int end = begin + count < value_lines ? begin + count : value_lines;
+        for (int i = begin; i < end; ++i) prefetch(values + i * LINE);
     }
 };
 
@@ -169,7 +171,8 @@ INLINE Strip strip_at(const Geometry& g, const Layer& layer, const Item& item, i
     const char* values = g.spec.latent ? nullptr
                                        : static_cast<const char*>(layer.cache.values) +
                                              (head * g.value_head + int64_t(offset) * g.dv) * element;
-    return {keys, values, g.dk / row, block * row * element, STRIP * g.dv * element};
+    const int rows = g.dk / row, apart = block * row * element, step = apart < LINE ? LINE : apart;
+    return {keys, values, step, (rows * apart + step - 1) / step, values ? STRIP * g.dv * element / LINE : 0};
 }
 
 // The strips of a chunk of `item` that begins at `begin`; those past its last key lie nowhere.
@@ -193,12 +196,13 @@ static void find_chunk(const Geometry& g, const Layer& layer, const Item& item, 
         const Strip at = strip_at<KV, Bytes>(g, layer, item, begin + first);
         if constexpr (Bytes::scaled) {
             if (chunk.ahead) {
-                chunk.ahead[strip + CHUNK / STRIP].prefetch_keys();
-                chunk.ahead[strip + CHUNK / STRIP].prefetch_values();
+                const Strip& later = chunk.ahead[strip + CHUNK / STRIP];
+                later.prefetch_keys(0, later.key_lines);
+                later.prefetch_values(0, later.value_lines);
             }
             T* keys = static_cast<T*>(scratch.keys) + first * g.dk;
             for (int p = 0; p < g.dk / 2; ++p)
-                widen_pairs<Bytes>(reinterpret_cast<const uint8_t*>(at.keys) + p * at.key_stride, keys + p * STRIP * 2, STRIP);
+                widen_pairs<Bytes>(reinterpret_cast<const uint8_t*>(at.keys) + p * block * 2, keys + p * STRIP * 2, STRIP);
             chunk.keys[strip] = keys;
             const int64_t scale = (at.keys - static_cast<const char*>(layer.cache.keys)) / g.key_head * block +
                                   (begin + first) % block;

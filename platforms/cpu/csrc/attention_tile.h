@@ -14,7 +14,7 @@
 #include "attention_cache.h"
 
 // Vectors that a register tile is wide.
-#if LANES == 16 || (LANES == 4 && defined(__aarch64__))
+#if !MVLLM_SMALL_TILES && (LANES == 16 || (LANES == 4 && defined(__aarch64__)))
 #define MAX_NV 4
 #else
 #define MAX_NV 2
@@ -45,13 +45,23 @@ INLINE void with_constant(int n, Body body) {
 
 // ---- scores ------------------------------------------------------------------------------------------------------------
 
-// MR rows against NV vectors of keys. Queries are floats, or pairs of bfloat16 where DOT.
+constexpr int AHEAD_STEP = 4;  // pairs of dimensions between two bits of reading ahead
+
+// MR rows against NV vectors of keys. Queries are floats, or pairs of bfloat16 where DOT. Meanwhile the values of
+// `num_ahead` strips are read ahead.
 template <class KV, bool DOT, int MR, int NV>
-static void score_unit(const float* query, int dk, const typename KV::T* const* keys, int stride, float* scores) {
+static void score_unit(const float* query, int dk, const typename KV::T* const* keys, int stride, float* scores,
+                       const Strip* ahead, int num_ahead) {
     vf acc[MR][NV] = {};
+    const int bits = (dk / 2 + AHEAD_STEP - 1) / AHEAD_STEP, lines = num_ahead ? (ahead->value_lines + bits - 1) / bits : 0;
+    auto read_ahead = [&](int p) {
+        if (lines && p % AHEAD_STEP == 0)
+            for (int i = 0; i < num_ahead; ++i) ahead[i].prefetch_values(p / AHEAD_STEP * lines, lines);
+    };
     if constexpr (DOT) {
         const uint32_t* q = reinterpret_cast<const uint32_t*>(query);
         for (int p = 0; p < dk / 2; ++p) {
+            read_ahead(p);
             vu k[NV];
             for (int v = 0; v < NV; ++v) k[v] = Paired::raw(reinterpret_cast<const uint16_t*>(keys[v]) + p * stride * 2);
             for (int m = 0; m < MR; ++m)
@@ -59,6 +69,7 @@ static void score_unit(const float* query, int dk, const typename KV::T* const* 
         }
     } else {
         for (int p = 0; p < dk / 2; ++p) {
+            read_ahead(p);
             for (int v = 0; v < NV; ++v) {
                 vf a, b;
                 KV::key_pair(keys[v], stride, p, a, b);
@@ -78,14 +89,14 @@ template <class KV, bool DOT, int MR>
 static void score_rows(const float* query, int dk, const Chunk<typename KV::T>& chunk, int first, int end, float* scores,
                        const Strip* ahead) {
     for (int t = first; t < end; t += MAX_NV * LANES) {
-        if (ahead)
-            for (int i = t / STRIP; i * STRIP < t + MAX_NV * LANES && i < CHUNK / STRIP; ++i) ahead[i].prefetch_values();
         const int count = end - t < MAX_NV * LANES ? (end - t) / LANES : MAX_NV;
         const typename KV::T* keys[MAX_NV];
         for (int v = 0; v < count; ++v)
             keys[v] = KV::key_at(chunk.keys[(t + v * LANES) / STRIP], (t + v * LANES) % STRIP);
         with_constant<MAX_NV>(count, [&](auto n) {
-            score_unit<KV, DOT, MR, decltype(n)::value>(query, dk, keys, chunk.stride, scores + t);
+            const int num_ahead = ahead && t % STRIP == 0 ? round_up(count * LANES, STRIP) / STRIP : 0;
+            score_unit<KV, DOT, MR, decltype(n)::value>(query, dk, keys, chunk.stride, scores + t, ahead + t / STRIP,
+                                                        num_ahead);
         });
     }
 }
@@ -98,16 +109,18 @@ template <class KV, bool DOT, int MR, int NV>
 static void value_unit(const void* probabilities, const Chunk<typename KV::T>& chunk, int first, int end, int dv, int d,
                        float* acc, const Strip* ahead) {
     typedef typename KV::T T;
+    constexpr int BITS = STRIP / 2;
+    const int lines = ahead ? (ahead->key_lines + BITS - 1) / BITS : 0;
     vf o[MR][NV];
     for (int m = 0; m < MR; ++m)
         for (int v = 0; v < NV; ++v) o[m][v] = load(acc + m * dv + d + v * LANES);
     for (int t = first; t < end; t += STRIP) {
-        if (ahead) ahead[t / STRIP].prefetch_keys();
         const T* values = KV::value_at(chunk.values[t / STRIP], d);
         const int n = end - t < STRIP ? end - t : STRIP;
         if constexpr (DOT) {
             const uint32_t* p = static_cast<const uint32_t*>(probabilities) + t / 2;
             auto add = [&](int j, uint32_t keep) {
+                if (lines) ahead[t / STRIP].prefetch_keys(j * lines, lines);
                 vu x[NV];
                 for (int v = 0; v < NV; ++v)
                     x[v] = Paired::raw(reinterpret_cast<const uint16_t*>(values) + (j * dv + v * LANES) * 2) & keep;
@@ -119,6 +132,7 @@ static void value_unit(const void* probabilities, const Chunk<typename KV::T>& c
         } else {
             const float* p = static_cast<const float*>(probabilities) + t;
             for (int j = 0; j < n / 2; ++j) {
+                if (lines) ahead[t / STRIP].prefetch_keys(j * lines, lines);
                 for (int v = 0; v < NV; ++v) {
                     vf a, b;
                     KV::value_pair(KV::value_at(values, v * LANES), dv, j, a, b);
@@ -370,9 +384,10 @@ static void attend_paired(const Geometry& g, const Layer& layer, const Item& ite
                           float* partials) {
 #if HAS_BF16_DOT
     // A bfloat16 query loses nothing in the dot product. Probabilities do lose bits, so they are narrowed only where
-    // arithmetic, not memory, sets the pace: in tiles of several tokens, or of very many heads.
+    // arithmetic, not memory, sets the pace: in tiles of several tokens, of very many heads, and with keys and values that
+    // have lost as many already.
     if (g.spec.dtype == BF16) {
-        if (item.query_end - item.query_begin > 1 || g.group >= 16)
+        if (Bytes::scaled || item.query_end - item.query_begin > 1 || g.group >= 16)
             return attend_tile<Paired, Bytes, true, true>(g, layer, item, next, scratch, partials);
         return attend_tile<Paired, Bytes, true, false>(g, layer, item, next, scratch, partials);
     }

@@ -36,7 +36,10 @@ inline bool is_byte(int32_t dtype) { return dtype == INT8 || dtype == FP8; }
 constexpr int STRIP = 16;        // tokens handled together; every block is a whole number of strips
 constexpr int CHUNK = 128;       // tokens whose scores are kept at a time
 constexpr int TILE_ROWS = 96;    // rows (query tokens x heads of a group) that share one walk over the keys
-constexpr int MAX_MR = 6;        // rows that the registers hold at a time
+#ifndef MVLLM_SMALL_TILES        // the same kernels with less to compile, for the sanitizers' test
+#define MVLLM_SMALL_TILES 0
+#endif
+constexpr int MAX_MR = MVLLM_SMALL_TILES ? 2 : 6;  // rows that the registers hold at a time
 
 inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 

@@ -70,7 +70,7 @@ class _Cache(ctypes.Structure):
 
 
 class PagedCache(tuple[torch.Tensor, ...]):
-    """One layer's keys, values and the scales of both, laid out as csrc/kernels.h draws them; those that its spec needs.
+    """One layer's keys, values and the scales of both, as csrc/kernels.h draws them; those that its spec needs.
 
     Attributes:
         address: Of a `Cache` of csrc/kernels.h that points to them.
@@ -161,7 +161,7 @@ class PagedAttention(AttentionBackend):
             scale=spec.scale,
             soft_cap=spec.soft_cap or 0.0,
         )
-        self._sizes = (_round_up(spec.head_size, 4),)
+        self._sizes: tuple[int, ...] = (_round_up(spec.head_size, 4),)
         if not spec.values_in_keys:
             self._sizes += (_round_up(spec.value_size, 16),)
 
