@@ -193,7 +193,7 @@ static void find_chunk(const Geometry& g, const Layer& layer, const Item& item, 
     chunk.stride = Bytes::scaled ? STRIP : block;
     for (int first = 0; first < chunk.tokens; first += STRIP) {
         const int strip = first / STRIP;
-        const Strip at = strip_at<KV, Bytes>(g, layer, item, begin + first);
+        const Strip at = chunk.ahead ? chunk.ahead[strip] : strip_at<KV, Bytes>(g, layer, item, begin + first);
         if constexpr (Bytes::scaled) {
             if (chunk.ahead) {
                 const Strip& later = chunk.ahead[strip + CHUNK / STRIP];

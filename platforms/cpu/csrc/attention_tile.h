@@ -95,8 +95,8 @@ static void score_rows(const float* query, int dk, const Chunk<typename KV::T>& 
             keys[v] = KV::key_at(chunk.keys[(t + v * LANES) / STRIP], (t + v * LANES) % STRIP);
         with_constant<MAX_NV>(count, [&](auto n) {
             const int num_ahead = ahead && t % STRIP == 0 ? round_up(count * LANES, STRIP) / STRIP : 0;
-            score_unit<KV, DOT, MR, decltype(n)::value>(query, dk, keys, chunk.stride, scores + t, ahead + t / STRIP,
-                                                        num_ahead);
+            score_unit<KV, DOT, MR, decltype(n)::value>(query, dk, keys, chunk.stride, scores + t,
+                                                        num_ahead ? ahead + t / STRIP : nullptr, num_ahead);
         });
     }
 }
@@ -347,9 +347,14 @@ static void attend_tile(const Geometry& g, const Layer& layer, const Item& item,
     Strip strips[2 * CHUNK / STRIP];
     Chunk<typename KV::T> chunk;
     chunk.ahead = rows <= READ_AHEAD_ROWS ? strips : nullptr;
-    for (int begin = item.key_begin / STRIP * STRIP; begin < item.key_end; begin += CHUNK) {
+    const int first_chunk = item.key_begin / STRIP * STRIP;
+    for (int begin = first_chunk; begin < item.key_end; begin += CHUNK) {
         if (chunk.ahead) {
-            find_strips<KV, Bytes>(g, layer, item, begin, strips);
+            if (begin == first_chunk) {
+                find_strips<KV, Bytes>(g, layer, item, begin, strips);
+            } else {
+                for (int i = 0; i < CHUNK / STRIP; ++i) strips[i] = strips[i + CHUNK / STRIP];
+            }
             const bool done = begin + CHUNK >= item.key_end;
             if (!done) {
                 find_strips<KV, Bytes>(g, layer, item, begin + CHUNK, strips + CHUNK / STRIP);

@@ -20,7 +20,7 @@ from mvllm_cpu import kernels
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 FLAGS = ["-O1", "-g1", "-std=c++17", "-fopenmp", "-fPIC", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-ISA = kernels.load().isa
+ISA = kernels.load().isa or "generic"
 ISAS = sorted(path.stem.removeprefix("isa_") for path in CSRC.glob("isa_*.cpp"))
 
 
