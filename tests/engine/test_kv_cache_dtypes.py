@@ -13,7 +13,7 @@ PARAMS = SamplingParams(max_tokens=6, temperature=0, prompt_logprobs=0)
 
 def run(**settings) -> tuple[float, list[list[int]], int]:
     """Mean loss of the texts, greedy tokens after them, and the bytes that a token takes in the cache."""
-    with LLM("demo", kv_cache_memory_bytes=1 << 24, max_num_batched_tokens=64, **settings) as llm:
+    with LLM("demo", kv_cache_memory_bytes=1 << 24, max_num_seqs=16, max_num_batched_tokens=64, **settings) as llm:
         outputs = llm.generate(TEXTS, PARAMS, use_tqdm=False)
         summary = llm.llm_engine.cache_summary
     losses = [
