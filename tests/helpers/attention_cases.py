@@ -26,7 +26,7 @@ class Case:
         spec: The attention layer.
         requests: (tokens computed before, new tokens) of each.
         layout: The step as core describes it.
-        keys, values: Per request, the whole sequence: [seq_len, num_kv_heads, head_size], compute dtype.
+        keys, values: Per request, the whole sequence: [seq_len, num_kv_heads, head_size or value_size], compute dtype.
         query: [T, num_heads, head_size], a strided view as a split of a fused projection gives.
         sinks: [num_heads] or None.
     """
@@ -105,15 +105,19 @@ def make_case(
     def random(*shape):
         return (torch.randn(*shape, generator=generator) * spread).to(dtype)
 
-    shape = (spec.num_kv_heads, spec.head_size)
+    keys = [random(before + new, spec.num_kv_heads, spec.head_size) for before, new in requests]
+    if spec.values_in_keys:
+        values = [key[..., : spec.value_size] for key in keys]
+    else:
+        values = [random(before + new, spec.num_kv_heads, spec.value_size) for before, new in requests]
     num_tokens = sum(new for _, new in requests)
     fused = random(num_tokens, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size)
     return Case(
         spec=spec,
         requests=list(requests),
         layout=make_layout(requests, tables, block_size),
-        keys=[random(before + new, *shape) for before, new in requests],
-        values=[random(before + new, *shape) for before, new in requests],
+        keys=keys,
+        values=values,
         query=fused[:, : spec.num_heads * spec.head_size].view(num_tokens, spec.num_heads, spec.head_size),
         sinks=random(spec.num_heads) if spec.sinks else None,
         num_blocks=num_blocks,
@@ -138,9 +142,13 @@ def run(backend: AttentionBackend, case: Case, *, poison: bool = True, move_bloc
         everything = make_layout(
             [(0, num_blocks * block_size)], np.arange(num_blocks, dtype=np.int32)[None], block_size
         )
-        shape = (num_blocks * block_size, *case.keys[0].shape[1:])
-        nan = torch.full(shape, torch.nan, dtype=case.query.dtype, device=device)
-        write(everything, nan, nan)
+        write(
+            everything,
+            *(
+                torch.full((num_blocks * block_size, *one.shape[1:]), torch.nan, dtype=case.query.dtype, device=device)
+                for one in (case.keys[0], case.values[0])
+            ),
+        )
     rows = [r for r, (before, _) in enumerate(case.requests) if before]
     if rows:
         tables = case.layout.block_table[rows] + (case.num_blocks if move_blocks else 0)
@@ -158,7 +166,7 @@ def run(backend: AttentionBackend, case: Case, *, poison: bool = True, move_bloc
     )
     fused, size = torch.cat([keys.flatten(1), values.flatten(1)], dim=1), keys.shape[1] * keys.shape[2]
     metadata = backend.build_metadata(case.layout)
-    backend.write_kv(kv, fused[:, :size].view(keys.shape), fused[:, size:].view(keys.shape), metadata)
+    backend.write_kv(kv, fused[:, :size].view(keys.shape), fused[:, size:].view(values.shape), metadata)
     return backend.forward(case.query, kv, metadata, case.sinks)
 
 

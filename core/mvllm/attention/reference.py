@@ -3,7 +3,8 @@
 The idea: for each request, gather exactly the blocks that its queries can see, and compute softmax attention over them
 in float32. Nothing is padded, and scores exist for a few hundred queries at a time.
 
-    kv[0] keys, kv[1] values: [num_blocks, block_size, num_kv_heads, head_size]
+    keys, values: [num_blocks, block_size, num_kv_heads, head_size or value_size]    scales of each: the same, but for
+                                                                                     the last dimension
 
     sequence   0 ............. first ............ begin ............ end
                                └ visible keys ──────────────────────┘
@@ -17,12 +18,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from mvllm.attention import scaled_kv
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.platform.attention import AttentionBackend, AttentionSpec, BatchLayout, KVLayout
 
 _BLOCK_SIZES = (16, 32, 8, 64, 128, 256, 4, 2, 1)
-_KV_DTYPES = ("float32", "bfloat16", "float16")
+_KV_DTYPES = ("float32", "bfloat16", "float16", *scaled_kv.LARGEST)
 _QUERY_TILE = 256
+
+
+Cache = torch.Tensor | tuple[torch.Tensor, ...]
+"""Keys and values of one layer, then the scales of both, those that its spec needs. A tensor is a tuple of its rows."""
 
 
 @dataclass(frozen=True)
@@ -64,21 +70,33 @@ class ReferenceAttention(AttentionBackend):
 
     @classmethod
     def validate(cls, spec: AttentionSpec) -> list[str]:
-        reasons = []
-        if spec.num_kv_heads < 1 or spec.num_heads % spec.num_kv_heads:
-            reasons.append(f"{spec.num_heads} query heads do not divide among {spec.num_kv_heads} key/value heads")
+        reasons = spec.contradictions()
         if spec.kv_dtype not in _KV_DTYPES:
             reasons.append(f"keys and values are stored as {', '.join(_KV_DTYPES)}, not {spec.kv_dtype}")
         return reasons
 
     def kv_layout(self) -> KVLayout:
-        itemsize = torch_dtype(self.spec.kv_dtype).itemsize
-        return KVLayout(_BLOCK_SIZES, 2 * self.spec.num_kv_heads * self.spec.head_size * itemsize)
+        sizes, spec = self._sizes(), self.spec
+        if spec.kv_dtype in scaled_kv.LARGEST:
+            per_head = sum(sizes) + len(sizes) * torch.float32.itemsize
+        else:
+            per_head = sum(sizes) * torch_dtype(spec.kv_dtype).itemsize
+        return KVLayout(_BLOCK_SIZES, spec.num_kv_heads * per_head)
 
-    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> torch.Tensor:
-        shape = (2, num_blocks, block_size, self.spec.num_kv_heads, self.spec.head_size)
+    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> Cache:
+        """One tensor of both, [2, ...], where keys and values are alike and need no scales."""
+        spec, sizes = self.spec, self._sizes()
+        slots = (num_blocks, block_size, spec.num_kv_heads)
         try:
-            return torch.zeros(shape, dtype=torch_dtype(self.spec.kv_dtype), device=device)
+            if spec.kv_dtype in scaled_kv.LARGEST:
+                stored = scaled_kv.STORED_AS[spec.kv_dtype]
+                codes = [torch.zeros((*slots, size), dtype=stored, device=device) for size in sizes]
+                scales = [torch.zeros(slots, dtype=torch.float32, device=device) for _ in sizes]
+                return (*codes, *scales)
+            dtype = torch_dtype(spec.kv_dtype)
+            if len(sizes) == 2 and sizes[0] == sizes[1]:
+                return torch.zeros((2, *slots, sizes[0]), dtype=dtype, device=device)
+            return tuple(torch.zeros((*slots, size), dtype=dtype, device=device) for size in sizes)
         except RuntimeError as e:  # what torch's allocators raise, in many wordings
             raise MemoryError(f"A KV cache of {num_blocks} blocks of {block_size} tokens does not fit: {e}") from e
 
@@ -102,32 +120,49 @@ class ReferenceAttention(AttentionBackend):
             slots = slots.index_select(0, rows)
         return ReferenceMetadata(tuple(sequences), slots.long(), rows)
 
-    def write_kv(self, kv: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: ReferenceMetadata) -> None:
-        for cache, new in zip(kv.flatten(1, 2), (key, value), strict=True):
+    def write_kv(self, kv: Cache, key: torch.Tensor, value: torch.Tensor, metadata: ReferenceMetadata) -> None:
+        news = [key] if self.spec.values_in_keys else [key, value]
+        if self.spec.kv_dtype in scaled_kv.LARGEST:
+            encoded = [scaled_kv.encode(new, self.spec.kv_dtype) for new in news]
+            news = [codes for codes, _ in encoded] + [scales for _, scales in encoded]
+        for cache, new in zip(kv, news, strict=True):
             kept = new if metadata.rows is None else new.index_select(0, metadata.rows)
-            cache.index_copy_(0, metadata.slots, kept.to(cache.dtype))
+            cache.flatten(0, 1).index_copy_(0, metadata.slots, kept.to(cache.dtype))
 
     def forward(
         self,
         query: torch.Tensor,
-        kv: torch.Tensor,
+        kv: Cache,
         metadata: ReferenceMetadata,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        shape = (*query.shape[:2], self.spec.value_size)
+        output = torch.zeros(shape, dtype=query.dtype, device=query.device)
         for sequence in metadata.sequences:
             num_keys = sequence.end - sequence.first
-            key, value = (
-                cache.index_select(0, sequence.blocks).flatten(0, 1)[:num_keys].float() for cache in kv.unbind(0)
-            )
+            key, value = self._read(kv, sequence.blocks, num_keys)
             for start in range(sequence.tokens.start, sequence.tokens.stop, _QUERY_TILE):
                 stop = min(start + _QUERY_TILE, sequence.tokens.stop)
                 begin = sequence.begin + start - sequence.tokens.start - sequence.first
                 output[start:stop] = self._attend(query[start:stop].float(), key, value, begin, sinks)
         return output.flatten(1)
 
-    def copy_blocks(self, kv: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
-        kv[:, destination] = kv[:, source]
+    def copy_blocks(self, kv: Cache, source: torch.Tensor, destination: torch.Tensor) -> None:
+        for cache in kv:
+            cache[destination] = cache[source]
+
+    def _sizes(self) -> tuple[int, ...]:
+        """Elements of a head, of each that is stored: keys, and values where they are not the keys'."""
+        return (self.spec.head_size,) if self.spec.values_in_keys else (self.spec.head_size, self.spec.value_size)
+
+    def _read(self, kv: Cache, blocks: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Float32 keys and values of the first `num_keys` tokens in `blocks`: [num_keys, kv_heads, size]."""
+        parts = [cache.index_select(0, blocks).flatten(0, 1)[:num_keys] for cache in kv]
+        if self.spec.kv_dtype in scaled_kv.LARGEST:
+            pairs = zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True)
+            parts = [scaled_kv.decode(codes, scales, self.spec.kv_dtype) for codes, scales in pairs]
+        key, value = parts[0].float(), parts[-1].float()
+        return key, value[..., : self.spec.value_size]
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, begin: int, sinks: torch.Tensor | None

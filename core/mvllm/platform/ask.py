@@ -52,6 +52,7 @@ def ask_attention_backend(platform: Platform, spec: AttentionSpec) -> AttentionB
         "sliding_window": spec.sliding_window is not None,
         "soft_cap": spec.soft_cap is not None,
         "sinks": spec.sinks,
+        "mla": spec.values_in_keys or spec.value_size != spec.head_size,
     }
     missing = [name for name, needed in wanted.items() if needed and not getattr(claimed, name)]
     if missing:

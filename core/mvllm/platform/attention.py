@@ -31,11 +31,15 @@ class AttentionSpec:
         num_kv_heads: Key/value heads on this rank; divides `num_heads`.
         head_size: Elements per head.
         dtype: Compute dtype by name.
-        kv_dtype: Storage dtype of the cache by name.
+        kv_dtype: Storage dtype of the cache by name. One of 8 bits comes with scales that the backend finds by itself,
+            when it stores.
         scale: Factor on query-key products.
         sliding_window: A query at position p sees keys at positions > p - sliding_window; None sees all.
         soft_cap: Scores become soft_cap * tanh(score / soft_cap); None leaves them.
         sinks: Each query head has a learned extra logit that takes part in the softmax and has no value.
+        value_head_size: Elements of a value head; None stands for `head_size`.
+        values_in_keys: Latent attention (MLA): values are the first `value_size` elements of the keys and are not
+            stored beside them.
     """
 
     num_heads: int
@@ -47,6 +51,24 @@ class AttentionSpec:
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    value_head_size: int | None = None
+    values_in_keys: bool = False
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a value head, and of each head's result."""
+        return self.head_size if self.value_head_size is None else self.value_head_size
+
+    def contradictions(self) -> list[str]:
+        """Reasons why no backend could serve this spec; empty where one could."""
+        reasons = []
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            reasons.append(f"{self.num_heads} query heads do not divide among {self.num_kv_heads} key/value heads")
+        if self.value_size < 1:
+            reasons.append(f"value heads have {self.value_size} elements")
+        if self.values_in_keys and self.value_size > self.head_size:
+            reasons.append(f"{self.value_size} elements of a value do not lie in the {self.head_size} of its key")
+        return reasons
 
 
 @dataclass(frozen=True)
@@ -55,7 +77,7 @@ class KVLayout:
 
     Attributes:
         block_sizes: Tokens per block that it accepts, the preferred one first.
-        bytes_per_token: Bytes one token takes in one layer, all tensors together.
+        bytes_per_token: Bytes one token takes in one layer, all tensors (scales, too) together.
     """
 
     block_sizes: tuple[int, ...]
@@ -144,7 +166,9 @@ class AttentionBackend(ABC):
 
         Args:
             kv: The layer's cache.
-            key, value: [T, num_kv_heads, head_size], compute dtype; rows may be strided.
+            key: [T, num_kv_heads, head_size], compute dtype; rows may be strided.
+            value: [T, num_kv_heads, value_size], likewise. With `values_in_keys` it is a view of `key`, and nothing to
+                store.
             metadata: From `build_metadata`.
         """
 
@@ -165,7 +189,7 @@ class AttentionBackend(ABC):
             sinks: [num_heads], where the spec has sinks.
 
         Returns:
-            [T, num_heads * head_size], compute dtype. Rows that are padding are unspecified but finite.
+            [T, num_heads * value_size], compute dtype. Rows that are padding are unspecified but finite.
         """
 
     @abstractmethod

@@ -33,6 +33,7 @@ class Capabilities:
         prefix_caching, chunked_prefill: Whether attention may start from blocks computed in an earlier step.
         sliding_window, soft_cap, sinks: Attention features of its backend.
         deterministic: Equal inputs give bit-equal outputs, whatever else is in the batch.
+        mla: Its backend takes value heads of another size than the keys', and values that are a part of the keys.
     """
 
     dtypes: tuple[str, ...]
@@ -55,3 +56,4 @@ class Capabilities:
     soft_cap: bool = False
     sinks: bool = False
     deterministic: bool = False
+    mla: bool = False

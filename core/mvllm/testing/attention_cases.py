@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mvllm.attention import scaled_kv
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout, DeviceRuntime
 
@@ -28,10 +29,18 @@ def tolerance(dtype: str, kv_dtype: str) -> float:
     """Largest difference from exact attention that is allowed, where keys and values are of order one.
 
     float32 sums some hundred products; the others round inputs to weights and values once and the result once. Values
-    reach about 4, so one rounding of the result is up to 4 units of 2^-8 (bfloat16) or 2^-11 (float16).
+    reach about 4, so one rounding of the result is up to 4 units of 2^-8 (bfloat16) or 2^-11 (float16). In 8 bits, ties
+    and scales may be rounded another way than `stored` does: one step of int8 at 4, and half of one of float8_e4m3fn.
     """
-    allowed = {"float32": 5e-5, "bfloat16": 4e-2, "float16": 6e-3}
+    allowed = {"float32": 5e-5, "bfloat16": 4e-2, "float16": 6e-3, "int8": 4e-2, "float8_e4m3fn": 0.13}
     return max(allowed.get(dtype, 0.25), allowed.get(kv_dtype, 0.25))
+
+
+def stored(x: torch.Tensor, kv_dtype: str) -> torch.Tensor:
+    """What is left of keys or values in a cache of that dtype: float64, of the same shape."""
+    if kv_dtype in scaled_kv.LARGEST:
+        return scaled_kv.decode(*scaled_kv.encode(x, kv_dtype), kv_dtype).double()
+    return x.to(torch_dtype(kv_dtype)).double()
 
 
 def make_spec(
@@ -51,7 +60,7 @@ class Case:
         spec: The attention layer.
         requests: (tokens computed before, new tokens) of each.
         layout: The step as core describes it; device arrays are the host's until `run`.
-        keys, values: Per request, the whole sequence: [seq_len, num_kv_heads, head_size], compute dtype.
+        keys, values: Per request, the whole sequence: [seq_len, num_kv_heads, head_size or value_size], compute dtype.
         query: [T, num_heads, head_size], compute dtype.
         sinks: [num_heads] or None.
         num_blocks: Blocks in the tables.
@@ -136,14 +145,18 @@ def make_case(
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    shape = (spec.num_kv_heads, spec.head_size)
+    keys = [random(before + new, spec.num_kv_heads, spec.head_size) for before, new in requests]
+    if spec.values_in_keys:
+        values = [key[..., : spec.value_size] for key in keys]
+    else:
+        values = [random(before + new, spec.num_kv_heads, spec.value_size) for before, new in requests]
     layout = make_layout(requests, tables, block_size, padding=padding, padding_requests=padding_requests)
     return Case(
         spec=spec,
         requests=list(requests),
         layout=layout,
-        keys=[random(before + new, *shape) for before, new in requests],
-        values=[random(before + new, *shape) for before, new in requests],
+        keys=keys,
+        values=values,
         query=random(layout.num_tokens, spec.num_heads, spec.head_size),
         sinks=random(spec.num_heads) if spec.sinks else None,
         num_blocks=num_blocks,
@@ -151,14 +164,17 @@ def make_case(
 
 
 def expected(case: Case) -> torch.Tensor:
-    """Exact attention: float64 [real tokens, num_heads * head_size]. Keys and values are rounded to `kv_dtype`."""
+    """Exact attention: float64 [real tokens, num_heads * value_size]. Keys and values are rounded to `kv_dtype`."""
     spec, outputs, start = case.spec, [], 0
-    stored = torch_dtype(spec.kv_dtype)
     group = spec.num_heads // spec.num_kv_heads
     for (before, new), keys, values in zip(case.requests, case.keys, case.values, strict=True):
         query = case.query[start : start + new].double()
         start += new
-        k, v = (x.to(stored).double().repeat_interleave(group, dim=1) for x in (keys, values))
+        k = stored(keys, spec.kv_dtype).repeat_interleave(group, dim=1)
+        if spec.values_in_keys:
+            v = k[..., : spec.value_size]
+        else:
+            v = stored(values, spec.kv_dtype).repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", query, k) * spec.scale
         if spec.soft_cap is not None:
             scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
@@ -204,11 +220,13 @@ class Bench:
     def write(self, layout: BatchLayout, keys: torch.Tensor, values: torch.Tensor) -> Any:
         """Stores the step's keys and values, given on the host; returns the step's metadata."""
         metadata = self.begin(layout)
-        shape = keys.shape
         # Views of one projection, as a model hands them over.
         fused = self.runtime.to_device(torch.cat([keys.flatten(1), values.flatten(1)], dim=1))
-        size = shape[1] * shape[2]
-        self.backend.write_kv(self.kv, fused[:, :size].view(shape), fused[:, size:].view(shape), metadata)
+        size = keys.shape[1] * keys.shape[2]
+        key = fused[:, :size].view(keys.shape)
+        in_keys = self.backend.spec.values_in_keys
+        value = key[..., : values.shape[2]] if in_keys else fused[:, size:].view(values.shape)
+        self.backend.write_kv(self.kv, key, value, metadata)
         return metadata
 
     def fill(self, value: float) -> None:
@@ -216,7 +234,7 @@ class Bench:
         spec, size = self.backend.spec, self.num_blocks * self.block_size
         layout = make_layout([(0, size)], np.arange(self.num_blocks, dtype=np.int32)[None], self.block_size)
         content = torch.full((size, spec.num_kv_heads, spec.head_size), value).to(torch_dtype(spec.dtype))
-        self.write(layout, content, content)
+        self.write(layout, content, content[..., :1].expand(-1, -1, spec.value_size))
 
     def look(self, blocks: Sequence[int], length: int, *, as_prompt: bool = False) -> torch.Tensor:
         """What a request of `length` tokens in these blocks sees, without storing anything.
@@ -225,7 +243,7 @@ class Bench:
         position is a decode of its own, so that nothing but what is stored is looked at; or all are one prompt.
 
         Returns:
-            float64 [length, num_kv_heads, head_size], on the host.
+            float64 [length, num_kv_heads, value_size], on the host.
         """
         spec, dtype = self.backend.spec, torch_dtype(self.backend.spec.dtype)
         requests = [(0, length)] if as_prompt else [(position, 1) for position in range(length)]
@@ -234,7 +252,7 @@ class Bench:
         metadata = self.begin(make_layout(requests, table, self.block_size))
         query = self.runtime.to_device(torch.zeros(length, spec.num_heads, spec.head_size, dtype=dtype))
         answer = self.runtime.to_host(self.backend.forward(query, self.kv, metadata)).wait().double()
-        heads = answer.view(length, spec.num_heads, spec.head_size)
+        heads = answer.view(length, spec.num_heads, spec.value_size)
         return heads[:, :: spec.num_heads // spec.num_kv_heads]
 
 

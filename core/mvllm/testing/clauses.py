@@ -143,8 +143,8 @@ _ALL = (
     Clause("KVL-04", "`copy_blocks` copies whole blocks of one layer.", "torch_device"),
     Clause(
         "KVL-05",
-        "What `write_kv` stores is what `forward` reads, rounded to the storage dtype: a query with one visible key "
-        "gets that key's value.",
+        "What `write_kv` stores is what `forward` reads, rounded to the storage dtype (in 8 bits: with a scale for "
+        "each token and head): a query with one visible key gets that key's value.",
         "torch_device",
     ),
     Clause(
@@ -188,6 +188,12 @@ _ALL = (
         "ATT-11",
         "Where `deterministic` is claimed, a request's result is the same, bit for bit, whatever else is in the step.",
         "deterministic",
+    ),
+    Clause(
+        "ATT-12",
+        "With `mla`, value heads may have another size than the keys', and values may be the first elements of the "
+        "keys: these are stored once.",
+        "mla",
     ),
     Clause(
         "OPS-01",
@@ -291,5 +297,7 @@ def claims(capabilities: Capabilities, needs: str | None) -> bool:
     return part in value if part else bool(value)
 
 
-_OF_TORCH = frozenset({"soft_cap", "sinks", "deterministic", "graphs", "compile", "collectives", "static_shapes"})
+_OF_TORCH = frozenset(
+    {"soft_cap", "sinks", "mla", "deterministic", "graphs", "compile", "collectives", "static_shapes"}
+)
 """Capabilities that only core's worker uses: without torch tensors nobody outside the platform could see them."""

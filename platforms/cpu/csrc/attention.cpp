@@ -38,11 +38,10 @@ int64_t cost_of(const Geometry& g, const Item& item) {
     return int64_t((item.query_end - item.query_begin) * g.group + 4) * (item.key_end - item.key_begin);
 }
 
-void add_request(Step& step, int request, std::vector<Item>& tiles) {
+void add_request(Step& step, int request, int per_tile, std::vector<Item>& tiles) {
     const Geometry& g = step.geometry;
     const int new_tokens = g.batch.query_start_loc[request + 1] - g.batch.query_start_loc[request];
     const int earlier = g.batch.seq_lens[request] - new_tokens;
-    const int per_tile = g.tile_rows / g.group;
     for (int begin = 0; begin < new_tokens; begin += per_tile) {
         const int end = std::min(begin + per_tile, new_tokens);
         const int low = g.spec.window ? std::max(0, earlier + begin - g.spec.window + 1) : 0;
@@ -50,10 +49,20 @@ void add_request(Step& step, int request, std::vector<Item>& tiles) {
     }
 }
 
+// Tokens to a tile: as many as share a walk well, but few enough that every thread gets several tiles.
+int tokens_per_tile(const Step& step) {
+    const Geometry& g = step.geometry;
+    const int64_t tokens = g.batch.query_start_loc[g.batch.num_requests];
+    int rows = TILE_ROWS;
+    while (rows > TILE_ROWS / 4 && tokens * g.spec.num_heads < int64_t(rows) * step.threads * 4) rows /= 2;
+    return std::max(rows / g.group, 1);
+}
+
 void divide(Step& step) {
     const Geometry& g = step.geometry;
     std::vector<Item> tiles;
-    for (int r = 0; r < g.batch.num_requests; ++r) add_request(step, r, tiles);
+    const int per_tile = tokens_per_tile(step);
+    for (int r = 0; r < g.batch.num_requests; ++r) add_request(step, r, per_tile, tiles);
     int64_t cost = 0;
     for (const Item& tile : tiles) cost += cost_of(g, tile), step.work += work_of(g, tile);
     if (step.threads == 1 || step.work < SERIAL_WORK) {
@@ -92,23 +101,35 @@ void divide(Step& step) {
 class ScratchMemory {
   public:
     Scratch carve(const Geometry& g) {
-        const size_t rows = g.tile_rows;
-        const size_t sizes[] = {rows * g.dk, rows * CHUNK, rows * CHUNK / 2, rows * g.dv, rows, rows};
-        size_t total = 16;
-        for (size_t size : sizes) total += size + 16;
-        if (memory_.size() < total) memory_.resize(total);
-        uintptr_t at = reinterpret_cast<uintptr_t>(memory_.data());
-        float* parts[6];
-        for (int i = 0; i < 6; ++i) {
+        const bool bytes = is_byte(g.spec.kv_dtype);
+        const size_t rows = g.tile_rows, item = g.spec.kv_dtype == F32 ? 4 : 2;
+        const size_t sizes[] = {
+            rows * g.dk * 4,                          // query
+            MAX_MR * CHUNK * 4,                       // scores
+            MAX_MR * CHUNK * 2,                       // pairs
+            rows * g.dv * 4,                          // acc
+            rows * 4,                                 // row_max
+            rows * STRIP * 4,                         // row_sum
+            bytes ? size_t(CHUNK) * g.dk * 2 : 0,     // keys
+            bytes || g.spec.latent ? CHUNK * g.dv * item : 0,  // values
+        };
+        size_t total = 64;
+        for (size_t size : sizes) total += size + 64;
+        if (size_ < total) memory_.reset(new char[total]), size_ = total;
+        uintptr_t at = reinterpret_cast<uintptr_t>(memory_.get());
+        void* parts[8];
+        for (int i = 0; i < 8; ++i) {
             at = (at + 63) & ~uintptr_t(63);
-            parts[i] = reinterpret_cast<float*>(at);
-            at += sizes[i] * sizeof(float);
+            parts[i] = reinterpret_cast<void*>(at);
+            at += sizes[i];
         }
-        return {parts[0], parts[1], reinterpret_cast<uint32_t*>(parts[2]), parts[3], parts[4], parts[5]};
+        auto floats = [&](int i) { return static_cast<float*>(parts[i]); };
+        return {floats(0), floats(1), static_cast<uint32_t*>(parts[2]), floats(3), floats(4), floats(5), parts[6], parts[7]};
     }
 
   private:
-    std::vector<float> memory_;
+    std::unique_ptr<char[]> memory_;
+    size_t size_ = 0;
 };
 
 }  // namespace
@@ -126,10 +147,10 @@ void* mvllm_cpu_step_new(const Spec* spec, const Batch* batch) {
     g.batch = *batch;
     g.group = spec->num_heads / spec->num_kv_heads;
     g.dk = round_up(spec->head_size, 4);
-    g.dv = round_up(spec->head_size, 16);
+    g.dv = round_up(spec->value_size, 16);
     g.tile_rows = std::max(TILE_ROWS / g.group, 1) * g.group;
     g.key_head = int64_t(g.dk) * batch->block_size;
-    g.value_head = int64_t(g.dv) * batch->block_size;
+    g.value_head = spec->latent ? 0 : int64_t(g.dv) * batch->block_size;
     g.partial_size = g.tile_rows * (g.dv + 2);
     step->threads = omp_get_max_threads();
     divide(*step);
@@ -139,10 +160,10 @@ void* mvllm_cpu_step_new(const Spec* spec, const Batch* batch) {
 void mvllm_cpu_step_free(void* step) { delete static_cast<Step*>(step); }
 
 void mvllm_cpu_write_kv(const void* handle, const void* key, int64_t key_stride, const void* value, int64_t value_stride,
-                        void* keys, void* values) {
+                        const Cache* cache) {
     const Step& step = *static_cast<const Step*>(handle);
     const Geometry& g = step.geometry;
-    const NewKV kv{key, value, key_stride, value_stride, keys, values};
+    const NewKV kv{key, value, key_stride, value_stride, *cache};
     const Isa& isa = current_isa();
     const int tokens = g.batch.num_tokens;
     if (int64_t(tokens) * g.spec.num_kv_heads * g.spec.head_size * 4 < SERIAL_WORK || omp_get_max_threads() == 1) {
@@ -154,19 +175,24 @@ void mvllm_cpu_write_kv(const void* handle, const void* key, int64_t key_stride,
     for (int i = 0; i < groups; ++i) isa.store_kv(g, kv, i * STRIP, std::min((i + 1) * STRIP, tokens));
 }
 
-void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_stride, const void* keys,
-                         const void* values, const float* sinks, void* out) {
+void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_stride, const Cache* cache,
+                         const float* sinks, void* out) {
     const Step& step = *static_cast<const Step*>(handle);
     const Geometry& g = step.geometry;
-    const Layer layer{query, query_stride, keys, values, sinks, out};
+    const Layer layer{query, query_stride, *cache, sinks, out};
     const Isa& isa = current_isa();
     const int count = int(step.items.size());
     std::atomic<int> next{0};
     auto work = [&](bool together) {
         thread_local ScratchMemory memory;
         const Scratch scratch = memory.carve(g);
-        for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;)
-            isa.attend(g, layer, step.items[i], scratch, step.partials.get());
+        int i = next.fetch_add(1, std::memory_order_relaxed);
+        while (i < count) {
+            const int following = next.fetch_add(1, std::memory_order_relaxed);
+            isa.attend(g, layer, step.items[i], following < count ? &step.items[following] : nullptr, scratch,
+                       step.partials.get());
+            i = following;
+        }
         if (step.split_tiles.empty()) return;
         if (together) {
 #pragma omp barrier

@@ -6,6 +6,15 @@
 #include "kernels.h"
 
 namespace mvllm {
+
+// Weak, so that a library may be linked with some of them: the sanitized one of the tests is.
+#if MVLLM_X86
+extern const Isa isa_avx2 __attribute__((weak));
+extern const Isa isa_avx512 __attribute__((weak));
+extern const Isa isa_avx512_bf16 __attribute__((weak));
+#endif
+extern const Isa isa_generic __attribute__((weak));
+
 namespace {
 
 bool runs_here(const Isa& isa) {
@@ -33,7 +42,7 @@ const Isa& choose() {
     const char* asked = std::getenv("MVLLM_CPU_ISA");
     const Isa* best = nullptr;
     for (const Isa* isa : best_first) {
-        if (!runs_here(*isa)) continue;
+        if (!isa || !runs_here(*isa)) continue;
         if (!best) best = isa;
         if (asked && !std::strcmp(asked, isa->name)) return *isa;
 #if MVLLM_X86

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "kernels.h"
+
 extern "C" {
 
 void mvllm_cpu_rms_norm(const void* x, int64_t x_stride, void* residual, const void* weight, void* out, int64_t rows,
@@ -20,8 +22,8 @@ void mvllm_cpu_linear(const void* x, int64_t x_stride, const void* weight, const
 void mvllm_cpu_linear_silu(const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, int64_t rows,
                            int64_t in_features, int64_t size, int dtype);
 void mvllm_cpu_write_kv(const void* handle, const void* key, int64_t key_stride, const void* value, int64_t value_stride,
-                        void* keys, void* values);
-void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_stride, const void* keys,
-                         const void* values, const float* sinks, void* out);
+                        const mvllm::Cache* cache);
+void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_stride, const mvllm::Cache* cache,
+                         const float* sinks, void* out);
 
 }  // extern "C"

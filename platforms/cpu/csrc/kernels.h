@@ -14,6 +14,11 @@
 //     keys      [Dk / 2][block][2]     (d, d + 1) of one key side by side
 //     values    [block / 2][Dv][2]     (t, t + 1) of one dimension side by side
 //
+// Numbers of 8 bits (int8, float8_e4m3fn) lie in the same pairs, and become bfloat16, exactly, when they are read. Each
+// token and head has a scale for its key and one for its value: [block] float32 for each block and head.
+//
+// Latent attention stores no values: they are the first `value_size` dimensions of the keys.
+//
 // Padding is zero and stays zero, except slots that hold no token yet: their scores are never used, and their values are
 // never multiplied (zero times a stale NaN is NaN).
 
@@ -24,19 +29,26 @@
 
 namespace mvllm {
 
-enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
+enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, FP8 = 4 };
+
+inline bool is_byte(int32_t dtype) { return dtype == INT8 || dtype == FP8; }
 
 constexpr int STRIP = 16;        // tokens handled together; every block is a whole number of strips
 constexpr int CHUNK = 128;       // tokens whose scores are kept at a time
-constexpr int TILE_ROWS = 32;    // rows (query tokens x heads of a group) that share one walk over the keys
+constexpr int TILE_ROWS = 96;    // rows (query tokens x heads of a group) that share one walk over the keys
+#ifndef MVLLM_SMALL_TILES        // the same kernels with less to compile, for the sanitizers' test
+#define MVLLM_SMALL_TILES 0
+#endif
+constexpr int MAX_MR = MVLLM_SMALL_TILES ? 2 : 6;  // rows that the registers hold at a time
 
 inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // One kind of attention layer. Mirrored in Python (paged_attention.py).
 struct Spec {
-    int32_t num_heads, num_kv_heads, head_size;
+    int32_t num_heads, num_kv_heads, head_size, value_size;
     int32_t dtype, kv_dtype;     // DType
     int32_t window;              // 0: none
+    int32_t latent;              // values are the first `value_size` dimensions of the keys
     float scale, soft_cap;       // soft_cap 0: none
 };
 
@@ -63,14 +75,21 @@ struct SplitTile {
     int32_t first_partial, num_partials;
 };
 
+// One layer's cache. Scales are there for 8-bit numbers, values (and their scales) where they are not the keys'.
+struct Cache {
+    void* keys;
+    void* values;
+    float* key_scales;
+    float* value_scales;
+};
+
 // Tensors of one layer. `query` rows lie `query_stride` elements apart.
 struct Layer {
     const void* query;
     int64_t query_stride;
-    const void* keys;
-    const void* values;
+    Cache cache;
     const float* sinks;  // [num_heads] or null
-    void* out;           // [tokens, num_heads * head_size]
+    void* out;           // [tokens, num_heads * value_size]
 };
 
 struct Geometry {
@@ -85,11 +104,13 @@ struct Geometry {
 // Memory of one thread, aligned to 64 bytes. Sizes for `rows` rows.
 struct Scratch {
     float* query;      // [rows, dk], or bfloat16 pairs [rows, dk / 2]
-    float* scores;     // [rows, CHUNK]
-    uint32_t* pairs;   // [rows, CHUNK / 2]: probabilities as bfloat16 pairs
+    float* scores;     // [MAX_MR, CHUNK]
+    uint32_t* pairs;   // [MAX_MR, CHUNK / 2]: probabilities as bfloat16 pairs
     float* acc;        // [rows, dv]
-    float* row_max;    // [rows]
-    float* row_sum;    // [rows]
+    float* row_max;    // [rows]: what powers of 2 are relative to
+    float* row_sum;    // [rows, STRIP]: in lanes
+    void* keys;        // a chunk's keys and values, where the cache's own are not what the products take
+    void* values;
 };
 
 // A step's new keys and values, and the layer's cache. Rows lie `*_stride` elements apart.
@@ -97,8 +118,7 @@ struct NewKV {
     const void* key;
     const void* value;
     int64_t key_stride, value_stride;
-    void* keys;
-    void* values;
+    Cache cache;
 };
 
 // out = norm(x) * weight; with a residual, residual += x first and the sum is normalised.
@@ -168,7 +188,7 @@ constexpr int LINEAR_ROWS = 96;  // most rows that one call of an instruction se
 // The kernels of one instruction set.
 struct Isa {
     const char* name;
-    void (*attend)(const Geometry&, const Layer&, const Item&, const Scratch&, float* partials);
+    void (*attend)(const Geometry&, const Layer&, const Item&, const Item* next, const Scratch&, float* partials);
     void (*combine)(const Geometry&, const Layer&, const SplitTile&, const Scratch&, const float* partials);
     void (*store_kv)(const Geometry&, const NewKV&, int token_begin, int token_end);
     void (*rms_norm)(const RmsNorm&, int64_t row_begin, int64_t row_end);

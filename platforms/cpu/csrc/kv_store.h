@@ -5,49 +5,121 @@ INLINE uint32_t bf16_pair(const typename From::type* p, int d, int size) {
     return uint32_t(From::bf16(p[d])) | (d + 1 < size ? uint32_t(From::bf16(p[d + 1])) << 16 : 0);
 }
 
+// Where one token's key and value of one head go; `offset` is its place in the block.
+struct Place {
+    int64_t key, value, scale;
+    int offset, block, dv;
+};
+
 template <class From>
-static void store_paired(const typename From::type* key, const typename From::type* value, uint16_t* keys,
-                         uint16_t* values, int offset, int block, int dv, int size) {
-    uint32_t* k = reinterpret_cast<uint32_t*>(keys) + offset;
-    for (int d = 0; d < size; d += 2) k[int64_t(d / 2) * block] = bf16_pair<From>(key, d, size);
-    uint16_t* v = values + int64_t(offset / 2) * dv * 2 + (offset & 1);
-    for (int d = 0; d < size; ++d) v[2 * d] = From::bf16(value[d]);
+static void store_paired(const typename From::type* key, int size, const typename From::type* value, int value_size,
+                         const Cache& cache, const Place& at) {
+    uint32_t* k = reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(cache.keys) + at.key) + at.offset;
+    for (int d = 0; d < size; d += 2) k[int64_t(d / 2) * at.block] = bf16_pair<From>(key, d, size);
+    uint16_t* v = static_cast<uint16_t*>(cache.values) + at.value + int64_t(at.offset / 2) * at.dv * 2 + (at.offset & 1);
+    for (int d = 0; d < value_size; ++d) v[2 * d] = From::bf16(value[d]);
 }
 
 template <class From, class To>
-static void store_plain(const typename From::type* key, const typename From::type* value, typename To::type* keys,
-                        typename To::type* values, int offset, int block, int dv, int size) {
-    for (int d = 0; d < size; ++d) keys[int64_t(d) * block + offset] = To::put(From::get(key[d]));
-    typename To::type* v = values + int64_t(offset) * dv;
-    for (int d = 0; d < size; ++d) v[d] = To::put(From::get(value[d]));
+static void store_plain(const typename From::type* key, int size, const typename From::type* value, int value_size,
+                        const Cache& cache, const Place& at) {
+    typename To::type* k = static_cast<typename To::type*>(cache.keys) + at.key + at.offset;
+    for (int d = 0; d < size; ++d) k[int64_t(d) * at.block] = To::put(From::get(key[d]));
+    typename To::type* v = static_cast<typename To::type*>(cache.values) + at.value + int64_t(at.offset) * at.dv;
+    for (int d = 0; d < value_size; ++d) v[d] = To::put(From::get(value[d]));
 }
+
+// ---- 8 bits ------------------------------------------------------------------------------------------------------------
+
+// The codes of LANES numbers that are within the type's range. NaN gives any code: its scale is NaN already.
+INLINE vu codes(Int8, vf x) { return (vu)(x + 12582912.f) & 0xff; }
+
+// To the nearest, ties to even. Below 2^-6 a code counts steps of 2^-9.
+INLINE vu codes(Fp8, vf x) {
+    const vu bits = (vu)x & 0x7fffffffu, sign = ((vu)x & 0x80000000u) >> 24;
+    const vu normal = ((bits + 0x7ffff + ((bits >> 20) & 1)) >> 20) - (120 << 3);
+    const vu small = (vu)((vf)bits * 512.f + 12582912.f) & 0xf;
+    const vu code = bits < 0x3c800000u ? small : normal;
+    return (code > 0x7e ? vu{} + 0x7e : code) | sign;
+}
+
+constexpr float largest(Int8) { return 127.f; }
+constexpr float largest(Fp8) { return 448.f; }
+
+// The scale of one token's key or value: its largest magnitude becomes the type's largest number.
+template <class From, class Bytes>
+INLINE float scale_of(const typename From::type* x, int size) {
+    vf top = {};
+    bool nan = false;
+    int d = 0;
+    for (; d + LANES <= size; d += LANES) {
+        const vf v = From::widen(x + d), a = (vf)((vu)v & 0x7fffffffu);
+        nan |= any_greater((vf)((vu)(vi)(v != v) & 0x3f800000u), vf{});
+        top = vmax(a, top);
+    }
+    float found = max_lanes(top);
+    for (; d < size; ++d) {
+        const float v = From::get(x[d]), a = v < 0 ? -v : v;
+        nan |= v != v;
+        found = a > found ? a : found;
+    }
+    return nan ? __builtin_nanf("") : found / largest(Bytes());
+}
+
+// Calls `put(d, code)` for each of a token's numbers.
+template <class From, class Bytes, class Put>
+INLINE void encode(const typename From::type* x, int size, float scale, Put put) {
+    const float divisor = scale > 0 ? scale : 1.f;
+    for (int d = 0; d < size; d += LANES) {
+        vf v;
+        if (d + LANES <= size) {
+            v = From::widen(x + d);
+        } else {
+            v = vf{};
+            for (int i = 0; d + i < size; ++i) v[i] = From::get(x[d + i]);
+        }
+        const vu c = codes(Bytes(), v / divisor);
+        for (int i = 0; i < LANES && d + i < size; ++i) put(d + i, uint8_t(c[i]));
+    }
+}
+
+template <class From, class Bytes>
+static void store_bytes(const typename From::type* key, int size, const typename From::type* value, int value_size,
+                        const Cache& cache, const Place& at) {
+    uint8_t* k = static_cast<uint8_t*>(cache.keys) + at.key + at.offset * 2;
+    const float key_scale = scale_of<From, Bytes>(key, size);
+    cache.key_scales[at.scale] = key_scale;
+    encode<From, Bytes>(key, size, key_scale, [&](int d, uint8_t c) { k[int64_t(d / 2) * at.block * 2 + (d & 1)] = c; });
+    if (!value_size) return;
+    uint8_t* v = static_cast<uint8_t*>(cache.values) + at.value + int64_t(at.offset / 2) * at.dv * 2 + (at.offset & 1);
+    const float value_scale = scale_of<From, Bytes>(value, value_size);
+    cache.value_scales[at.scale] = value_scale;
+    encode<From, Bytes>(value, value_size, value_scale, [&](int d, uint8_t c) { v[2 * d] = c; });
+}
+
+// ------------------------------------------------------------------------------------------------------------------------
 
 template <class From>
 static void store_tokens(const Geometry& g, const NewKV& kv, int begin, int end) {
     typedef typename From::type T;
     const int block = g.batch.block_size, size = g.spec.head_size;
+    const int value_size = g.spec.latent ? 0 : g.spec.value_size;  // to be stored
     // Heads outside, tokens inside: neighbouring tokens fill the same cache lines of the keys.
     for (int h = 0; h < g.spec.num_kv_heads; ++h) {
         for (int t = begin; t < end; ++t) {
             const int slot = g.batch.slot_mapping[t];
             if (slot < 0) continue;
             const T* key = static_cast<const T*>(kv.key) + t * kv.key_stride + int64_t(h) * size;
-            const T* value = static_cast<const T*>(kv.value) + t * kv.value_stride + int64_t(h) * size;
+            const T* value = static_cast<const T*>(kv.value) + t * kv.value_stride + int64_t(h) * value_size;
             const int64_t head = int64_t(slot / block) * g.spec.num_kv_heads + h;
             const int offset = slot % block;
-            const int64_t at_key = head * g.key_head, at_value = head * g.value_head;
+            const Place at{head * g.key_head, head * g.value_head, head * block + offset, offset, block, g.dv};
             switch (g.spec.kv_dtype) {
-                case F32:
-                    store_plain<From, Float32>(key, value, static_cast<float*>(kv.keys) + at_key,
-                                               static_cast<float*>(kv.values) + at_value, offset, block, g.dv, size);
-                    break;
-                case F16:
-                    store_plain<From, Float16>(key, value, static_cast<uint16_t*>(kv.keys) + at_key,
-                                               static_cast<uint16_t*>(kv.values) + at_value, offset, block, g.dv, size);
-                    break;
-                default:
-                    store_paired<From>(key, value, static_cast<uint16_t*>(kv.keys) + at_key,
-                                       static_cast<uint16_t*>(kv.values) + at_value, offset, block, g.dv, size);
+                case F32: store_plain<From, Float32>(key, size, value, value_size, kv.cache, at); break;
+                case F16: store_plain<From, Float16>(key, size, value, value_size, kv.cache, at); break;
+                case INT8: store_bytes<From, Int8>(key, size, value, value_size, kv.cache, at); break;
+                case FP8: store_bytes<From, Fp8>(key, size, value, value_size, kv.cache, at); break;
+                default: store_paired<From>(key, size, value, value_size, kv.cache, at);
             }
         }
     }

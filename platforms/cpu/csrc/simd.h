@@ -192,3 +192,72 @@ INLINE vf vtanh(vf x) {
 }
 
 INLINE float exp_one(float x) { return vexp(splat(x))[0]; }
+
+// 2^x; 0 for -infinity and below -126; x <= 127. NaN stays NaN. EXACT to 2 units in the last place, else to 2^-13, which is
+// more than bfloat16 keeps.
+template <bool EXACT>
+INLINE vf vexp2(vf x) {
+#if LANES == 16
+    const __m512 r = _mm512_reduce_ps((__m512)x, 1);  // x - floor(x)
+    const vf f = (vf)r;
+#else
+    const float magic = 12582912.f;
+    const vf low = splat(-126.f);
+    const vf y = x < low ? low : x;
+    const vf n = (y + magic) - magic;
+    const vf f = y - n;
+#endif
+    vf p;
+    if (EXACT) {
+#if LANES == 16
+        p = f * 2.1702249e-4f + 1.24396897e-3f;
+        p = p * f + 9.67884080e-3f;
+        p = p * f + 5.54833421e-2f;
+        p = p * f + 2.40229836e-1f;
+        p = p * f + 6.93146984e-1f;
+#else
+        p = f * 1.53458076e-4f + 1.33999312e-3f;
+        p = p * f + 9.61848897e-3f;
+        p = p * f + 5.55032878e-2f;
+        p = p * f + 2.40226469e-1f;
+        p = p * f + 6.93147206e-1f;
+#endif
+        p = p * f + 1.f;
+    } else {
+#if LANES == 16
+        p = f * 7.8024459e-2f + 2.26067247e-1f;
+        p = p * f + 6.95833510e-1f;
+        p = p * f + 9.99925220e-1f;
+#else
+        p = f * 5.5171624e-2f + 2.42611119e-1f;
+        p = p * f + 6.93260994e-1f;
+        p = p * f + 9.99928074e-1f;
+#endif
+    }
+#if LANES == 16
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+    const vi exponent = (__builtin_convertvector(n, vi) + 127) << 23;
+    const vf e = p * (vf)exponent;
+    return x < low ? vf{} : e;
+#endif
+}
+
+INLINE float exp2_one(float x) { return vexp2<true>(splat(x))[0]; }
+
+// Whether a lane of `a` is greater than its lane of `b`.
+INLINE bool any_greater(vf a, vf b) {
+#if LANES == 16
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0;
+#elif LANES == 8
+    return _mm256_movemask_ps((__m256)(a > b)) != 0;
+#else
+    const vi greater = a > b;
+    int32_t any = 0;
+    for (int i = 0; i < LANES; ++i) any |= greater[i];
+    return any != 0;
+#endif
+}
+
+// For reading soon: into the second-level cache.
+INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import torch
 
+from mvllm.attention import scaled_kv
 from tests.helpers.attention_cases import DTYPES, Case
 
 
+def as_stored(x: torch.Tensor, kv_dtype: str) -> torch.Tensor:
+    """What is left of keys or values in a cache of that dtype, in float64."""
+    if kv_dtype in scaled_kv.LARGEST:
+        return scaled_kv.decode(*scaled_kv.encode(x, kv_dtype), kv_dtype).double()
+    return x.to(DTYPES[kv_dtype]).double()
+
+
 def attend_densely(case: Case) -> torch.Tensor:
-    """[T, num_heads * head_size] in float64, from the values that are really stored."""
+    """[T, num_heads * value_size] in float64, from the values that are really stored."""
     spec = case.spec
     group = spec.num_heads // spec.num_kv_heads
-    kv_dtype = DTYPES[spec.kv_dtype]
     rows = []
     for r, (before, new) in enumerate(case.requests):
-        key, value = (
-            whole[r].to(kv_dtype).double().repeat_interleave(group, dim=1) for whole in (case.keys, case.values)
-        )
+        key = as_stored(case.keys[r], spec.kv_dtype).repeat_interleave(group, dim=1)
+        if spec.values_in_keys:
+            value = key[..., : spec.value_size]
+        else:
+            value = as_stored(case.values[r], spec.kv_dtype).repeat_interleave(group, dim=1)
         query = case.query[len(rows) : len(rows) + new].double()
         scores = torch.einsum("nhd,thd->nht", query, key) * spec.scale
         if spec.soft_cap is not None:

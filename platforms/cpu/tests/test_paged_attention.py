@@ -21,6 +21,8 @@ pytestmark = pytest.mark.skipif(kernels.load().library is None, reason=f"no kern
 # Results are rounded once to the compute dtype; values here are of order one, a few at most.
 TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2, "float16": 2e-3}
 
+KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
+
 MIXED = [(0, 37), (100, 1), (15, 1), (16, 1), (200, 5), (0, 1), (33, 70), (700, 1)]
 """(tokens computed before, new tokens): prompts, decodes and chunks in one batch, around every edge of a block."""
 
@@ -33,7 +35,7 @@ def assert_right(case, *, tolerance=None):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("head_size", [33, 40, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_size", [33, 40, 64, 80, 96, 112, 128, 192, 256])
 def test_every_head_size(dtype, head_size):
     assert_right(make_case(make_spec(head_size=head_size, dtype=dtype), MIXED))
 
@@ -68,10 +70,72 @@ def test_every_feature(dtype, features):
     assert_right(make_case(make_spec(dtype=dtype, **features), MIXED, spread=0.5))
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_cache_of_another_dtype_than_the_model(dtype, kv_dtype):
-    assert_right(make_case(make_spec(dtype=dtype, kv_dtype=kv_dtype, head_size=40), MIXED))
+@pytest.mark.parametrize("head_size", [33, 40, 128])
+def test_cache_of_another_dtype_than_the_model(dtype, kv_dtype, head_size):
+    for features in ({}, {"sliding_window": 20, "soft_cap": 3.0, "sinks": True}):
+        spec = make_spec(dtype=dtype, kv_dtype=kv_dtype, head_size=head_size, **features)
+        for block_size in (16, 64):
+            assert_right(make_case(spec, MIXED, block_size=block_size, spread=0.5))
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("spread", [1e-30, 1e-3, 1.0, 1e4])
+def test_eight_bits_keep_their_precision_at_every_magnitude(kv_dtype, spread):
+    """One visible key gives its value back: within half a step of the type, whatever the scale."""
+    spec = make_spec(2, 2, 64, "float32", kv_dtype=kv_dtype)
+    case = make_case(spec, [(0, 1)] * 30, spread=spread)
+    case.values[3][:] = 0
+    case.values[4][..., 1:] *= 1e-4  # an outlier costs its own vector alone
+    values = torch.cat(case.values)
+    error = (run(PagedAttention(spec), case).view(values.shape) - values).abs()
+    largest = values.abs().amax(dim=-1, keepdim=True)
+    allowed = largest / 254 if kv_dtype == "int8" else values.abs() / 16 + largest / 2**18
+    assert (error <= allowed * 1.001).all()
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+def test_a_nan_is_not_hidden_by_eight_bits(kv_dtype):
+    spec = make_spec(2, 2, 64, "float32", kv_dtype=kv_dtype)
+    case = make_case(spec, [(0, 1), (0, 1)])
+    case.values[0][0, 1, 7] = torch.nan
+    found = run(PagedAttention(spec), case).view(2, 2, 64)
+    assert found[0, 1].isnan().all() and not found[0, 0].isnan().any() and not found[1].isnan().any()
+
+
+LATENT = {"value_head_size": 512, "values_in_keys": True}
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_values_that_are_the_first_elements_of_the_keys(dtype, kv_dtype):
+    requests = [(0, 37), (100, 1), (15, 1), (200, 5), (300, 1)]
+    for heads, sizes in (((16, 1), (576, 512)), ((3, 1), (40, 24)), ((4, 2), (33, 33)), ((128, 1), (48, 16))):
+        spec = make_spec(
+            *heads, sizes[0], dtype, kv_dtype=kv_dtype, value_head_size=sizes[1], values_in_keys=True, sinks=True
+        )
+        assert_right(make_case(spec, requests, block_size=32, spread=0.5))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("sizes", [(192, 128), (64, 96), (40, 33)], ids=str)
+def test_value_heads_of_another_size(dtype, sizes):
+    assert_right(make_case(make_spec(4, 2, sizes[0], dtype, value_head_size=sizes[1]), MIXED))
+
+
+def test_a_long_latent_context_is_split_over_threads():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        assert_right(make_case(make_spec(16, 1, 576, "bfloat16", **LATENT), [(3000, 1)]))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_prompts_of_many_tiles(head_size):
+    assert_right(make_case(make_spec(4, 2, head_size, "bfloat16"), [(0, 700), (130, 300), (90, 1)], spread=0.7))
 
 
 def test_scores_far_apart_neither_overflow_nor_vanish():
@@ -147,9 +211,18 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_claimed():
 
 def test_layout_states_what_allocate_takes():
     for head_size in (33, 64):
-        backend = PagedAttention(make_spec(head_size=head_size, dtype="bfloat16"))
-        kv = backend.allocate(10, 32, torch.device("cpu"))
-        assert sum(cache.nbytes for cache in kv) == backend.kv_layout().bytes_per_token * 10 * 32
+        for kv_dtype in KV_DTYPES:
+            for shape in ({}, {"value_head_size": 24}, {"value_head_size": 24, "values_in_keys": True}):
+                backend = PagedAttention(make_spec(head_size=head_size, dtype="bfloat16", kv_dtype=kv_dtype, **shape))
+                kv = backend.allocate(10, 32, torch.device("cpu"))
+                assert sum(cache.nbytes for cache in kv) == backend.kv_layout().bytes_per_token * 10 * 32
+
+
+def test_eight_bits_take_half_of_sixteen_and_the_scales():
+    sixteen = PagedAttention(make_spec(4, 2, 64, "bfloat16")).kv_layout().bytes_per_token
+    for kv_dtype in ("int8", "float8_e4m3fn"):
+        eight = PagedAttention(make_spec(4, 2, 64, "bfloat16", kv_dtype=kv_dtype)).kv_layout().bytes_per_token
+        assert eight == sixteen // 2 + 2 * 2 * 4
 
 
 _OTHER_ISA = """
@@ -158,21 +231,37 @@ from mvllm_cpu import kernels
 from mvllm_cpu.paged_attention import PagedAttention
 from tests.helpers.attention_cases import make_case, make_spec, run
 requests = json.loads(sys.argv[2])
-found = [run(PagedAttention(make_spec(6, 2, 72, d)), make_case(make_spec(6, 2, 72, d), requests)) for d in sys.argv[3:]]
+specs = [make_spec(**fields) for fields in json.loads(sys.argv[3])]
+found = [run(PagedAttention(spec), make_case(spec, requests)) for spec in specs]
 np.savez(sys.argv[1], *[x.double().numpy() for x in found])
 print(kernels.load().isa)
 """
 
 
+OTHER_ISA_SPECS = [
+    *({"num_heads": 6, "head_size": 72, "dtype": dtype} for dtype in TOLERANCE),
+    *({"num_heads": 6, "head_size": 72, "dtype": "bfloat16", "kv_dtype": kv_dtype} for kv_dtype in KV_DTYPES),
+    {"head_size": 40, "dtype": "float32", "kv_dtype": "int8", "soft_cap": 3.0, "sliding_window": 20, "sinks": True},
+    {"head_size": 33, "dtype": "float32", "kv_dtype": "float8_e4m3fn"},
+    {"num_kv_heads": 1, "head_size": 144, "dtype": "float32", "value_head_size": 112, "values_in_keys": True},
+    {"num_kv_heads": 1, "head_size": 144, "dtype": "bfloat16", "value_head_size": 112, "values_in_keys": True},
+    {"num_heads": 2, "head_size": 128, "dtype": "float16", "sliding_window": 50, "sinks": True},
+]
+
+
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
 def test_instruction_sets_agree(isa, tmp_path, request):
-    dtypes = list(TOLERANCE)
-    command = [sys.executable, "-c", _OTHER_ISA, str(tmp_path / "found.npz"), json.dumps(MIXED), *dtypes]
-    environment = {**os.environ, "MVLLM_CPU_ISA": isa, "PYTHONPATH": str(request.config.rootpath)}
+    """Each with float64, in a process of its own."""
+    specs = json.dumps(OTHER_ISA_SPECS)
+    command = [sys.executable, "-c", _OTHER_ISA, str(tmp_path / "found.npz"), json.dumps(MIXED), specs]
+    environment = {
+        **os.environ,
+        "MVLLM_CPU_ISA": isa,
+        "PYTHONPATH": os.pathsep.join([str(request.config.rootpath), *sys.path]),
+    }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     if done.stdout.strip() != isa:
         pytest.skip(f"this processor has no {isa}")
-    for dtype, found in zip(dtypes, np.load(tmp_path / "found.npz").values()):
-        case = make_case(make_spec(6, 2, 72, dtype), MIXED)
-        expected = run(PagedAttention(case.spec), case)
-        assert np.abs(found - expected.double().numpy()).max() < TOLERANCE[dtype]
+    for fields, found in zip(OTHER_ISA_SPECS, np.load(tmp_path / "found.npz").values()):
+        case = make_case(make_spec(**fields), MIXED)
+        assert np.abs(found - attend_densely(case).numpy()).max() < TOLERANCE[case.spec.dtype], fields

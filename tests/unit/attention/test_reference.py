@@ -209,5 +209,5 @@ def test_bytes_per_token_is_what_the_cache_takes() -> None:
 def test_specs_that_cannot_run_are_refused_with_the_reason() -> None:
     (reason,) = ReferenceAttention.validate(make_spec(num_heads=5))
     assert "5 query heads" in reason
-    (reason,) = ReferenceAttention.validate(make_spec(kv_dtype="int8"))
-    assert "int8" in reason
+    (reason,) = ReferenceAttention.validate(make_spec(kv_dtype="int3"))
+    assert "int3" in reason

@@ -42,6 +42,11 @@ def backend_for(subject: Examinee, spec: AttentionSpec) -> AttentionBackend:
     return backend
 
 
+def claimed(subject: Examinee, features: dict[str, Any]) -> dict[str, Any]:
+    """Those of the features that the platform claims."""
+    return {name: value for name, value in features.items() if getattr(subject.capabilities, name)}
+
+
 def requests_of(subject: Examinee, batch: str) -> list[tuple[int, int]]:
     """The batch; without its chunks where attention may not begin from earlier blocks (decodes always do)."""
     requests = BATCHES[batch]
@@ -66,7 +71,7 @@ def assert_exact(
 
 def assert_near(found: torch.Tensor, case: Case) -> None:
     spec, exact = case.spec, expected(case)
-    assert found.shape == (case.layout.num_tokens, spec.num_heads * spec.head_size)
+    assert found.shape == (case.layout.num_tokens, spec.num_heads * spec.value_size)
     assert str(found.dtype) == f"torch.{spec.dtype}"
     real = found[: case.num_real_tokens].double()
     assert torch.isfinite(real).all(), "not finite"
@@ -238,8 +243,53 @@ def test_every_storage_dtype_that_is_claimed(
             assert kv_dtype != claimed_dtype
             continue
         tried += 1
-        assert_exact(subject, bound_device, spec, requests_of(subject, "prompts and decodes"))
+        for features in ({}, {"soft_cap": 3.0, "sliding_window": 20, "sinks": True}):
+            spec = make_spec(dtype=claimed_dtype, kv_dtype=kv_dtype, **claimed(subject, features))
+            assert_exact(subject, bound_device, spec, requests_of(subject, "prompts and decodes"))
     assert tried, f"no storage dtype of {subject.capabilities.kv_dtypes} goes with {claimed_dtype}"
+
+
+@clause("ATT-12")
+@pytest.mark.parametrize(
+    "sizes", [(24, 16), (192, 128), (64, 80), (576, 512)], ids=lambda sizes: f"{sizes[0]}-{sizes[1]}"
+)
+@pytest.mark.parametrize("in_keys", [False, True], ids=["apart", "in-keys"])
+def test_values_of_another_size_than_the_keys(
+    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, sizes: tuple[int, int], in_keys: bool
+) -> None:
+    if in_keys and sizes[1] > sizes[0]:
+        pytest.skip("a part is not larger than the whole")
+    heads = (4, 1) if in_keys else (4, 2)
+    for features in ({}, {"soft_cap": 3.0, "sliding_window": 20, "sinks": True}):
+        for batch in ("prompts and decodes", "everything, in any order"):
+            spec = make_spec(
+                *heads,
+                sizes[0],
+                claimed_dtype,
+                value_head_size=sizes[1],
+                values_in_keys=in_keys,
+                **claimed(subject, features),
+            )
+            assert_exact(subject, bound_device, spec, requests_of(subject, batch))
+
+
+@clause("ATT-12")
+def test_values_in_keys_take_no_memory_of_their_own(
+    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+) -> None:
+    apart, within = (
+        backend_for(subject, make_spec(4, 1, 576, claimed_dtype, value_head_size=512, values_in_keys=in_keys))
+        for in_keys in (False, True)
+    )
+    assert within.kv_layout().bytes_per_token < 0.6 * apart.kv_layout().bytes_per_token
+
+
+@clause("ATT-12", refusal=True)
+def test_mla_that_is_not_claimed_is_refused(subject: Examinee, bound_device: DeviceRuntime) -> None:
+    dtype = subject.capabilities.dtypes[0]
+    for fields in ({"value_head_size": 32}, {"value_head_size": 32, "values_in_keys": True}, {"values_in_keys": True}):
+        with pytest.raises(PlatformError, match="mla"):
+            ask_attention_backend(subject.platform, make_spec(4, 1, 64, dtype, **fields))
 
 
 # -------------------------------------------------------------------------------------------- refusals, padding, ghosts
@@ -248,7 +298,10 @@ def test_every_storage_dtype_that_is_claimed(
 @clause("ATT-05")
 def test_a_spec_that_cannot_be_is_refused_with_the_reasons(subject: Examinee, bound_device: DeviceRuntime) -> None:
     dtype = subject.capabilities.dtypes[0]
-    for impossible in (make_spec(5, 2, 64, dtype), make_spec(4, 2, 64, dtype, kv_dtype="complex64")):
+    impossibles = [make_spec(5, 2, 64, dtype), make_spec(4, 2, 64, dtype, kv_dtype="complex64")]
+    if subject.capabilities.mla:
+        impossibles.append(make_spec(4, 1, 64, dtype, value_head_size=80, values_in_keys=True))
+    for impossible in impossibles:
         reasons = type(backend_for(subject, make_spec(dtype=dtype))).validate(impossible)
         assert reasons and all(reason.strip() for reason in reasons)
         with pytest.raises(PlatformError) as caught:

@@ -39,27 +39,28 @@ class Kernels:
 
 
 def load() -> Kernels:
-    """The kernels, opened on first use. `MVLLM_CPU_KERNELS=0` leaves them closed."""
-    if os.environ.get("MVLLM_CPU_KERNELS", "1") == "0":
+    """The kernels, opened on first use. `MVLLM_CPU_KERNELS=0` leaves them closed; a path there opens that library."""
+    asked = os.environ.get("MVLLM_CPU_KERNELS", "1")
+    if asked == "0":
         return Kernels(None, reason="MVLLM_CPU_KERNELS=0 is set.", remedy="Unset MVLLM_CPU_KERNELS.")
-    return _open()
+    return _open(LIBRARY if asked in ("", "1") else Path(asked))
 
 
 @cache
-def _open() -> Kernels:
-    if not LIBRARY.exists():
-        return Kernels(None, reason=f"{LIBRARY} was not built.", remedy=NO_COMPILER_REMEDY)
+def _open(path: Path) -> Kernels:
+    if not path.exists():
+        return Kernels(None, reason=f"{path} was not built.", remedy=NO_COMPILER_REMEDY)
     import torch  # noqa: F401  its OpenMP runtime has to be in the process first
 
     try:
-        library = ctypes.CDLL(str(LIBRARY))
+        library = ctypes.CDLL(str(path))
         found = int(library.mvllm_cpu_abi_version())
     except (OSError, AttributeError) as e:
-        return Kernels(None, reason=f"{LIBRARY} cannot be used: {e}", remedy=NO_COMPILER_REMEDY)
+        return Kernels(None, reason=f"{path} cannot be used: {e}", remedy=NO_COMPILER_REMEDY)
     if found != ABI_VERSION:
         return Kernels(
             None,
-            reason=f"{LIBRARY} speaks version {found} of the kernels' interface, this package {ABI_VERSION}.",
+            reason=f"{path} speaks version {found} of the kernels' interface, this package {ABI_VERSION}.",
             remedy=NO_COMPILER_REMEDY,
         )
     library.mvllm_cpu_isa.restype = library.mvllm_cpu_qlinear_isa.restype = ctypes.c_char_p

@@ -7,6 +7,7 @@ The kernels walk the block table themselves; nothing is gathered or padded. How 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,11 @@ from mvllm_cpu.recording import Kernel
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SCALED_DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.uint8}
+"""Storage dtypes of 8 bits, by what holds them; each token's key and value of each head has a float32 scale."""
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-Cache = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values of one layer, laid out as csrc/kernels.h draws them."""
+KV_DTYPE_CODES = {name: code for code, name in enumerate((*DTYPES, *SCALED_DTYPES))}
+SCALE_BYTES = 4
 
 
 class _Spec(ctypes.Structure):
@@ -32,9 +34,11 @@ class _Spec(ctypes.Structure):
         ("num_heads", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
         ("head_size", ctypes.c_int32),
+        ("value_size", ctypes.c_int32),
         ("dtype", ctypes.c_int32),
         ("kv_dtype", ctypes.c_int32),
         ("window", ctypes.c_int32),
+        ("latent", ctypes.c_int32),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
     ]
@@ -53,6 +57,37 @@ class _Batch(ctypes.Structure):
         ("block_table", ctypes.c_void_p),
         ("slot_mapping", ctypes.c_void_p),
     ]
+
+
+class _Cache(ctypes.Structure):
+    """`Cache` of csrc/kernels.h."""
+
+    _fields_ = [
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("key_scales", ctypes.c_void_p),
+        ("value_scales", ctypes.c_void_p),
+    ]
+
+
+class PagedCache(tuple[torch.Tensor, ...]):
+    """One layer's keys, values and the scales of both, as csrc/kernels.h draws them; those that its spec needs.
+
+    Attributes:
+        address: Of a `Cache` of csrc/kernels.h that points to them.
+    """
+
+    address: int
+    _pointers: _Cache
+
+    @classmethod
+    def of(cls, stored: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> PagedCache:
+        """Of keys and values, or keys alone, and the scales of each or none."""
+        cache = cls((*stored, *scales))
+        fields = zip(("keys", "values"), stored), zip(("key_scales", "value_scales"), scales)
+        cache._pointers = _Cache(**{name: part.data_ptr() for pairs in fields for name, part in pairs})
+        cache.address = ctypes.addressof(cache._pointers)
+        return cache
 
 
 class PagedMetadata:
@@ -109,65 +144,71 @@ class PagedAttention(AttentionBackend):
         declare(library)
         self._library: Any = library
         pointer, length = ctypes.c_void_p, ctypes.c_int64
-        stores = (pointer, pointer, length, pointer, length, pointer, pointer)
+        stores = (pointer, pointer, length, pointer, length, pointer)
         self._write_kv = Kernel(library, "mvllm_cpu_write_kv", stores)
-        attends = (pointer, pointer, length, pointer, pointer, pointer, pointer)
+        attends = (pointer, pointer, length, pointer, pointer, pointer)
         self._attention = Kernel(library, "mvllm_cpu_attention", attends)
-        self._dtype, self._kv_dtype = DTYPES[spec.dtype], DTYPES[spec.kv_dtype]
+        self._dtype = DTYPES[spec.dtype]
+        self._scaled = spec.kv_dtype in SCALED_DTYPES
+        self._kv_dtype = (DTYPES | SCALED_DTYPES)[spec.kv_dtype]
         self._spec = _Spec(
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
-            dtype=DTYPE_CODES[self._dtype],
-            kv_dtype=DTYPE_CODES[self._kv_dtype],
+            value_size=spec.value_size,
+            dtype=KV_DTYPE_CODES[spec.dtype],
+            kv_dtype=KV_DTYPE_CODES[spec.kv_dtype],
             window=spec.sliding_window or 0,
+            latent=spec.values_in_keys,
             scale=spec.scale,
             soft_cap=spec.soft_cap or 0.0,
         )
-        self._key_size = _round_up(spec.head_size, 4)
-        self._value_size = _round_up(spec.head_size, 16)
+        self._sizes: tuple[int, ...] = (_round_up(spec.head_size, 4),)
+        if not spec.values_in_keys:
+            self._sizes += (_round_up(spec.value_size, 16),)
 
     @classmethod
     def validate(cls, spec: AttentionSpec) -> list[str]:
         problems = [
-            f"{what} {name} is not supported (supported: {', '.join(DTYPES)})"
-            for what, name in (("compute dtype", spec.dtype), ("KV cache dtype", spec.kv_dtype))
-            if name not in DTYPES
+            f"{what} {name} is not supported (supported: {', '.join(supported)})"
+            for what, name, supported in (
+                ("compute dtype", spec.dtype, DTYPES),
+                ("KV cache dtype", spec.kv_dtype, DTYPES | SCALED_DTYPES),
+            )
+            if name not in supported
         ]
-        if spec.num_kv_heads < 1 or spec.num_heads % spec.num_kv_heads:
-            problems.append(f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} key/value heads evenly")
-        return problems
+        return problems + spec.contradictions()
 
     def kv_layout(self) -> KVLayout:
-        per_token = self.spec.num_kv_heads * (self._key_size + self._value_size) * self._kv_dtype.itemsize
-        return KVLayout(block_sizes=BLOCK_SIZES, bytes_per_token=per_token)
+        per_head = sum(self._sizes) * self._kv_dtype.itemsize + self._scaled * len(self._sizes) * SCALE_BYTES
+        return KVLayout(block_sizes=BLOCK_SIZES, bytes_per_token=self.spec.num_kv_heads * per_head)
 
-    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> Cache:
+    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> PagedCache:
         assert block_size in BLOCK_SIZES, f"block size {block_size} is not among those of kv_layout(): {BLOCK_SIZES}"
-        heads = self.spec.num_kv_heads
-        keys = zeros((num_blocks, heads, self._key_size, block_size), self._kv_dtype)
-        return keys, zeros((num_blocks, heads, self._value_size, block_size), self._kv_dtype)
+        heads = (num_blocks, self.spec.num_kv_heads)
+        stored = [zeros((*heads, size, block_size), self._kv_dtype) for size in self._sizes]
+        scales = [zeros((*heads, block_size), torch.float32) for _ in self._sizes if self._scaled]
+        return PagedCache.of(stored, scales)
 
     def build_metadata(self, batch: BatchLayout) -> PagedMetadata:
         return PagedMetadata(self._library, self._spec, batch)
 
-    def write_kv(self, kv: Cache, key: torch.Tensor, value: torch.Tensor, metadata: PagedMetadata) -> None:
-        key, value, (keys, values) = self._rows(key), self._rows(value), kv
+    def write_kv(self, kv: PagedCache, key: torch.Tensor, value: torch.Tensor, metadata: PagedMetadata) -> None:
+        key, value = self._rows(key), self._rows(value)
         self._write_kv(
             metadata.handle,
             key.data_ptr(),
             key.stride(0),
             value.data_ptr(),
             value.stride(0),
-            keys.data_ptr(),
-            values.data_ptr(),
+            kv.address,
         )
 
     def forward(
-        self, query: torch.Tensor, kv: Cache, metadata: PagedMetadata, sinks: torch.Tensor | None = None
+        self, query: torch.Tensor, kv: PagedCache, metadata: PagedMetadata, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        query, (keys, values) = self._rows(query), kv
-        out = torch.empty((query.shape[0], self.spec.num_heads * self.spec.head_size), dtype=self._dtype)
+        query = self._rows(query)
+        out = torch.empty((query.shape[0], self.spec.num_heads * self.spec.value_size), dtype=self._dtype)
         if metadata.num_tokens < query.shape[0]:
             out[metadata.num_tokens :].zero_()
         if sinks is not None:
@@ -176,16 +217,15 @@ class PagedAttention(AttentionBackend):
             metadata.handle,
             query.data_ptr(),
             query.stride(0),
-            keys.data_ptr(),
-            values.data_ptr(),
+            kv.address,
             None if sinks is None else sinks.data_ptr(),
             out.data_ptr(),
         )
         return out
 
-    def copy_blocks(self, kv: Cache, source: torch.Tensor, destination: torch.Tensor) -> None:
-        for cache in kv:
-            cache[destination] = cache[source]
+    def copy_blocks(self, kv: PagedCache, source: torch.Tensor, destination: torch.Tensor) -> None:
+        for part in kv:
+            part[destination] = part[source]
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         """`x` with heads side by side and the compute dtype, as the kernels read it; rows may stay strided."""

@@ -37,12 +37,13 @@ if TYPE_CHECKING:
 logger = get_logger("mvllm.cpu.platform")
 
 DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = (*DTYPES, "int8", "float8_e4m3fn")
 HOST_MEMORY_SHARE = 0.5
 """Share of memory taken when the user names none: the host's memory also serves everything else that runs here."""
 
 CAPABILITIES = Capabilities(
     dtypes=DTYPES,
-    kv_dtypes=DTYPES,
+    kv_dtypes=KV_DTYPES,
     compile=True,
     unified_memory=True,
     fork_safe=True,
@@ -54,6 +55,7 @@ CAPABILITIES = Capabilities(
     sliding_window=True,
     soft_cap=True,
     sinks=True,
+    mla=True,
 )
 
 
@@ -75,9 +77,12 @@ class CPUPlatform(Platform):
 
     def plan(self, config: EngineConfig) -> Plan | Refusals:
         refusals = [
-            Refusal(field, f"{name} is not supported on this platform", f"Use one of: auto, {', '.join(DTYPES)}.")
-            for field, name in (("model.dtype", config.model.dtype), ("cache.dtype", config.cache.dtype))
-            if name not in ("auto", *DTYPES)
+            Refusal(field, f"{name} is not supported on this platform", f"Use one of: auto, {', '.join(supported)}.")
+            for field, name, supported in (
+                ("model.dtype", config.model.dtype, DTYPES),
+                ("cache.dtype", config.cache.dtype, KV_DTYPES),
+            )
+            if name not in ("auto", *supported)
         ]
         if refusals:
             return Refusals(tuple(refusals))

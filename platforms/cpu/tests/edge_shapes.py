@@ -1,0 +1,81 @@
+"""Calls every kernel with ragged edge shapes and looks at no result: for running under the sanitizers.
+
+What is read or written past the end of a buffer, or left undefined by the language, is the sanitizers' to find; whether
+results are right is asked by the tests beside this file. Kernels that are added get a function here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+
+import torch
+
+from mvllm_cpu import kernels
+from mvllm_cpu.linear import Linear
+from mvllm_cpu.ops import KernelOps
+from mvllm_cpu.paged_attention import DTYPES, SCALED_DTYPES, PagedAttention
+from tests.helpers.attention_cases import make_case, make_spec, run
+
+REQUESTS = [(0, 19), (100, 1), (15, 1), (16, 1), (140, 5), (0, 1), (300, 1)]
+FEATURES = {"sliding_window": 20, "soft_cap": 3.0, "sinks": True}
+
+
+def attention() -> None:
+    for dtype, kv_dtype in itertools.product(DTYPES, (*DTYPES, *SCALED_DTYPES)):
+        for i, (heads, size) in enumerate((((4, 2), 33), ((3, 1), 40), ((8, 1), 64), ((2, 2), 80))):
+            fields = {"value_head_size": 24, "values_in_keys": heads[1] == 1} if i % 2 else {}
+            for features in ({}, FEATURES):
+                spec = make_spec(*heads, size, dtype, kv_dtype=kv_dtype, **fields, **features)
+                run(PagedAttention(spec), make_case(spec, REQUESTS, block_size=16 << i % 2))
+    for requests in ([(0, 150)], [(1200, 1)]):  # several tiles; one that is split
+        spec = make_spec(2, 1, 64, "bfloat16")
+        run(PagedAttention(spec), make_case(spec, requests))
+
+
+def linear() -> None:
+    op = Linear(kernels.load().library, kernels.load().isa)
+    shapes = ((1, 1), (15, 31), (17, 33), (64, 64), (65, 193), (130, 7), (7, 300))
+    for dtype, (out_features, in_features) in itertools.product(DTYPES.values(), shapes):
+        packed = op.pack(torch.randn(out_features, in_features).to(dtype))
+        bias = torch.randn(out_features).to(dtype)
+        for rows in (1, 2, 3, 5, 7, 8, 13, 33, 97):
+            op.linear(torch.randn(rows, in_features).to(dtype), packed, bias if rows % 2 else None)
+
+
+def elementwise() -> None:
+    ops = KernelOps(kernels.load().library)
+    for dtype, size, rows in itertools.product(DTYPES.values(), (1, 7, 16, 33, 100), (1, 3, 17)):
+        x, weight = torch.randn(rows, size).to(dtype), torch.randn(size).to(dtype)
+        ops.rms_norm(x, weight, 1e-6)
+        ops.fused_add_rms_norm(x, torch.randn(rows, size).to(dtype), weight, 1e-6)
+        ops.silu_and_mul(torch.randn(rows, 2 * size).to(dtype))
+        cos_sin = torch.randn(rows, 2 * size)
+        query, key = (torch.randn(rows, heads, 2 * size + extra).to(dtype) for heads, extra in ((3, 0), (1, 0)))
+        ops.rotary_embedding(torch.arange(rows), query, key, cos_sin)
+        ops.rotary_embedding(torch.arange(rows, dtype=torch.int32), query, key, cos_sin)
+
+
+def shared_sum() -> None:
+    """Two ranks of one process: one after the other."""
+    library, ranks, slot, word = kernels.load().library, 2, 256, 64
+    pointer, number, round_type = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
+    post, add = library.mvllm_cpu_shared_post, library.mvllm_cpu_shared_sum
+    post.argtypes, post.restype = (pointer, number, number, number, round_type, pointer, number), None
+    add.argtypes, add.restype = (pointer, number, number, round_type, pointer, number, ctypes.c_int32), None
+    for code, dtype in enumerate((torch.float32, torch.bfloat16)):
+        memory = torch.zeros(ranks * (word + 2 * slot), dtype=torch.uint8)
+        most = slot // dtype.itemsize
+        for step, count in enumerate((1, 7, 31, most)):
+            parts = [torch.randn(count).to(dtype) for _ in range(ranks)]
+            for rank, part in enumerate(parts):
+                post(memory.data_ptr(), ranks, slot, rank, step, part.data_ptr(), part.nbytes)
+            add(memory.data_ptr(), ranks, slot, step, parts[0].data_ptr(), count, code)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    for name in sys.argv[1:] or ("attention", "linear", "elementwise", "shared_sum"):
+        globals()[name]()
+    print(kernels.load().isa)

@@ -1,0 +1,79 @@
+"""Every kernel over ragged edge shapes, compiled with the address and the undefined-behaviour sanitizer.
+
+The library is built for one instruction set at a time (the gate takes the one that runs here, with small register
+tiles: less to compile) and opened by a process of its own, which loads the sanitizer's runtime before anything else;
+`edge_shapes.py` says what is called.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mvllm_cpu import kernels
+
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
+FLAGS = ["-O1", "-g1", "-std=c++17", "-fopenmp", "-fPIC", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+ISA = kernels.load().isa or "generic"
+ISAS = sorted(path.stem.removeprefix("isa_") for path in CSRC.glob("isa_*.cpp"))
+
+
+def runtime(compiler: str) -> Path:
+    """The address sanitizer's library."""
+    found = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    return Path(found.stdout.strip())
+
+
+def build(compiler: str, isa: str, folder: Path, *, whole: bool) -> Path:
+    """The library with one instruction set, and the portable one where this processor may not have it."""
+    wanted = {f"isa_{isa}"} | ({"isa_generic"} if isa != ISA else set())
+    flags = FLAGS if whole else [*FLAGS, "-DMVLLM_SMALL_TILES=1"]
+
+    def compile_one(source: Path) -> Path:
+        target = folder / f"{source.stem}.o"
+        subprocess.run([compiler, *flags, "-c", str(source), "-o", str(target)], check=True, timeout=600)
+        return target
+
+    sources = [path for path in CSRC.glob("*.cpp") if not path.stem.startswith("isa_") or path.stem in wanted]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = [str(path) for path in pool.map(compile_one, sources)]
+    library = folder / "sanitized.so"
+    subprocess.run([compiler, *FLAGS, "-shared", *objects, "-o", str(library)], check=True, timeout=600)
+    return library
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("isa", "whole"),
+    [
+        pytest.param(ISA, False, id=f"{ISA}-small-tiles"),
+        *(pytest.param(isa, True, marks=pytest.mark.exhaustive, id=isa) for isa in ISAS),
+    ],
+)
+def test_no_kernel_reads_or_writes_past_an_end_or_does_what_is_undefined(isa, whole, tmp_path, request):
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ to build with")
+    asan = runtime(compiler)
+    if not asan.is_absolute():
+        pytest.skip("this g++ comes without the address sanitizer")
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": str(asan),
+        "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0",  # the interpreter's own are not ours to judge
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "MVLLM_CPU_KERNELS": str(build(compiler, isa, tmp_path, whole=whole)),
+        "MVLLM_CPU_ISA": isa,
+        "PYTHONPATH": os.pathsep.join([str(request.config.rootpath), *sys.path]),
+    }
+    script = Path(__file__).with_name("edge_shapes.py")
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    if done.stdout.split()[-1] != isa:
+        pytest.skip(f"this processor has no {isa}")
