@@ -10,11 +10,11 @@ import sys
 import numpy as np
 import pytest
 import torch
-from platforms.cpu.tests.dense_attention import attend_densely
+from platforms.cpu.tests.dense_attention import attend_densely, make_case, run
 
+from mvllm.testing.attention_cases import make_spec
 from mvllm_cpu import kernels
 from mvllm_cpu.paged_attention import PagedAttention
-from tests.helpers.attention_cases import make_case, make_spec, run
 
 pytestmark = pytest.mark.skipif(kernels.load().library is None, reason=f"no kernels: {kernels.load().reason}")
 
@@ -156,7 +156,8 @@ _OTHER_ISA = """
 import json, sys, numpy as np
 from mvllm_cpu import kernels
 from mvllm_cpu.paged_attention import PagedAttention
-from tests.helpers.attention_cases import make_case, make_spec, run
+from mvllm.testing.attention_cases import make_spec
+from platforms.cpu.tests.dense_attention import make_case, run
 requests = json.loads(sys.argv[2])
 found = [run(PagedAttention(make_spec(6, 2, 72, d)), make_case(make_spec(6, 2, 72, d), requests)) for d in sys.argv[3:]]
 np.savez(sys.argv[1], *[x.double().numpy() for x in found])
@@ -168,7 +169,11 @@ print(kernels.load().isa)
 def test_instruction_sets_agree(isa, tmp_path, request):
     dtypes = list(TOLERANCE)
     command = [sys.executable, "-c", _OTHER_ISA, str(tmp_path / "found.npz"), json.dumps(MIXED), *dtypes]
-    environment = {**os.environ, "MVLLM_CPU_ISA": isa, "PYTHONPATH": str(request.config.rootpath)}
+    environment = {
+        **os.environ,
+        "MVLLM_CPU_ISA": isa,
+        "PYTHONPATH": os.pathsep.join([str(request.config.rootpath), *sys.path]),
+    }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     if done.stdout.strip() != isa:
         pytest.skip(f"this processor has no {isa}")
