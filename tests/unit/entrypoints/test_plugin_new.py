@@ -7,6 +7,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -14,7 +15,7 @@ import mvllm
 from mvllm.entrypoints.cli import plugin
 from mvllm.entrypoints.cli.main import main
 from mvllm.errors import ConfigError
-from mvllm.plugin_api import CONTRACT
+from mvllm.plugin_api import CONTRACT, WorkerContext
 from tests.helpers.plugins import ROOT
 
 TEMPLATE = Path(mvllm.__file__).parent / "entrypoints" / "plugin_template"
@@ -113,3 +114,14 @@ def test_nothing_in_the_template_reaches_behind_the_front_door():
     for path in TEMPLATE.glob("*.py.tmpl"):
         for module in re.findall(r"^\s*(?:from|import) (mvllm[\w.]*)", path.read_text(), flags=re.MULTILINE):
             assert module in ("mvllm.plugin_api", "mvllm.testing.suite.everything"), path.name
+
+
+def test_its_runtime_counts_memory_that_caches_of_files_hold_as_free(tmp_path, monkeypatch):
+    plugin.write_plugin("acme", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "src")
+    from mvllm_acme.runtime import AcmeRuntime
+
+    memory = AcmeRuntime(WorkerContext()).memory()
+    assert memory.total == psutil.virtual_memory().total
+    assert abs(memory.free - psutil.virtual_memory().available) < memory.total // 20, "other processes come and go"
+    assert 0 < memory.used_by_me <= memory.peak_by_me
