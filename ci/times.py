@@ -23,7 +23,14 @@ import pytest
 SHOWN = 30
 """Files in the table."""
 
-FIRST = ("tests/conformance/test_mutants.py", "tests/engine/", "tests/packaging/", "tests/conformance/", "tests/e2e/")
+FIRST = (
+    "tests/conformance/test_mutants.py",
+    "tests/packaging/test_first_hour.py",
+    "tests/engine/",
+    "tests/conformance/",
+    "tests/packaging/",
+    "tests/e2e/",
+)
 """Where tests start processes by the dozen. The rest takes seconds a file."""
 
 Spent = dict[str, tuple[float, float]]
