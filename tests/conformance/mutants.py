@@ -592,6 +592,7 @@ def main(folder: Path) -> None:
     """Examines all of them, each in `folder`/number, the unchanged first."""
     import pytest  # noqa: F401  (these are imported before the forks, once for all)
     import torch  # noqa: F401
+    from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401
 
     import mvllm.entrypoints.llm
     import mvllm.worker.worker  # noqa: F401
