@@ -1,7 +1,7 @@
 """The example device with one thing broken, many times over: what the conformance suite must find, and name.
 
 A mutant is an edit of one line or two in a copy of the device's sources, so it is there in every process that imports
-them. `python -m tests.conformance.mutants FOLDER` examines all of them:
+them. `python -m tests.conformance.mutants FOLDER` examines all of them, with numbers behind it only those:
 
     one process imports torch ──fork──> the suite on a copy of the device ──> its JSON report
                               ──fork──> the suite on the next copy        ──> ...
@@ -15,7 +15,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -588,8 +588,12 @@ def unchanged() -> list[tuple[Mutant, tuple[str, ...]]]:
     ]
 
 
-def main(folder: Path) -> None:
-    """Examines all of them, each in `folder`/number, the unchanged first."""
+def main(folder: Path, chosen: Collection[int] | None = None) -> None:
+    """Examines them, each in `folder`/number, the unchanged first.
+
+    Args:
+        chosen: Places in MUTANTS; None for all.
+    """
     import pytest  # noqa: F401  (these are imported before the forks, once for all)
     import torch  # noqa: F401
     from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401
@@ -598,7 +602,10 @@ def main(folder: Path) -> None:
     import mvllm.worker.worker  # noqa: F401
 
     running: set[int] = set()
+    first = len(unchanged())
     for number, (mutant, clauses) in enumerate([*unchanged(), *((m, m.clauses) for m in MUTANTS)]):
+        if number >= first and chosen is not None and number - first not in chosen:
+            continue
         home = plant(mutant, folder / str(number))
         while len(running) >= AT_ONCE:
             running.discard(os.wait()[0])
@@ -612,5 +619,5 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     begun = time.monotonic()
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), {int(number) for number in sys.argv[2:]} or None)
     print(f"{time.monotonic() - begun:.0f} seconds")
