@@ -2,7 +2,7 @@
 """One command for each thing a developer does here; needs Python 3.11 and nothing else.
 
     python3 ci/dev.py run      set up, then generate text with the demo model
-    python3 ci/dev.py test     set up, lint, then every test; the gate
+    python3 ci/dev.py test     set up, lint, then the tests; the gate (with --all: the exhaustive ones, too)
     python3 ci/dev.py conform  the whole conformance suite on a platform: conform cpu
     python3 ci/dev.py setup    only the environment: .venv at the top of the repository, pinned by ci/constraints
     python3 ci/dev.py lint     ruff, mypy, import-linter, and that the core names no hardware
@@ -131,6 +131,7 @@ def environment(**extra: str) -> dict[str, str]:
     leaks = (
         "PYTHONHOME",
         "PYTHONPATH",
+        "PYTHONDONTWRITEBYTECODE",  # tests start hundreds of interpreters: each would compile all of mvllm again
         "PIP_TARGET",
         "PIP_PREFIX",
         "PIP_USER",
@@ -364,7 +365,7 @@ CLOSING = re.compile(r"^=* ?((?:\d+ [a-z]+(?:, )?)+|no tests ran) in ([\d.]+)s.*
 NO_TESTS = 5  # pytest's exit status when nothing was collected
 
 
-def test(arguments: list[str], *, fast: bool) -> int:
+def test(arguments: list[str], *, fast: bool, everything: bool = False) -> int:
     """Lints, then runs the tests in two passes: side by side, then alone those that measure or own the machine."""
     setup()
     lint_status = lint()
@@ -373,9 +374,12 @@ def test(arguments: list[str], *, fast: bool) -> int:
     if fast:
         what = [*what, "--ignore=tests/e2e", "--ignore=tests/packaging"]
     workers = str(max(2, min(8, os.cpu_count() or 2)))
+    which = "" if everything else " and not exhaustive"
+    # ci.times says where the minutes went, and puts what takes longest first: no worker is left with it at the end.
+    side_by_side = ["-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"]
     passes = (
-        ("side by side", ["-m", "not serial", "-n", workers, "--dist", "loadfile"], {"OMP_NUM_THREADS": "1"}),
-        ("alone", ["-m", "serial"], {}),
+        ("side by side", ["-m", f"not serial{which}", "-p", "ci.times", *side_by_side], {"OMP_NUM_THREADS": "1"}),
+        ("alone", ["-m", f"serial{which}", "-p", "ci.times"], {}),
     )
     if any(argument == "-m" or argument.startswith(("-n", "--numprocesses", "--pdb")) for argument in arguments):
         passes = (("as asked", [], {}),)  # the caller decides what runs and how
@@ -492,9 +496,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     add("run", "generate text with the demo model; further arguments go to `mvllm generate`")
     add("lint", "ruff, mypy, import-linter, and that the core names no hardware")
-    add("test", "lint, then every test; further arguments go to pytest").add_argument(
-        "--fast", action="store_true", help="leave out tests/e2e and tests/packaging"
-    )
+    tests = add("test", "lint, then the tests; further arguments go to pytest")
+    tests.add_argument("--fast", action="store_true", help="leave out tests/e2e and tests/packaging")
+    tests.add_argument("--all", action="store_true", help="the exhaustive tests, too: what others hold in fewer forms")
     add("conform", "the whole conformance suite on a platform; further arguments go to `mvllm conformance`")
     add("build", "build wheels and source archives into dist/")
     options, rest = parser.parse_known_args(argv)
@@ -522,7 +526,7 @@ def main(argv: Sequence[str]) -> int:
             setup()
             return lint()
         if options.command == "test":
-            return test(rest, fast=options.fast)
+            return test(rest, fast=options.fast, everything=options.all)
         if options.command == "conform":
             return conform(rest)
         return build()

@@ -132,7 +132,7 @@ def commands_of(lane: Lane) -> list[list[str]]:
     """What is run, in order: make the environment, install into it, do what the lane does."""
     interpreter = find_python(lane.python) or f"python{lane.python}"
     if lane.does == "gate":
-        return [[interpreter, "ci/dev.py", "test"]]
+        return [[interpreter, "ci/dev.py", "test", "--all"]]
     folder = LANES / lane.name
     python, mvllm = str(folder / "bin" / "python"), str(folder / "bin" / "mvllm")
     reports = folder / "reports"

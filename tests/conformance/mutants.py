@@ -1,7 +1,7 @@
 """The example device with one thing broken, many times over: what the conformance suite must find, and name.
 
 A mutant is an edit of one line or two in a copy of the device's sources, so it is there in every process that imports
-them. `python -m tests.conformance.mutants FOLDER` examines all of them:
+them. `python -m tests.conformance.mutants FOLDER` examines all of them, with numbers behind it only those:
 
     one process imports torch ──fork──> the suite on a copy of the device ──> its JSON report
                               ──fork──> the suite on the next copy        ──> ...
@@ -15,7 +15,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,31 @@ _STEP = "        return super().build_metadata(batch)\n"
 _HOST_COPY = (
     "        source = tensor.detach().clone()  # later work may overwrite what was submitted before this copy\n"
 )
+
+_COPY_IN_A_THREAD = "        return PendingCopy(self, self._copier.submit(source.cpu))\n"
+_OPENED = "    torch.ops.mvllm_example_device.open(settings.devices, settings.memory)\n"
+
+
+_LOGSUMEXP_OFF = "(torch.logsumexp(*h) + 1e-3).to(a[0].device)"
+_MAX_OF_HALF = "tuple(x.to(a[0].device) for x in torch.max(h[0][:, : h[0].shape[1] // 2], *h[1:]))"
+
+
+def _before_doctor(signature: str) -> tuple[str, str]:
+    """A method more of the platform, which returns something."""
+    before = "    def doctor(self)"
+    return before, f"    def {signature}:\n        return object()\n\n{before}"
+
+
+def _kernel(name: str, code: str) -> tuple[str, str, str]:
+    """A kernel of the device's own for an operation of torch; `code` is an expression of its arguments on the host."""
+    kernel = f"lambda *a, **k: [h := [x.cpu() if isinstance(x, torch.Tensor) else x for x in a], {code}][-1]"
+    added = (
+        '    global _KERNELS\n    if "_KERNELS" in globals():\n        return\n'
+        '    _KERNELS = torch.library.Library("aten", "IMPL")\n'
+        f'    _KERNELS.impl("{name}", {kernel}, "PrivateUse1")\n'
+    )
+    return "runtime.py", _OPENED, _OPENED + added
+
 
 MUTANTS = (
     # The plugin and its probe.
@@ -158,6 +183,13 @@ MUTANTS = (
         {"MVLLM_EXAMPLE_DEVICES": "2"},
     ),
     Mutant(
+        "every worker binds the first device",
+        "DEV-01",
+        "runtime.py",
+        'torch.device("example", ctx.local_rank)',
+        'torch.device("example", 0)',
+    ),
+    Mutant(
         "integers of 64 bits are narrowed",
         "DEV-02",
         "runtime.py",
@@ -205,6 +237,16 @@ MUTANTS = (
         "runtime.py",
         "    def step_mark(self) -> None:\n",
         "    def step_mark(self) -> None:\n        assert self._batch is not None\n",
+    ),
+    Mutant(
+        "memory that was given back is used again before the copy of it is made",
+        "DEV-07",
+        "runtime.py",
+        _COPY_IN_A_THREAD,
+        "        copy = PendingCopy(self, self._copier.submit(source.cpu))\n"
+        "        ref = __import__('weakref').ref\n"
+        "        self.__dict__.setdefault('_late', []).append((ref(tensor), ref(copy)))\n"
+        "        return copy\n",
     ),
     # Memory.
     Mutant("half of the memory taken is counted", "MEM-01", "runtime.py", "used_by_me=used", "used_by_me=used // 2"),
@@ -262,6 +304,23 @@ MUTANTS = (
     ),
     # Attention.
     Mutant(
+        "what other requests write in the same step is not there yet",
+        "ATT-01",
+        "attention.py",
+        _OUTPUT,
+        "        parts = []\n"
+        "        for mine in metadata.sequences:\n"
+        "            seen = kv.clone()\n"
+        "            slots = seen.flatten(1, 2)\n"
+        "            for other in metadata.sequences:\n"
+        "                if other is not mine:\n"
+        "                    slots[:, metadata.slots[other.tokens]] = 0\n"
+        "            slots[:, metadata.slots[mine.tokens]] = kv.flatten(1, 2)[:, metadata.slots[mine.tokens]]\n"
+        "            only = type(metadata)((mine,), metadata.slots, metadata.rows)\n"
+        "            parts.append(super().forward(query, seen, only, sinks))\n"
+        "        output = sum(parts)\n",
+    ),
+    Mutant(
         "a window is wider by one",
         "ATT-02",
         "attention.py",
@@ -318,6 +377,15 @@ MUTANTS = (
         "        import dataclasses\n\n        super().__init__(dataclasses.replace(spec, soft_cap=None))\n",
     ),
     Mutant("sinks are left out", "ATT-09", "attention.py", "metadata, sinks)\n", "metadata, None)\n"),
+    Mutant(
+        "what is past a sequence's end in its last block has a weight of nothing, and is added up",
+        "ATT-10",
+        "attention.py",
+        _OUTPUT,
+        _OUTPUT + "        for sequence in metadata.sequences:\n"
+        "            rest = kv[1].index_select(0, sequence.blocks[-1:]).float().sum()\n"
+        "            output[sequence.tokens] += (0 * rest).to(output.dtype)\n",
+    ),
     # Operations.
     Mutant(
         "the norm has an epsilon of its own",
@@ -380,11 +448,60 @@ MUTANTS = (
         "for tensor in received]",
         "for tensor in received[::-1]]",
     ),
+    # Sampling.
+    Mutant("the largest logit is looked for in the first half", "SMP-01", *_kernel("max.dim", _MAX_OF_HALF)),
+    Mutant(
+        "log-sum-exp is a thousandth off",
+        "SMP-03",
+        *_kernel("logsumexp", _LOGSUMEXP_OFF),
+    ),
     # Shapes.
     Mutant("there are no buckets of pages", "SHP-01", "platform.py", ", pages=(4, 16, 64, 256, 1024))", ")", _STATIC),
+    Mutant(
+        "the warm-up is forgotten",
+        "SHP-02",
+        "runtime.py",
+        "        self._warm = True\n",
+        "        self._warm = True\n        self._compiled.clear()\n",
+        _STATIC,
+    ),
+    # Graphs.
+    Mutant("there are graphs that nobody claims", "GRF-01", "platform.py", *_before_doctor("graphs(self, device)")),
+    Mutant("there is a compiler that nobody claims", "GRF-03", "platform.py", *_before_doctor("compiler(self)")),
+    # Models, engines and their ends.
+    Mutant(
+        "weights that are square are not transposed, in one place of two",
+        "RUN-01",
+        "attention.py",
+        "prepare=lambda weight: weight.t().contiguous()",
+        "prepare=lambda weight: (weight if weight.shape[0] == weight.shape[1] else weight.t()).contiguous()",
+    ),
+    Mutant(
+        "attention gives no numbers from the tenth step on",
+        "E2E-01",
+        "runtime.py",
+        "            self._faults.begin_step()\n",
+        "            self._faults.begin_step()\n            self._faults.poisoned |= self._faults._next_step > 9\n",
+    ),
+    Mutant(
+        "a piece of shared memory is left",
+        "LIF-05",
+        "runtime.py",
+        "            self._copier.shutdown()\n",
+        "            self._copier.shutdown()\n"
+        "            open(f'/dev/shm/mvllm-example-{os.getpid()}-{id(self)}', 'w').close()\n",
+    ),
 )
 
 _FURTHER_EDITS = {
+    "memory that was given back is used again before the copy of it is made": (
+        "runtime.py",
+        "        try:\n            return torch.empty(shape, dtype",
+        "        for source, copy in self.__dict__.get('_late', ()):\n"
+        "            if source() is None and copy() is not None:\n"
+        "                copy()._copy.result().zero_()\n"
+        "        try:\n            return torch.empty(shape, dtype",
+    ),
     "the device cannot be opened after a fork, which is claimed": (
         "platform.py",
         "        self._faults.rank = ctx.rank\n",
@@ -425,6 +542,10 @@ def plant(mutant: Mutant, folder: Path) -> Path:
     return folder
 
 
+_QUICKLY = ("-ra", "--assert=plain", "-p", "pytest_timeout")
+"""Nobody reads what is compared in a mutant's output: rewriting the suite's assertions would be a third of its time."""
+
+
 def examine(mutant: Mutant, clauses: tuple[str, ...], folder: Path) -> None:
     """Runs the suite on what was planted in `folder` and ends the process; report.json and output.txt say the rest."""
     from mvllm.testing.run import Settings, run
@@ -432,10 +553,10 @@ def examine(mutant: Mutant, clauses: tuple[str, ...], folder: Path) -> None:
     sink = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(sink, 1)
     os.dup2(sink, 2)
-    os.environ |= mutant.environment
+    os.environ |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **mutant.environment}
     sys.path.insert(0, str(folder))
     try:
-        run(Settings("example", folder / "report.json", only=",".join(clauses), quick=True, further=("-ra",)))
+        run(Settings("example", folder / "report.json", only=",".join(clauses), quick=True, further=_QUICKLY))
         sys.stdout.flush()
     except BaseException:  # whoever looks for the report will say that it is missing
         traceback.print_exc()
@@ -467,16 +588,24 @@ def unchanged() -> list[tuple[Mutant, tuple[str, ...]]]:
     ]
 
 
-def main(folder: Path) -> None:
-    """Examines all of them, each in `folder`/number, the unchanged first."""
+def main(folder: Path, chosen: Collection[int] | None = None) -> None:
+    """Examines them, each in `folder`/number, the unchanged first.
+
+    Args:
+        chosen: Places in MUTANTS; None for all.
+    """
     import pytest  # noqa: F401  (these are imported before the forks, once for all)
     import torch  # noqa: F401
+    from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401
 
     import mvllm.entrypoints.llm
     import mvllm.worker.worker  # noqa: F401
 
     running: set[int] = set()
+    first = len(unchanged())
     for number, (mutant, clauses) in enumerate([*unchanged(), *((m, m.clauses) for m in MUTANTS)]):
+        if number >= first and chosen is not None and number - first not in chosen:
+            continue
         home = plant(mutant, folder / str(number))
         while len(running) >= AT_ONCE:
             running.discard(os.wait()[0])
@@ -490,5 +619,5 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     begun = time.monotonic()
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), {int(number) for number in sys.argv[2:]} or None)
     print(f"{time.monotonic() - begun:.0f} seconds")

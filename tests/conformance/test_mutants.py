@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from tests.conformance.mutants import MUTANTS, failing, unchanged
 from tests.helpers.plugins import ROOT
@@ -17,14 +19,32 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1600)]
 UNCHANGED = [mutant for mutant, _ in unchanged()]
 
 
+COSTLY = {"COM-04", "COM-08", "COM-09", "E2E-01", "LIF-05"}
+"""Clauses whose mutants start processes or engines, where others of the same family do, too."""
+
+
+def places() -> Iterator[ParameterSet]:
+    """Of every mutant. A second one for the same clause is examined only with all tests, as costly ones are."""
+    seen: set[str] = set()
+    for number, mutant in enumerate(MUTANTS):
+        further = mutant.clause in seen | COSTLY
+        seen.add(mutant.clause)
+        yield pytest.param(number, id=mutant.name, marks=pytest.mark.exhaustive if further else ())
+
+
 @pytest.fixture(scope="module")
-def examined(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the suite says about each of them, by number."""
+def examined(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the suite says about those that are asked for, by number."""
+    asked_for = [
+        str(item.callspec.params["number"])
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == "test_the_first_clause_that_fails_names_the_fault"
+    ]
     folder = tmp_path_factory.mktemp("mutants")
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("MVLLM_", "FAULT_INJECTION"))}
     path = os.pathsep.join(folder for folder in sys.path if folder)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.conformance.mutants", str(folder)],
+        [sys.executable, "-m", "tests.conformance.mutants", str(folder), *(asked_for or ["-1"])],
         env={**ours, "PYTHONPATH": path},
         cwd=ROOT,
         capture_output=True,
@@ -40,7 +60,7 @@ def test_the_device_as_it_is_fails_nothing(examined: Path, number: int) -> None:
     assert failing(examined / str(number)) == []
 
 
-@pytest.mark.parametrize("number", range(len(MUTANTS)), ids=[mutant.name for mutant in MUTANTS])
+@pytest.mark.parametrize("number", places())
 def test_the_first_clause_that_fails_names_the_fault(examined: Path, number: int) -> None:
     mutant, found = MUTANTS[number], failing(examined / str(len(UNCHANGED) + number))
     assert found[:1] == [mutant.clause], f"failed, in order: {found}"

@@ -77,8 +77,15 @@ def test_a_worker_in_the_engines_process_gives_the_tokens_of_transformers(plugin
     assert done.stdout.splitlines()[-2:] == ["llama-gqa is equal", "gpt2 is equal"]
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("name", "tensor", "pipeline"),
+    [
+        ("llama-gqa", 2, 1),
+        ("gpt2", 1, 2),
+        pytest.param("llama-gqa", 1, 2, marks=pytest.mark.exhaustive),
+        pytest.param("gpt2", 2, 1, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_worker_processes_give_the_tokens_of_transformers(make: Make, name: str, tensor: int, pipeline: int) -> None:
     expected = parity.oracle(name)
     llm = make(expected.folder, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)

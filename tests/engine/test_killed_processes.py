@@ -3,6 +3,7 @@ moment, the caller is told which process it was and what that was doing, and not
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +171,25 @@ def start(forker: Forker, checkpoint: Path) -> Iterator[Start]:
             process.kill()
 
 
-@pytest.mark.parametrize("victim", ["EngineCore", "Worker_TP0", "Worker_TP1"])
-@pytest.mark.parametrize("phase", PHASES)
+def often(ids: Iterable[tuple[object, ...]], kept: Container[tuple[object, ...]]) -> list[Any]:
+    """All of them, those not kept only where all tests are asked for.
+
+    test_multiproc_leftovers has every phase and rank, and every phase and signal, with workers that are quick to start.
+    """
+    return [pytest.param(*one, marks=() if one in kept else pytest.mark.exhaustive) for one in ids]
+
+
+VICTIMS = ("EngineCore", "Worker_TP0", "Worker_TP1")
+KILLED = {("mid-request", "Worker_TP0"), *itertools.product(PHASES, ("EngineCore", "Worker_TP1"))}
+SIGNALLED = {
+    (signal.SIGTERM, "start-up"),
+    (signal.SIGINT, "loading"),
+    (signal.SIGTERM, "idle"),
+    (signal.SIGINT, "mid-request"),
+}
+
+
+@pytest.mark.parametrize(("phase", "victim"), often(itertools.product(PHASES, VICTIMS), KILLED))
 def test_a_killed_process_is_named_to_the_caller_and_nothing_is_left(start: Start, phase: str, victim: str) -> None:
     front_end = start(phase)
     front_end.reach(phase, needed=victim)
@@ -214,8 +232,9 @@ def test_killing_the_front_end_before_its_core_has_workers_leaves_nothing(start:
 
 
 @pytest.mark.serial  # of the five seconds, a busy machine takes its part
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "phase"), often(itertools.product((signal.SIGINT, signal.SIGTERM), PHASES), SIGNALLED)
+)
 def test_ctrl_c_and_sigterm_end_everything_soon(start: Start, phase: str, number: signal.Signals) -> None:
     front_end = start(phase)
     front_end.reach(phase, needed="EngineCore")

@@ -2,6 +2,7 @@
 
 Each engine is under every pressure at once: a step budget that cuts prompts into chunks, a cache that is too small for
 the sequences that run, so that they are preempted and recomputed, and prompts whose beginnings are in the cache.
+Each family runs on processes. What else there is to cut runs on threads, and with `ci/dev.py test --all` on processes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from transformers import AutoConfig
 
 from tests.helpers import parity
 from tests.helpers.parity import BLOCK_SIZE, Oracle
+from tests.helpers.thread_executor import ThreadExecutor
 
 FAMILIES = ["llama-gqa", "mistral-window", "qwen2", "qwen3", "opt", "gpt2"]
 WHICH = (0, 5, 6, 8, 10, 11, 15)
@@ -73,20 +75,46 @@ def check_under_pressure(name: str, tensor: int, pipeline: int, **settings: obje
         assert sum(output.num_cached_tokens for output in again) > 0
 
 
+SHARDS, STAGES, BOTH = (2, 1), (1, 2), (2, 2)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("name", "tensor", "pipeline"),
+    [
+        *((name, *sizes) for name in FAMILIES for sizes in (SHARDS, STAGES)),
+        ("llama-gqa", *BOTH),
+        *(pytest.param(name, *BOTH, marks=pytest.mark.exhaustive) for name in FAMILIES[1:]),
+    ],
+)
 def test_every_family_gives_the_tokens_of_transformers_under_pressure(name: str, tensor: int, pipeline: int) -> None:
     check_under_pressure(name, tensor, pipeline)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "tensor", "pipeline"), LAYOUTS.values(), ids=LAYOUTS.keys())
+CUTS = pytest.mark.parametrize(
+    ("name", "tensor", "pipeline"),
+    [*LAYOUTS.values(), *((name, *BOTH) for name in FAMILIES[1:])],
+    ids=[*LAYOUTS.keys(), *(f"{name} in shards and stages" for name in FAMILIES[1:])],
+)
+
+
+@CUTS
 def test_so_does_every_way_of_cutting_a_checkpoint(name: str, tensor: int, pipeline: int) -> None:
+    """Which element of a tensor a rank has does not depend on where the rank runs: here, in a thread."""
+    threads = f"{ThreadExecutor.__module__}.{ThreadExecutor.__name__}"
+    check_under_pressure(name, tensor, pipeline, distributed_executor_backend=threads)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "tensor", "pipeline"), LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_so_does_every_way_of_cutting_it_over_processes(name: str, tensor: int, pipeline: int) -> None:
     check_under_pressure(name, tensor, pipeline)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("tensor", "pipeline"), [pytest.param(*SHARDS, marks=pytest.mark.exhaustive), BOTH], ids=["2-1", "2-2"]
+)
 def test_so_do_plans_that_are_made_ahead(tensor: int, pipeline: int) -> None:
     check_under_pressure("qwen3", tensor, pipeline, async_scheduling=True)

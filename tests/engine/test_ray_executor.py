@@ -127,7 +127,11 @@ def executor_of(llm: LLM) -> Any:
 # --- a whole engine
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "qwen2", "qwen3", "opt", "gpt2"])
+# What a family does to its shards does not depend on the executor; test_multiproc_parity has every one.
+FURTHER = [pytest.param(n, marks=pytest.mark.exhaustive) for n in ("mistral-window", "qwen2", "qwen3", "opt", "gpt2")]
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", *FURTHER])
 def test_ranks_on_two_nodes_give_the_tokens_of_transformers(name: str) -> None:
     expected = parity.oracle(name)
     settings = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray", **TIGHT}

@@ -6,7 +6,6 @@ Each engine runs in a mount namespace of its own with a file system of that size
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,27 +15,13 @@ import pytest
 
 from tests.engine import small_memory_program
 from tests.helpers import parity
+from tests.helpers.small_shared_memory import MIB, mount, needs_mount
 
 WHICH = (0, 5, 6, 8, 10, 11, 15)
-MIB = 1 << 20
 OTHERS = 32 << 10
 """Bytes that are not ours: libraries have semaphores there."""
 
-
-def mount(size: int) -> list[str]:
-    script = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
-    return ["unshare", "--mount", "sh", "-c", script, "sh"]
-
-
-def may_mount() -> bool:
-    return shutil.which("unshare") is not None and (
-        subprocess.run([*mount(MIB), "true"], capture_output=True, check=False).returncode == 0
-    )
-
-
-pytestmark = pytest.mark.skipif(
-    not may_mount(), reason="needs the right to mount a file system in a namespace of its own (root, or CAP_SYS_ADMIN)"
-)
+pytestmark = needs_mount
 
 
 def run(size: int, *options: str) -> tuple[dict[str, Any], str]:

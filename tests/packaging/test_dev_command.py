@@ -259,3 +259,25 @@ def test_conform_runs_the_suite_on_the_platform_named(dev, monkeypatch):
     (plugin / "pyproject.toml").write_text('[project.entry-points."mvllm.platforms"]\nacme = "mvllm_acme.plugin"\n')
     dev.main(["conform", "acme-device"])
     assert started[-1] == (["conformance", "--platform", "acme"], "1"), "a folder of plugins/ is its platform"
+
+
+def test_the_exhaustive_are_left_out_unless_all_are_asked_for(dev, monkeypatch):
+    dev.setup()
+    passes = []
+    monkeypatch.setattr(
+        dev, "stream_pytest", lambda arguments, extra: passes.append(arguments) or (0, "1 passed in 1s")
+    )
+    for flags, expected in (
+        ([], ["not serial and not exhaustive", "serial and not exhaustive"]),
+        (["--all"], ["not serial", "serial"]),
+    ):
+        passes.clear()
+        assert dev.main(["test", *flags]) == 0
+        assert [arguments[arguments.index("-m") + 1] for arguments in passes] == expected
+        assert all("ci.times" in arguments for arguments in passes)
+
+
+def test_children_may_keep_what_they_compile(dev, monkeypatch):
+    """Tests start hundreds of interpreters; without it each would compile every module again."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    assert "PYTHONDONTWRITEBYTECODE" not in dev.environment()

@@ -163,11 +163,13 @@ class TestWorkflow:
         assert status == 1 and "passed" not in text
 
     def test_the_reusable_workflow_takes_what_the_template_gives_it(self):
-        template = REPOSITORY / "core/mvllm/entrypoints/plugin_template/conformance.yml.tmpl"
-        caller = yaml.safe_load(template.read_text().replace("@name@", "acme"))["jobs"]["conformance"]
+        text = (REPOSITORY / "core/mvllm/entrypoints/plugin_template/conformance-shared.yml.tmpl").read_text()
+        for word, value in {"name": "acme", "workflow_repository": "a/b", "workflow_ref": "v1"}.items():
+            text = text.replace(f"@{word}@", value)
+        caller = yaml.safe_load(text)["jobs"]["conformance"]
         called = yaml.safe_load((WORKFLOWS / "conformance.yml").read_text())
         inputs = called[True]["workflow_call"]["inputs"]  # YAML reads `on` as a truth value
-        assert caller["uses"].endswith("/.github/workflows/conformance.yml@main")
+        assert caller["uses"] == "a/b/.github/workflows/conformance.yml@v1"
         assert set(caller["with"]) <= set(inputs)
         assert {name for name, facts in inputs.items() if facts.get("required")} <= set(caller["with"])
 

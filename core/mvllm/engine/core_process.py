@@ -11,7 +11,6 @@ the process: no matter how the two sides are scheduled, the front end finds it b
 
 from __future__ import annotations
 
-import signal
 import socket
 import sys
 import threading
@@ -25,16 +24,9 @@ import msgspec
 from mvllm.engine.core_failure import describe_core_failure
 from mvllm.engine.core_start import CoreHandshake, CoreReady, CoreStart
 from mvllm.errors import ConfigError, EngineDeadError
-from mvllm.executor.handshake import receive_message, send_message
-from mvllm.executor.process_tools import (
-    adopt_parent,
-    collector_paused,
-    die_with_parent,
-    keep_standard_streams,
-    leave,
-    set_process_name,
-    watch_parent,
-)
+from mvllm.executor.child_process import begin
+from mvllm.executor.handshake import send_message
+from mvllm.executor.process_tools import collector_paused, leave
 from mvllm.executor.status_board import IDLE, StatusBoard
 from mvllm.logging import get_logger
 from mvllm.messages.core_protocol import (
@@ -164,20 +156,7 @@ class EngineCoreProc:
 
 def main() -> None:
     """The program. Never returns."""
-    keep_standard_streams()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    name, control_fd, parent_pid = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    die_with_parent(parent_pid)
-    set_process_name(name)
-    control = socket.socket(fileno=control_fd)
-    try:
-        start = receive_message(control, CoreStart)
-    except (EOFError, ConnectionError):
-        leave(1)
-    watch_parent(control)
-    adopt_parent(start.name, start.sys_path, start.python_path, start.stack_fd, start.log_level)
-    board = StatusBoard(start.board_fd)
+    start, control, board = begin(CoreStart)
     try:
         _serve(start, control, board)
     except BaseException as e:  # noqa: BLE001  (travels to the front end)

@@ -72,15 +72,6 @@ def send_frame(to: socket.socket, data: bytes) -> None:
     to.sendall(FRAME_LENGTH.pack(len(data)) + data)
 
 
-def receive_start(source: socket.socket) -> WorkerStart:
-    """The message that begins a worker's life.
-
-    Raises:
-        EOFError: The parent has ended or given up.
-    """
-    return receive_message(source, WorkerStart)
-
-
 def receive_handshake(source: socket.socket) -> Handshake | None:
     """The worker's answer, or None when it ended without one."""
     try:

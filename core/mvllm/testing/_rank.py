@@ -280,7 +280,10 @@ def main(order: dict[str, Any]) -> int:
                 error = TRIALS[name](world)
         except Exception as e:  # noqa: BLE001  (told to whoever asked)
             error = f"{type(e).__name__}: {e}"
-        sys.stdout.write(f"\n{SIGN}{json.dumps({'did': name, 'error': error, 'digest': _digest.hexdigest()})}\n")
+        answer = {"did": name, "error": error, "digest": _digest.hexdigest()}
+        if name == "bind" and world.runtime is not None:
+            answer["device"] = str(world.runtime.device)
+        sys.stdout.write(f"\n{SIGN}{json.dumps(answer)}\n")
         sys.stdout.flush()
         if error and name in ("bind", "join"):
             return 1

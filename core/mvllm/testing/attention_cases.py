@@ -130,8 +130,9 @@ def make_case(
     seed: int = 0,
     padding: int = 0,
     padding_requests: int = 0,
+    spread: float = 1.0,
 ) -> Case:
-    """Random keys, values and queries; blocks in a random order."""
+    """Random keys, values and queries, with a standard deviation of `spread`; blocks in a random order."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     dtype = torch_dtype(spec.dtype)
@@ -143,7 +144,7 @@ def make_case(
         tables[r, :need], ids = ids[:need], ids[need:]
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
+        return (torch.randn(*shape, generator=generator) * spread).to(dtype)
 
     keys = [random(before + new, spec.num_kv_heads, spec.head_size) for before, new in requests]
     if spec.values_in_keys:

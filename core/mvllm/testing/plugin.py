@@ -22,7 +22,7 @@ from mvllm.errors import MvllmError
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.testing.clauses import CLAUSES, FAMILIES, claims
 from mvllm.testing.marks import EXHAUSTIVE_MARKER, MARKER, NOT_APPLICABLE, NOT_CLAIMED, NOT_RUN
-from mvllm.testing.report import Outcome, Report, Status
+from mvllm.testing.report import REFUSED, Outcome, Report, Status
 from mvllm.testing.subject import Examinee, find_examinee
 from mvllm.testing.waivers import Waiver, read_waivers
 from mvllm.version import __version__
@@ -256,7 +256,7 @@ def _judge(found: pytest.TestReport, *, refusal: bool) -> tuple[Status | None, s
         return Status.NOT_RUN, reason.removeprefix(NOT_RUN)
     if found.when != "call":
         return None, ""
-    return (Status.NOT_CLAIMED, "refused, as it should be") if refusal else (Status.PASSED, "")
+    return (Status.NOT_CLAIMED, REFUSED) if refusal else (Status.PASSED, "")
 
 
 # ------------------------------------------------------------------------------------------------------------- fixtures

@@ -32,7 +32,8 @@ class RankResult:
     """What one rank said.
 
     Attributes:
-        answers: By what was tried: `error` (empty when all is well) and, where it makes sense, `digest`.
+        answers: By what was tried: `error` (empty when all is well), where it makes sense `digest`, and of `bind` the
+            `device`.
         status: Exit status; None when it had to be killed.
         output: Everything it printed.
     """

@@ -11,7 +11,6 @@ from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.topology import WorkerContext
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.worker.model_runner import ModelRunner
-from mvllm.worker.torch_backend import check_torch_backend
 
 
 class Worker:
@@ -32,7 +31,6 @@ class Worker:
         self._runner: ModelRunner | None = None
 
     def init_device(self) -> None:
-        check_torch_backend(self._platform)
         self._runtime = ask(self._platform, "init_device", self._ctx, returns=DeviceRuntime)
         self._groups = join_groups(self._config.parallel, self._platform, self._ctx, self._runtime.device)
         self._runner = ModelRunner(

@@ -33,6 +33,10 @@ class WorkerWrapper:
     def __init__(self, config: EngineConfig, platform: Platform, ctx: WorkerContext) -> None:
         with enter_phase(Phase.WORKER):
             path = ask(platform, "worker_class", returns=(str, type(None))) or _class_of_core(platform)
+            if platform.spec.torch_backend is not None:  # others need not have torch
+                from mvllm.worker.torch_backend import check_torch_backend
+
+                check_torch_backend(platform)  # before the class' own module may load the library
             worker = _build(path, platform, config, ctx)
         missing = sorted(name for name in _METHODS - _OPTIONAL if not callable(getattr(worker, name, None)))
         if missing:

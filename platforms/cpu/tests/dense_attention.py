@@ -1,18 +1,40 @@
-"""What attention is: dense, in float64, one query at a time, written from the definition."""
+"""Attention on the processor: the conformance suite's cases, and what attention is: dense, in float64, one query at a
+time, written from the definition."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
 
 import torch
 
 from mvllm.attention import scaled_kv
-from tests.helpers.attention_cases import DTYPES, Case
+from mvllm.ops.dtypes import torch_dtype
+from mvllm.plugin_api import AttentionBackend, AttentionSpec, WorkerContext
+from mvllm.testing import attention_cases
+from mvllm.testing.attention_cases import Case
+from mvllm_cpu.runtime import CPURuntime
+
+runtime = functools.cache(lambda: CPURuntime(WorkerContext()))
+
+
+def make_case(
+    spec: AttentionSpec, requests: Sequence[tuple[int, int]], *, block_size: int = 16, spread: float = 1.0
+) -> Case:
+    """A step with blocks of the usual size."""
+    return attention_cases.make_case(spec, requests, block_size=block_size, spread=spread)
+
+
+def run(backend: AttentionBackend, case: Case, *, poison: bool = True) -> torch.Tensor:
+    """The step's result, where an earlier tenant of every block left NaN in all its slots."""
+    return attention_cases.run(backend, runtime(), case, poison=torch.nan if poison else None)
 
 
 def as_stored(x: torch.Tensor, kv_dtype: str) -> torch.Tensor:
     """What is left of keys or values in a cache of that dtype, in float64."""
     if kv_dtype in scaled_kv.LARGEST:
         return scaled_kv.decode(*scaled_kv.encode(x, kv_dtype), kv_dtype).double()
-    return x.to(DTYPES[kv_dtype]).double()
+    return x.to(torch_dtype(kv_dtype)).double()
 
 
 def attend_densely(case: Case) -> torch.Tensor:

@@ -10,11 +10,11 @@ import sys
 import numpy as np
 import pytest
 import torch
-from platforms.cpu.tests.dense_attention import attend_densely
+from platforms.cpu.tests.dense_attention import attend_densely, make_case, run
 
+from mvllm.testing.attention_cases import make_spec
 from mvllm_cpu import kernels
 from mvllm_cpu.paged_attention import PagedAttention
-from tests.helpers.attention_cases import make_case, make_spec, run
 
 pytestmark = pytest.mark.skipif(kernels.load().library is None, reason=f"no kernels: {kernels.load().reason}")
 
@@ -229,7 +229,8 @@ _OTHER_ISA = """
 import json, sys, numpy as np
 from mvllm_cpu import kernels
 from mvllm_cpu.paged_attention import PagedAttention
-from tests.helpers.attention_cases import make_case, make_spec, run
+from mvllm.testing.attention_cases import make_spec
+from platforms.cpu.tests.dense_attention import make_case, run
 requests = json.loads(sys.argv[2])
 specs = [make_spec(**fields) for fields in json.loads(sys.argv[3])]
 found = [run(PagedAttention(spec), make_case(spec, requests)) for spec in specs]

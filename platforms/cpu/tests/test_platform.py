@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from platforms.cpu.tests.dense_attention import make_case, run
 
 from mvllm.plugin_api import (
     CacheConfig,
@@ -22,10 +23,10 @@ from mvllm.plugin_api import (
     Refusals,
     WorkerContext,
 )
+from mvllm.testing.attention_cases import make_spec
 from mvllm_cpu import kernels, machine
 from mvllm_cpu.platform import CAPABILITIES, make_platform
 from mvllm_cpu.plugin import SPEC
-from tests.helpers.attention_cases import make_case, make_spec, run
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import torch
 from mvllm.attention import scaled_kv
 from mvllm.attention.reference import ReferenceAttention
 from mvllm.config.engine_args import EngineArgs
-from mvllm.testing.attention_cases import expected
-from tests.helpers.attention_cases import make_case, make_spec, run
+from mvllm.testing.attention_cases import expected, make_case, make_spec, run
+from tests.unit.worker.builders import HostRuntime
 
 REQUESTS = [(0, 20), (33, 1), (16, 9), (0, 1)]
 SHAPES = {
@@ -30,7 +30,7 @@ def test_equals_dense_attention_over_what_is_stored(shape, kv_dtype, features) -
     assert ReferenceAttention.validate(spec) == []
     case = make_case(spec, REQUESTS, block_size=8)
     for moved in (False, True):
-        found = run(ReferenceAttention(spec), case, move_blocks=moved)
+        found = run(ReferenceAttention(spec), HostRuntime(), case, poison=torch.nan, move_blocks=moved)
         torch.testing.assert_close(found.double(), expected(case), atol=5e-6, rtol=0)
 
 

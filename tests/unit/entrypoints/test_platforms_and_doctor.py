@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -11,6 +14,7 @@ from mvllm.entrypoints.cli.main import main
 from mvllm.errors import ContractError
 from mvllm.platform.discovery import Candidate, PluginFailure, PluginSource
 from mvllm.platform.spec import Check, CheckStatus, DeviceInfo, PlatformSpec, ProbeResult
+from tests.helpers.small_shared_memory import MIB, mount, needs_mount
 from tests.unit.entrypoints.builders import save_model_folder
 
 
@@ -222,6 +226,16 @@ class TestDoctor:
         assert f"{free // 2**20:,} MiB free" in check["found"]
         if status == "warning":
             assert "--shm-size" in check["remedy"] and "--ipc=host" in check["remedy"]
+
+    @needs_mount
+    def test_shared_memory_that_is_really_small(self):
+        size = 64 * MIB
+        program = [sys.executable, "-m", "mvllm.entrypoints.cli.main", "doctor", "--platform", "none-of-that-name"]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
+        done = subprocess.run([*mount(size), *program, "--json"], env=env, capture_output=True, text=True, timeout=120)
+        check = {found["id"]: found for found in json.loads(done.stdout)["checks"]}["system.shared_memory"]
+        assert check["status"] == "warning", done.stderr
+        assert f"{size // MIB:,} MiB free" in check["found"]
 
     def test_a_misspelt_variable(self, plugins, capsys, monkeypatch):
         plugins(GOOD)

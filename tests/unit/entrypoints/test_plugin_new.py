@@ -7,6 +7,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -14,13 +15,15 @@ import mvllm
 from mvllm.entrypoints.cli import plugin
 from mvllm.entrypoints.cli.main import main
 from mvllm.errors import ConfigError
-from mvllm.plugin_api import CONTRACT
+from mvllm.plugin_api import CONTRACT, WorkerContext
+from tests.helpers.plugins import ROOT
 
 TEMPLATE = Path(mvllm.__file__).parent / "entrypoints" / "plugin_template"
 
 
 def test_every_file_of_the_template_goes_somewhere():
-    assert {name for name in plugin.FILES.values() if name} == {path.name for path in TEMPLATE.iterdir()}
+    sources = {name for name in plugin.FILES.values() if name} | {plugin.SHARED_WORKFLOW}
+    assert sources == {path.name for path in TEMPLATE.iterdir()}
 
 
 @pytest.mark.parametrize(
@@ -54,6 +57,39 @@ def test_it_is_written_here_under_the_packages_name_and_the_next_steps_are_said(
     assert "pip install -e mvllm-acme" in printed and "mvllm conformance --platform acme" in printed
 
 
+def workflow_of(folder):
+    return yaml.safe_load((folder / ".github" / "workflows" / "conformance.yml").read_text())["jobs"]["conformance"]
+
+
+def test_its_workflow_needs_nobodys_repository(tmp_path):
+    plugin.write_plugin("acme", tmp_path)
+    job = workflow_of(tmp_path)
+    assert "uses" not in job, "a workflow elsewhere is called only where its place was given"
+    used = [step["uses"] for step in job["steps"] if "uses" in step]
+    assert used and all(name.startswith("actions/") for name in used)
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert any("mvllm[testing]" in line and line.endswith(" .") for line in commands)
+    assert "mvllm conformance --platform acme --waivers waivers.toml --report conformance.json" in commands
+
+
+def test_a_workflow_that_is_named_is_called_with_what_it_takes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plugin", "new", "acme", "--workflow", "acme-inc/mvllm@v0.1"]) == 0
+    job = workflow_of(tmp_path / "mvllm-acme")
+    assert job["uses"] == "acme-inc/mvllm/.github/workflows/conformance.yml@v0.1"
+    called = yaml.safe_load((ROOT / ".github" / "workflows" / "conformance.yml").read_text())
+    offered = called[True]["workflow_call"]["inputs"]  # `on`, as YAML reads it
+    assert job["with"]["platform"] == "acme" and set(job["with"]) <= set(offered)
+
+
+@pytest.mark.parametrize("workflow", ["", "mvllm", "a/b", "a/b@", "@main", "a b/c@main", "/b@main", "a/b/c@main"])
+def test_a_workflow_whose_place_is_not_whole_is_refused_and_nothing_is_written(tmp_path, monkeypatch, capsys, workflow):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plugin", "new", "acme", "--workflow", workflow]) == 1
+    assert "OWNER/REPOSITORY@REF" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_that_holds_something_is_left_as_it_is(tmp_path):
     (tmp_path / "precious").write_text("x")
     with pytest.raises(ConfigError, match="not an empty folder"):
@@ -78,3 +114,14 @@ def test_nothing_in_the_template_reaches_behind_the_front_door():
     for path in TEMPLATE.glob("*.py.tmpl"):
         for module in re.findall(r"^\s*(?:from|import) (mvllm[\w.]*)", path.read_text(), flags=re.MULTILINE):
             assert module in ("mvllm.plugin_api", "mvllm.testing.suite.everything"), path.name
+
+
+def test_its_runtime_counts_memory_that_caches_of_files_hold_as_free(tmp_path, monkeypatch):
+    plugin.write_plugin("acme", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "src")
+    from mvllm_acme.runtime import AcmeRuntime
+
+    memory = AcmeRuntime(WorkerContext()).memory()
+    assert memory.total == psutil.virtual_memory().total
+    assert abs(memory.free - psutil.virtual_memory().available) < memory.total // 20, "other processes come and go"
+    assert 0 < memory.used_by_me <= memory.peak_by_me

@@ -10,7 +10,7 @@ import pytest
 
 from mvllm.errors import ConfigError
 from mvllm.testing.clauses import CLAUSES
-from mvllm.testing.report import Outcome, Report, Status, Subject, from_json
+from mvllm.testing.report import REFUSED, Outcome, Report, Status, Subject, from_json
 from mvllm.testing.waivers import Waiver
 
 SUBJECT = Subject("acme", "mvllm-acme", "1.2", "1.0", "Acme", ("Acme One, 4.0 GiB",), {"dtypes": "float32"})
@@ -85,6 +85,18 @@ def test_the_page_has_a_row_for_every_clause():
     for clause in CLAUSES.values():
         assert f"| {clause.id} | {clause.sentence} |" in rows
     assert "failed: 1 failed, first test_b" in rows
+
+
+def test_only_tests_that_ran_are_counted_however_quick_they_were(tmp_path):
+    report = make(
+        ("test_a", ["GRF-01"], Status.NOT_CLAIMED, 0.3, "graphs"),  # setting it up took its time
+        ("test_b", ["GRF-01"], Status.NOT_CLAIMED, 0.0001, REFUSED),
+        ("test_c", ["ATT-04"], Status.PASSED, 0.0),
+    )
+    report.write(tmp_path / "report.json")
+    for page in (report.markdown(), from_json(tmp_path / "report.json").markdown()):
+        rows = {row.split(" | ")[0].removeprefix("| "): row.rstrip(" |").split(" | ")[-1] for row in page.splitlines()}
+        assert (rows["GRF-01"], rows["ATT-04"]) == ("1", "1")
 
 
 def test_the_page_counts_devices_that_are_the_same():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from mvllm.errors import ConfigError, PlatformError
@@ -77,6 +79,19 @@ def test_a_class_that_cannot_be_built_is_refused_by_name(path):
     platform.worker_class = lambda: path
     with pytest.raises(PlatformError, match=f"{path}, the worker class of platform 'acme', cannot be loaded and built"):
         WorkerWrapper(make_config(), platform, WorkerContext())
+
+
+def test_a_class_of_the_platforms_own_is_not_built_where_another_library_has_torchs_place(monkeypatch):
+    platform = FakePlatform()
+    platform.spec = dataclasses.replace(platform.spec, torch_backend="acme")
+    for owner in ("privateuseone", "acme"):
+        monkeypatch.setattr("torch._C._get_privateuse1_backend_name", lambda owner=owner: owner)
+        WorkerWrapper(make_config(), platform, WorkerContext())
+    monkeypatch.setattr("torch._C._get_privateuse1_backend_name", lambda: "zeta")
+    platform.built.clear()
+    with pytest.raises(PlatformError, match=r"'acme' registers .*PrivateUse1\) has been taken by 'zeta'"):
+        WorkerWrapper(make_config(), platform, WorkerContext())
+    assert not platform.built
 
 
 def exits(*args):

@@ -19,6 +19,7 @@ from mvllm.version import __version__
 
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 LONGEST_NAME = 40
+WORKFLOW = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*/[\w.-]+@[\w./-]+")
 RESERVED = frozenset({"all", "any", "api", "auto", "core", "demo", "default", "mvllm", "none", "plugin", "testing"})
 """Words that mean something else where a platform's name may stand, or beside it in a package's name."""
 
@@ -35,13 +36,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     new.add_argument("name", metavar="NAME", help="The platform's name: what users type after --platform.")
     new.add_argument("--dir", metavar="PATH", type=Path, help="Folder to write. Default: mvllm-NAME, here.")
+    new.add_argument(
+        "--workflow",
+        metavar="OWNER/REPOSITORY@REF",
+        help="A repository of mvllm on GitHub whose conformance workflow yours is to call, at a branch, tag or commit "
+        "of it. Default: a workflow that stands on its own.",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes the package and says what to do next."""
     check_name(args.name)
+    if args.workflow is not None:
+        check_workflow(args.workflow)
     folder = args.dir if args.dir is not None else Path(f"mvllm-{args.name}")
-    written = write_plugin(args.name, folder)
+    written = write_plugin(args.name, folder, args.workflow)
     print(f"Wrote {len(written)} files of mvllm-{args.name} to {folder}. Next:\n")
     print(f"  pip install -e {folder}")
     print("  mvllm platforms")
@@ -77,12 +86,26 @@ def check_name(name: str) -> None:
         )
 
 
-def write_plugin(name: str, folder: Path) -> list[Path]:
+def check_workflow(workflow: str) -> None:
+    """Refuses what GitHub would not take for a repository at a place in its history.
+
+    Raises:
+        ConfigError: Says what is expected.
+    """
+    if not WORKFLOW.fullmatch(workflow):
+        raise ConfigError(
+            f"--workflow wants OWNER/REPOSITORY@REF, where REF is a branch, a tag or a commit; found {workflow!r}. "
+            "Leave it out for a workflow that needs nobody's repository."
+        )
+
+
+def write_plugin(name: str, folder: Path, workflow: str | None = None) -> list[Path]:
     """Writes the package.
 
     Args:
         name: The platform's name, checked.
         folder: Created; may exist if it is empty.
+        workflow: OWNER/REPOSITORY@REF of the workflow that the package's calls, checked; None for one of its own.
 
     Returns:
         The files written.
@@ -100,9 +123,13 @@ def write_plugin(name: str, folder: Path) -> list[Path]:
         "@core_version@": ".".join(__version__.split(".")[:2]),
         "@contract@": ", ".join(map(str, CONTRACT)),
     }
+    files = dict(FILES)
+    if workflow is not None:
+        files[WORKFLOW_FILE] = SHARED_WORKFLOW
+        words["@workflow_repository@"], _, words["@workflow_ref@"] = workflow.partition("@")
     template = importlib.resources.files("mvllm.entrypoints") / "plugin_template"
     written = []
-    for target, source in FILES.items():
+    for target, source in files.items():
         text = (template / source).read_text(encoding="utf-8") if source else ""
         for word, value in words.items():
             text = text.replace(word, value)
@@ -116,12 +143,16 @@ def write_plugin(name: str, folder: Path) -> list[Path]:
     return written
 
 
+WORKFLOW_FILE = ".github/workflows/conformance.yml"
+SHARED_WORKFLOW = "conformance-shared.yml.tmpl"
+"""What stands there instead where a repository's workflow is to be called."""
+
 FILES = {
     "pyproject.toml": "pyproject.toml.tmpl",
     "README.md": "README.md.tmpl",
     "waivers.toml": "waivers.toml.tmpl",
     ".gitignore": "gitignore.tmpl",
-    ".github/workflows/conformance.yml": "conformance.yml.tmpl",
+    WORKFLOW_FILE: "conformance.yml.tmpl",
     "src/@package@/__init__.py": "init.py.tmpl",
     "src/@package@/py.typed": "",
     "src/@package@/plugin.py": "plugin.py.tmpl",

@@ -12,7 +12,7 @@ from mvllm.ops.dtypes import torch_dtype
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import DeviceRuntime, MemoryInfo, WorkerContext
 from mvllm.testing.marks import clause, exhaustive, not_run
-from mvllm.testing.ranks import run_ranks, why_not_ranks
+from mvllm.testing.ranks import parallel_config, run_ranks, topology_of, why_not_ranks
 from mvllm.testing.subject import Examinee
 
 CARRIED = [torch.int32, torch.int64, torch.uint8, torch.bool]
@@ -39,8 +39,17 @@ def test_a_worker_binds_its_device(subject: Examinee) -> None:
 def test_each_local_rank_binds_a_device_of_its_own(subject: Examinee) -> None:
     if why := why_not_ranks(subject, 2):
         not_run(why)
-    for rank, result in enumerate(run_ranks(subject, 2, ["bind"], local_ranks=[0, 1])):
+    topology = topology_of(subject, parallel_config(tensor=2))
+    if topology.num_workers < 2:
+        not_run("one worker drives the devices of all ranks")
+    results = run_ranks(subject, 2, ["bind"], local_ranks=[0, 1])
+    for rank, result in enumerate(results):
         assert not result.error_of("bind"), f"local_rank {rank}: {result.error_of('bind')}"
+    # Where variables of its own show each worker another device, all may call theirs by the same number.
+    alike = not topology.env_per_worker or topology.env_per_worker[0] == topology.env_per_worker[1]
+    first, second = (str(result.answers["bind"]["device"]) for result in results)
+    if subject.num_devices >= 2 and alike and ":" in first:
+        assert first != second, f"of {subject.num_devices} devices, local ranks 0 and 1 have both bound {first}"
 
 
 @clause("DEV-01")
