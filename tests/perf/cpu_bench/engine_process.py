@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -101,14 +102,10 @@ class EngineProcess:
         """Ends the engine and whatever it started."""
         if self._process.stdin is not None:
             self._process.stdin.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            pass
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # its session is its own: workers that it left behind
-        except ProcessLookupError:
-            pass
         self._process.wait()
         self._answers.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -30,7 +31,7 @@ class Session:
         logs: Folder for what the engines print.
         keep: Called with each record as it is made.
         seed: Of the prompts.
-        turn: Entered around the runs of each workload, for whoever shares the machine by agreement.
+        turn: Entered around each round of runs, for whoever shares the machine by agreement.
     """
 
     def __init__(
@@ -89,38 +90,42 @@ class Session:
     def measure(self, alive: dict[str, EngineProcess], workload: Workload, runs: int) -> None:
         """Interleaved runs of one workload."""
         print(f"{workload}", flush=True)
-        with self._turn():
-            for run, name in in_turn(list(alive), runs):
-                process = alive.get(name)
-                if process is None:  # it failed in an earlier run
-                    continue
-                idle = wait_until_idle(IDLE_LIMIT)
-                if not idle:
-                    print(f"  the machine was not idle within {IDLE_LIMIT:.0f} s: measured anyway", flush=True)
-                before = self._probe.rates()
-                try:
-                    done = process.run(self._prompts(workload, run), workload.output, workload.shared)
-                except EngineFailed as e:
-                    print(e, flush=True)
-                    del alive[name]
-                    self._not_run(process.engine, [workload], str(e).splitlines()[0])
-                    continue
-                self._keep(
-                    Record(
-                        workload.name,
-                        process.engine.precision,
-                        name,
-                        process.engine.ours,
-                        version=process.version,
-                        run=run,
-                        seconds=done.seconds,
-                        before=before,
-                        after=self._probe.rates(),
-                        weights=process.engine.weights,
-                        idle=idle,
-                        more={"first": done.first},
-                    )
-                )
+        for run, order in itertools.groupby(in_turn(list(alive), runs), key=lambda pair: pair[0]):
+            with self._turn():
+                for _, name in order:
+                    if name in alive and not self._measured(alive[name], workload, run):
+                        del alive[name]
+
+    def _measured(self, process: EngineProcess, workload: Workload, run: int) -> bool:
+        """Measures and keeps one run; False if the engine is lost."""
+        engine = process.engine
+        idle = wait_until_idle(IDLE_LIMIT)
+        if not idle:
+            print(f"  the machine was not idle within {IDLE_LIMIT:.0f} s: measured anyway", flush=True)
+        before = self._probe.rates()
+        try:
+            done = process.run(self._prompts(workload, run), workload.output, workload.shared)
+        except EngineFailed as e:
+            print(e, flush=True)
+            self._not_run(engine, [workload], str(e).splitlines()[0])
+            return False
+        self._keep(
+            Record(
+                workload.name,
+                engine.precision,
+                engine.name,
+                engine.ours,
+                version=process.version,
+                run=run,
+                seconds=done.seconds,
+                before=before,
+                after=self._probe.rates(),
+                weights=engine.weights,
+                idle=idle,
+                more={"first": done.first},
+            )
+        )
+        return True
 
     def _prompts(self, workload: Workload, run: int) -> list[list[int]]:
         return prompts_of(workload, run, self.size.vocab, self._seed)
