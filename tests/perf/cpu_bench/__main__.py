@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.perf.cpu_bench.engines import PRECISIONS, Engine, installed_peers, our_engines
+from tests.perf.cpu_bench.engines import PRECISIONS, Engine, installed_peers, our_engines, with_settings
 from tests.perf.cpu_bench.limits import ModelSize
 from tests.perf.cpu_bench.machine import Probe, describe, wait_until_idle
 from tests.perf.cpu_bench.mixed import MixedLoad, Server, arrivals_of, drive, summary
@@ -50,6 +50,9 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"of {','.join(PRECISIONS)}; default: all",
     )
     parser.add_argument("--engine", type=_words, help="parts of engines' names, such as mvllm,vllm; default: all")
+    parser.add_argument(
+        "--also", action="append", default=[], metavar="NAME=JSON,..", help="another row of mvllm, with these settings"
+    )
     parser.add_argument("--runs", type=int, default=3, help="of each engine on each workload (default 3)")
     parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
     parser.add_argument("--model", default="S", choices=["S", "M"])
@@ -83,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         records = [Record.from_json(json.loads(line)) for line in args.table.read_text().splitlines()]
         print(render(records, ModelSize.of(hf_model(args.models, args.model))))
         return
-    engines = chosen([*our_engines(args.threads), *installed_peers(args.peers)], args.engine)
+    ours = our_engines(args.threads)
+    ours += [with_settings(ours[0], settings) for settings in args.also]
+    engines = chosen([*ours, *installed_peers(args.peers)], args.engine)
     out = args.out or args.models / f"runs-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
     out.parent.mkdir(parents=True, exist_ok=True)
     records: list[Record] = []

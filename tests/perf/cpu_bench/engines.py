@@ -18,7 +18,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.perf.cpu_bench.limits import BF16, WeightFormat
@@ -78,7 +78,8 @@ class Engine:
 
     def threads(self, threads: int) -> int:
         """Threads of each of its processes, where `threads` are given to all."""
-        ranks = next((int(option[3:]) for option in self.options if option.startswith("tp=")), 1)
+        sizes = [option.partition("=")[2] for option in self.options if option.startswith("tensor_parallel_size=")]
+        ranks = int(sizes[0]) if sizes else 1
         return max(1, threads // ranks)
 
 
@@ -89,11 +90,13 @@ def our_engines(threads: int) -> list[Engine]:
     found = [
         Engine("mvllm", "bf16", runner, python, "hf", BF16, ours=True, server=_our_server()),
         Engine("mvllm", "int8", runner, python, "hf", WeightFormat(8, 8, int8_products=True), ours=True),
-        Engine("mvllm w8a8", "int8", runner, python, "hf-w8a8", w8a8, ours=True, options=("checkpoint=w8a8",)),
+        Engine("mvllm w8a8", "int8", runner, python, "hf-w8a8", w8a8, ours=True, options=("checkpoint=quantized",)),
         Engine("mvllm", "int4", runner, python, "hf", WeightFormat(4.5, 8), ours=True),
     ]
     if threads >= 2:
-        found.insert(1, Engine("mvllm tp2", "bf16", runner, python, "hf", BF16, ours=True, options=("tp=2",)))
+        found.insert(
+            1, Engine("mvllm tp2", "bf16", runner, python, "hf", BF16, ours=True, options=("tensor_parallel_size=2",))
+        )
     return found
 
 
@@ -101,6 +104,12 @@ def _our_server() -> tuple[str, ...] | None:
     if importlib.util.find_spec("mvllm.entrypoints.cli.serve") is None:
         return None
     return ("-m", "mvllm.entrypoints.cli.main", "serve")
+
+
+def with_settings(engine: Engine, settings: str) -> Engine:
+    """`engine` with further settings, as NAME=JSON,NAME=JSON: for trying what another default would give."""
+    more = tuple(settings.split(","))
+    return replace(engine, name=f"{engine.name} {settings}", options=(*engine.options, *more), server=None)
 
 
 ASK = """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.perf.cpu_bench.engine_process import EngineFailed, EngineProcess
-from tests.perf.cpu_bench.engines import Engine, our_engines, peers_with
+from tests.perf.cpu_bench.engines import Engine, our_engines, peers_with, with_settings
 from tests.perf.cpu_bench.limits import BF16, ModelSize, Rates, WeightFormat, floor_seconds, phases
 from tests.perf.cpu_bench.mixed import Answer, MixedLoad, arrivals_of, drive, summary
 from tests.perf.cpu_bench.table import Record, render, rows_of
@@ -176,6 +176,7 @@ def test_two_ranks_share_the_threads() -> None:
     by_name = {engine.name: engine for engine in our_engines(threads=2)}
     assert by_name["mvllm"].environment(2)["OMP_NUM_THREADS"] == "2"
     assert by_name["mvllm tp2"].environment(2)["OMP_NUM_THREADS"] == "1"
+    assert with_settings(by_name["mvllm tp2"], "async_scheduling=true").threads(2) == 1
     assert "mvllm tp2" not in {engine.name for engine in our_engines(threads=1)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 
 from protocol import Generate, Unavailable, serve
 
@@ -14,15 +15,14 @@ def load(args: argparse.Namespace) -> tuple[Generate, str, str]:
     from mvllm.config.engine_args import EngineArgs
 
     options = dict(option.split("=", 1) for option in args.option)
-    settings: dict = {}
-    if args.precision != "bf16" or "checkpoint" in options:
+    is_quantized = options.pop("checkpoint", None) == "quantized"
+    settings = {name: json.loads(value) for name, value in options.items()}
+    if args.precision != "bf16":
         if "quantization" not in {field.name for field in dataclasses.fields(EngineArgs)}:
             raise Unavailable("this version has no quantization")
-        if "checkpoint" not in options:
+        if not is_quantized:
             settings["quantization"] = args.precision
-    ranks = int(options.get("tp", 1))
-    if ranks > 1:
-        settings |= {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
+    ranks = settings.get("tensor_parallel_size", 1)
     llm = LLM(
         model=str(args.model),
         dtype="bfloat16",
