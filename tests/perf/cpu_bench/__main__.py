@@ -11,7 +11,7 @@ of matrix products are measured. The table's shares are of those:
     GEMM bound        operations over the rate of matrix products, likewise
     floor             the slower of the two in each phase (prompts, then tokens), likewise
 
-Every run is also a line of JSON in --out; `--table FILE` prints the table of such a file again.
+Every run is also a line of JSON in --out; `--table FILE` prints the table of such files again.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--peers", type=Path, default=os.environ.get("MVLLM_BENCH_PEERS"), help="folder of virtual environments"
     )
     parser.add_argument("--out", type=Path, help="file that gets a JSON line per run (default: among the models)")
-    parser.add_argument("--table", type=Path, help="measure nothing: print the table of such a file")
+    parser.add_argument("--table", type=Path, nargs="+", help="measure nothing: print the table of such files")
     return parser.parse_args(argv)
 
 
@@ -83,7 +83,8 @@ def chosen(engines: Sequence[Engine], names: Sequence[str] | None) -> list[Engin
 def main(argv: Sequence[str] | None = None) -> None:
     args = options(argv)
     if args.table:
-        records = [Record.from_json(json.loads(line)) for line in args.table.read_text().splitlines()]
+        lines = [line for file in args.table for line in file.read_text().splitlines()]
+        records = [Record.from_json(json.loads(line)) for line in lines]
         print(render(records, ModelSize.of(hf_model(args.models, args.model))))
         return
     ours = our_engines(args.threads)

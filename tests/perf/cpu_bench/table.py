@@ -179,4 +179,8 @@ def render(records: Sequence[Record], size: ModelSize) -> str:
                 "; ".join(row.flags),
             ]
             lines.append(f"| {' | '.join(cells)} |")
+    versions = {record.engine: record.version for record in records if record.version}
+    lines += (
+        ["", "Engines: " + ", ".join(f"{name} {version}" for name, version in versions.items())] if versions else []
+    )
     return "\n".join(lines)

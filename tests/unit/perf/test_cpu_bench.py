@@ -150,6 +150,11 @@ def test_an_engine_that_did_not_run_has_a_row_that_says_why() -> None:
     assert "| mvllm | - | - | - | - | - | - | 0 | no server yet |" in render([missing], SMALL)
 
 
+def test_the_table_names_the_versions_that_ran() -> None:
+    text = render([record("mvllm", 1.0, ours=True, version="0.1"), record("peer", 2.0, version="7")], SMALL)
+    assert text.splitlines()[-1] == "Engines: mvllm 0.1, peer 7"
+
+
 def test_without_a_bandwidth_the_other_bound_is_still_there() -> None:
     (row,) = rows_of([record("mvllm", 1.0, ours=True, read=None)], SMALL)
     assert row.of_read is None and row.of_floor is None and row.of_gemm is not None
