@@ -30,7 +30,7 @@ from tests.perf.cpu_bench.limits import ModelSize
 from tests.perf.cpu_bench.machine import Probe, describe, wait_until_idle
 from tests.perf.cpu_bench.mixed import MixedLoad, Server, arrivals_of, drive, summary
 from tests.perf.cpu_bench.models import hf_model, model_for
-from tests.perf.cpu_bench.session import IDLE_LIMIT, Session
+from tests.perf.cpu_bench.session import Session
 from tests.perf.cpu_bench.table import Record, render
 from tests.perf.cpu_bench.workloads import MIXED, WARM_UP, WORKLOADS
 
@@ -54,6 +54,7 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--also", action="append", default=[], metavar="NAME=JSON,..", help="another row of mvllm, with these settings"
     )
     parser.add_argument("--runs", type=int, default=3, help="of each engine on each workload (default 3)")
+    parser.add_argument("--idle-limit", type=float, default=120.0, help="seconds to wait for an idle machine (120)")
     parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
     parser.add_argument("--model", default="S", choices=["S", "M"])
     parser.add_argument(
@@ -108,7 +109,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{describe()}; {args.threads} threads; model {args.model}; prompts of seed {args.seed}", flush=True)
         if probe.note:
             print(probe.note, flush=True)
-        session = Session(args.models, args.model, probe, threads=args.threads, logs=logs, keep=keep, seed=args.seed)
+        session = Session(
+            args.models,
+            args.model,
+            probe,
+            threads=args.threads,
+            logs=logs,
+            keep=keep,
+            seed=args.seed,
+            idle_limit=args.idle_limit,
+        )
         for precision in args.precision:
             group = [engine for engine in engines if engine.precision == precision]
             session.run(group, [WORKLOADS[name] for name in args.workload if name in WORKLOADS], args.runs)
@@ -134,7 +144,7 @@ def mixed(engine: Engine, args: argparse.Namespace, probe: Probe, size: ModelSiz
             few = arrivals_of(MixedLoad(requests=4), WARM_UP, size.vocab, args.seed)
             asyncio.run(drive(server.url, few))
             for run in range(args.runs):
-                idle, before = wait_until_idle(IDLE_LIMIT), probe.rates()
+                idle, before = wait_until_idle(args.idle_limit), probe.rates()
                 seconds, answers = asyncio.run(drive(server.url, arrivals_of(load, run, size.vocab, args.seed)))
                 keep(
                     Record(

@@ -17,8 +17,6 @@ from tests.perf.cpu_bench.models import MAX_POSITIONS, hf_model, model_for
 from tests.perf.cpu_bench.table import Record
 from tests.perf.cpu_bench.workloads import WARM_UP, Workload, in_turn, prompts_of
 
-IDLE_LIMIT = 120.0
-
 
 class Session:
     """Runs workloads on engines and keeps what came of it.
@@ -31,6 +29,7 @@ class Session:
         logs: Folder for what the engines print.
         keep: Called with each record as it is made.
         seed: Of the prompts.
+        idle_limit: Seconds to wait for an idle machine before each run.
         turn: Entered around each round of runs, for whoever shares the machine by agreement.
     """
 
@@ -44,11 +43,12 @@ class Session:
         logs: Path,
         keep: Callable[[Record], None],
         seed: int = 0,
+        idle_limit: float = 120.0,
         turn: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         self._models, self._model = models, model
         self._probe, self._threads, self._logs = probe, threads, logs
-        self._keep, self._seed, self._turn = keep, seed, turn
+        self._keep, self._seed, self._idle_limit, self._turn = keep, seed, idle_limit, turn
         self.size = ModelSize.of(hf_model(models, model))
 
     def run(self, engines: Sequence[Engine], workloads: Sequence[Workload], runs: int) -> None:
@@ -99,9 +99,9 @@ class Session:
     def _measured(self, process: EngineProcess, workload: Workload, run: int) -> bool:
         """Measures and keeps one run; False if the engine is lost."""
         engine = process.engine
-        idle = wait_until_idle(IDLE_LIMIT)
+        idle = wait_until_idle(self._idle_limit)
         if not idle:
-            print(f"  the machine was not idle within {IDLE_LIMIT:.0f} s: measured anyway", flush=True)
+            print(f"  the machine was not idle within {self._idle_limit:.0f} s: measured anyway", flush=True)
         before = self._probe.rates()
         try:
             done = process.run(self._prompts(workload, run), workload.output, workload.shared)
