@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -73,7 +74,7 @@ def model_for(engine: Engine, models: Path, name: str) -> Path:
 
 
 def hf_model(models: Path, name: str) -> Path:
-    """The model itself, with a tokenizer of one word per id (the engines are given ids; some want to see one)."""
+    """The model itself, with a tokenizer of letters and pairs (the engines are given ids; some want to see one)."""
     folder = models / "hf" / name
     if (folder / "model.safetensors").exists():
         return folder
@@ -142,8 +143,9 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = ["<|endoftext|>", *letters, *(f"<{i}>" for i in range(len(letters) + 1, vocab_size))]
-    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    pairs = list(itertools.islice(itertools.product(letters, letters), vocab_size - len(letters) - 1))
+    words = ["<|endoftext|>", *letters, *(a + b for a, b in pairs)]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>"])
