@@ -6,9 +6,10 @@ program for its own Python.
 Precisions are those of the engine's usual format, and count the whole model:
 
     bf16   every engine in bf16                          mvllm, vLLM, OpenVINO, llama.cpp, transformers
-    int8   mvllm, vLLM: int8 weights and activations, the head in bf16 (checkpoints); OpenVINO: weights of 8 bits,
-           head included; llama.cpp: Q8_0
-    int4   OpenVINO: groups of 128, the head in 8 bits; llama.cpp: Q4_0, the head in Q6_K
+    int8   mvllm: int8 weights and activations, head included; vLLM, and mvllm from the same checkpoint: likewise, the
+           head in bf16; OpenVINO: weights of 8 bits, head included; llama.cpp: Q8_0
+    int4   mvllm: groups of 32 with zero points, the head in 8 bits; OpenVINO: groups of 128, the head in 8 bits;
+           llama.cpp: Q4_0, the head in Q6_K
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def our_engines(threads: int) -> list[Engine]:
         Engine("mvllm", "bf16", runner, python, "hf", BF16, ours=True, server=_our_server()),
         Engine("mvllm", "int8", runner, python, "hf", WeightFormat(8, 8, int8_products=True), ours=True),
         Engine("mvllm w8a8", "int8", runner, python, "hf-w8a8", w8a8, ours=True, options=("checkpoint=quantized",)),
-        Engine("mvllm", "int4", runner, python, "hf", WeightFormat(4.5, 8), ours=True),
+        Engine("mvllm", "int4", runner, python, "hf", WeightFormat(5.25, 8), ours=True),
     ]
     if threads >= 2:
         found.insert(
