@@ -12,7 +12,7 @@ import pytest
 from tests.perf.cpu_bench.engine_process import EngineFailed, EngineProcess
 from tests.perf.cpu_bench.engines import Engine, our_engines, peers_with, with_settings
 from tests.perf.cpu_bench.limits import BF16, ModelSize, Rates, WeightFormat, floor_seconds, phases
-from tests.perf.cpu_bench.mixed import Answer, MixedLoad, arrivals_of, drive, summary
+from tests.perf.cpu_bench.mixed import Answer, MixedLoad, Server, arrivals_of, drive, summary
 from tests.perf.cpu_bench.table import Record, render, rows_of
 from tests.perf.cpu_bench.workloads import WORKLOADS, Workload, in_turn, prompts_of
 
@@ -284,3 +284,42 @@ def test_refusals_and_missing_tokens_are_errors() -> None:
         asyncio.run(answered(b"HTTP/1.1 429 Too Many Requests\r\n\r\nlater"))
     with pytest.raises(RuntimeError, match="gave -1 tokens where 2"):
         asyncio.run(answered(b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices": [{"text": "a"}]}\n\n'))
+
+
+HEALTHY = """
+import http.server, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def server_of(program: str, tmp_path: Path) -> Server:
+    engine = Engine("some", "bf16", Path(), Path(sys.executable), "hf", BF16, server=("-c", program))
+    return Server(engine, tmp_path / "model", threads=1, log=tmp_path / "log")
+
+
+def test_a_server_is_waited_for_and_ended(tmp_path: Path) -> None:
+    with server_of(HEALTHY, tmp_path) as server:
+        assert b" 200 " in asyncio.run(asked(server.url))
+    with pytest.raises(OSError):
+        asyncio.run(asked(server.url))
+
+
+def test_a_server_that_ends_shows_its_last_words(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no such model"), server_of("raise SystemExit('no such model')", tmp_path):
+        pass
+
+
+async def asked(url: str) -> bytes:
+    """The first line that `url` answers."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    writer.write(b"GET /health HTTP/1.0\r\n\r\n")
+    line = await reader.readline()
+    writer.close()
+    return line
