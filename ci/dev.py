@@ -4,6 +4,7 @@
     python3 ci/dev.py run      set up, then generate text with the demo model
     python3 ci/dev.py test     set up, lint, then the tests; the gate (with --all: the exhaustive ones, too)
     python3 ci/dev.py conform  the whole conformance suite on a platform: conform cpu
+    python3 ci/dev.py bench    figures beside other engines and the machine's limits: bench cpu
     python3 ci/dev.py setup    only the environment: .venv at the top of the repository, pinned by ci/constraints
     python3 ci/dev.py lint     ruff, mypy, import-linter, and that the core names no hardware
     python3 ci/dev.py build    wheels and source archives of every distribution, into dist/
@@ -465,6 +466,24 @@ def _platform_of(name: str) -> str:
     return next(iter(entry_points.get("mvllm.platforms", {})), name)
 
 
+BENCHMARKS = {"cpu": "tests.perf.cpu_bench"}
+
+
+def bench(arguments: list[str]) -> int:
+    """Runs the benchmark named first; the rest goes to it.
+
+    Raises:
+        StepFailed: There is none of that name.
+    """
+    if not arguments or arguments[0] not in BENCHMARKS:
+        found = repr(arguments[0]) if arguments else "nothing"
+        raise StepFailed(f"error: bench was given {found}\n  remedy: name one of: {', '.join(BENCHMARKS)}")
+    setup()
+    return subprocess.run(
+        [str(PYTHON), "-m", BENCHMARKS[arguments[0]], *arguments[1:]], cwd=ROOT, env=environment()
+    ).returncode
+
+
 def build() -> int:
     """Builds a wheel and a source archive of each distribution into dist/."""
     setup()
@@ -485,7 +504,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         prog="ci/dev.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="setup | run | lint | test | conform | build"
+        dest="command", required=True, metavar="setup | run | lint | test | conform | bench | build"
     )
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
@@ -500,9 +519,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     tests.add_argument("--fast", action="store_true", help="leave out tests/e2e and tests/packaging")
     tests.add_argument("--all", action="store_true", help="the exhaustive tests, too: what others hold in fewer forms")
     add("conform", "the whole conformance suite on a platform; further arguments go to `mvllm conformance`")
+    add("bench", "figures beside other engines and limits; further arguments go to the benchmark")
     add("build", "build wheels and source archives into dist/")
     options, rest = parser.parse_known_args(argv)
-    if rest and options.command not in ("run", "test", "conform"):
+    if rest and options.command not in ("run", "test", "conform", "bench"):
         parser.error(f"{options.command} takes no argument {rest[0]!r}")
     return options, rest[1:] if rest[:1] == ["--"] else rest
 
@@ -529,6 +549,8 @@ def main(argv: Sequence[str]) -> int:
             return test(rest, fast=options.fast, everything=options.all)
         if options.command == "conform":
             return conform(rest)
+        if options.command == "bench":
+            return bench(rest)
         return build()
     except StepFailed as failure:
         print(f"\n{failure}", file=sys.stderr)

@@ -235,6 +235,23 @@ def test_one_failing_pass_fails_and_an_empty_one_does_not(dev, statuses, verdict
     assert dev.verdict(statuses) == verdict
 
 
+def test_bench_runs_the_benchmark_named_with_its_arguments_and_refuses_others(dev, monkeypatch, capsys):
+    dev.setup()
+    started = []
+
+    def run(command, **settings):
+        started.append(command[1:])
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr(dev.subprocess, "run", run)
+    assert dev.main(["bench", "cpu", "--workload", "single"]) == 3
+    assert started == [["-m", "tests.perf.cpu_bench", "--workload", "single"]]
+    assert dev.main(["bench", "abacus"]) == 1
+    said = capsys.readouterr().err
+    assert "'abacus'" in said and "name one of: cpu" in said
+    assert len(started) == 1
+
+
 def test_a_failing_linter_fails_the_command_and_is_named(dev, capsys):
     dev.failing = "mypy"
     assert dev.lint() == 1

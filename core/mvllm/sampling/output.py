@@ -54,14 +54,20 @@ class SamplerOutput:
         if self.gathered_logprobs is not None:
             self._copies.append(to_host(self.gathered_logprobs.gathered))
 
+    def numpy(self) -> np.ndarray:
+        """Returns `token_ids` on the host, int64 [n]."""
+        return self._host[0].astype(np.int64)
+
     def tolist(self) -> list[int]:
         """Returns `token_ids` as Python integers."""
-        return self._host[0].astype(np.int64).tolist()
+        return self.numpy().tolist()
 
     @cached_property
     def errors(self) -> dict[int, str]:
         """What went wrong, for the indices into the batch that failed."""
         peaks = self._host[1]
+        if math.isfinite(peaks.sum(dtype=np.float64)):  # one pass for what nearly always holds
+            return {}
         return {int(index): _complaint(float(peaks[index])) for index in np.flatnonzero(~np.isfinite(peaks))}
 
     @cached_property

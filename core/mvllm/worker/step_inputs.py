@@ -95,6 +95,7 @@ class StepInputBuilder:
         capacity = 4 * max_tokens + 4 * max_rows + 1 + max_rows * max_pages
         self.staging = StepStaging(runtime)
         self.staging.reserve(capacity, torch.int32)
+        self._counting = np.arange(max(max_tokens, max_rows) + 1, dtype=np.int32)
 
     def build(self, plan: SchedulerOutput) -> StepInputs:
         """The inputs of `plan`, whose changes have been applied to the rows already."""
@@ -103,14 +104,14 @@ class StepInputBuilder:
         num_scheduled = np.array(plan.num_scheduled_tokens, dtype=np.int32)
         first = table.num_computed[rows]
         seq_lens = first + num_scheduled
-        sampling = np.flatnonzero(seq_lens == history.num_tokens[rows])
-        num_requests, num_tokens = len(rows), plan.total_num_scheduled_tokens
-        max_query_len, max_seq_len = int(num_scheduled.max()), int(seq_lens.max())
+        sampling = (seq_lens == history.num_tokens[rows]).nonzero()[0]
+        num_requests, num_tokens, num_sampling = len(rows), plan.total_num_scheduled_tokens, len(sampling)
+        max_query_len, max_seq_len = max(plan.num_scheduled_tokens), int(seq_lens.max())
 
         padded_tokens = ShapePolicy.pad(num_tokens, self._shapes.tokens)
         padded_requests = ShapePolicy.pad(num_requests, self._shapes.requests)
         pages = ShapePolicy.pad(-(-max_seq_len // self._block_size), self._shapes.pages)
-        padded_sampling = ShapePolicy.pad(len(sampling), self._shapes.requests) if len(sampling) else 0
+        padded_sampling = ShapePolicy.pad(num_sampling, self._shapes.requests) if num_sampling else 0
 
         sizes = [padded_tokens] * 3 + [padded_requests + 1, padded_requests, padded_sampling, padded_requests * pages]
         sizes.append(padded_tokens if self._with_prompt_lens else 0)
@@ -124,30 +125,35 @@ class StepInputBuilder:
         )
         block_table = block_table.reshape(padded_requests, pages)
 
-        query_start_loc[0] = 0
-        np.cumsum(num_scheduled, out=query_start_loc[1 : num_requests + 1])
         lens[:num_requests] = seq_lens
-        logits_at[: len(sampling)] = query_start_loc[sampling + 1] - 1
-        logits_at[len(sampling) :] = 0
         known = block_table[:num_requests, : table.block_table.shape[1]]  # a bucket may be wider than any sequence
-        np.take(table.block_table[:, :pages], rows, axis=0, out=known, mode="clip")
-        block_table[:num_requests, known.shape[1] :] = 0
-        if max_query_len == 1:
+        table.block_table[:, :pages].take(rows, axis=0, out=known, mode="clip")
+        if known.shape[1] < pages:
+            block_table[:num_requests, known.shape[1] :] = 0
+        if max_query_len == 1:  # a step of nothing but decoding: token i is request i
             row_of_token, position = rows, first
+            query_start_loc[: num_requests + 1] = self._counting[: num_requests + 1]
+            logits_at[:num_sampling] = sampling
+            block = known[self._counting[:num_requests], position // self._block_size]
         else:
-            row_of_token = np.repeat(rows, num_scheduled)
-            offsets = np.arange(num_tokens, dtype=np.int32) - np.repeat(query_start_loc[:num_requests], num_scheduled)
-            position = np.repeat(first, num_scheduled) + offsets
+            query_start_loc[0] = 0
+            num_scheduled.cumsum(out=query_start_loc[1 : num_requests + 1])
+            logits_at[:num_sampling] = query_start_loc[sampling + 1] - 1
+            row_of_token = rows.repeat(num_scheduled)
+            offsets = self._counting[:num_tokens] - query_start_loc[:num_requests].repeat(num_scheduled)
+            position = first.repeat(num_scheduled) + offsets
+            block = table.block_table[row_of_token, position // self._block_size]
         token_ids[:num_tokens] = history.token_ids[row_of_token, position]
         positions[:num_tokens] = position
-        block = table.block_table[row_of_token, position // self._block_size]
         slots[:num_tokens] = block * self._block_size + position % self._block_size
         if self._with_prompt_lens:
             prompt_lens[:num_tokens] = history.num_prompt_tokens[row_of_token]
             prompt_lens[num_tokens:] = 0
         if self._with_sample_rows:
-            sample_rows[: len(sampling)] = rows[sampling]
-            sample_rows[len(sampling) :] = len(table.num_blocks)
+            sample_rows[:num_sampling] = rows[sampling]
+            sample_rows[num_sampling:] = len(table.num_blocks)
+        if padded_sampling > num_sampling:
+            logits_at[num_sampling:] = 0
         if padded_tokens > num_tokens:
             token_ids[num_tokens:] = 0
             positions[num_tokens:] = 0

@@ -45,16 +45,20 @@ class StepResult:
 
     def read(self) -> tuple[ModelRunnerOutput, np.ndarray]:
         """The output, and the tokens of the sampling rows, int64 [S]."""
-        tokens = np.full(len(self.rows), -1, dtype=np.int64)
         output, at = ModelRunnerOutput(step=self.step), self.sampling
+        sampled_ids = np.empty(0, dtype=np.int64)
         if self.sampled is not None:
-            tokens[at] = self.sampled.tolist()
+            sampled_ids = self.sampled.numpy()
             output.logprobs = {int(at[i]): entry for i, entry in self.sampled.logprobs.items()}
             output.errors = {int(at[i]): text for i, text in self.sampled.errors.items()}
+        tokens = sampled_ids
+        if len(at) < len(self.rows):
+            tokens = np.full(len(self.rows), -1, dtype=np.int64)
+            tokens[at] = sampled_ids
         output.sampled_token_ids = tokens.tolist()
         if self.prompt_pieces:
             output.prompt_logprobs = {
                 position: [entry for piece in pieces for entry in piece.read()]
                 for position, pieces in self.prompt_pieces.items()
             }
-        return output, tokens[at]
+        return output, sampled_ids

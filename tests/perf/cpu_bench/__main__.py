@@ -1,0 +1,185 @@
+"""mvllm on this machine's processor, beside every engine that is installed for it and beside the machine's limits.
+
+    python3 ci/dev.py bench cpu --peers FOLDER [--models FOLDER] [--workload offline,single] [--precision bf16,int8]
+
+FOLDER of peers holds a virtual environment per engine (vLLM's build for CPUs, OpenVINO GenAI, llama-cpp-python,
+transformers), under any names. Without it, mvllm stands beside the limits alone. Engines of one precision stay loaded
+side by side and take turns; before each run the machine must be idle, and around each its read bandwidth and its rates
+of matrix products are measured. The table's shares are of those:
+
+    bandwidth bound   bytes that must be read over the read bandwidth, as a share of the seconds
+    GEMM bound        operations over the rate of matrix products, likewise
+    floor             the slower of the two in each phase (prompts, then tokens), likewise
+
+Every run is also a line of JSON in --out; `--table FILE` prints the table of such files again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.perf.cpu_bench.engines import PRECISIONS, Engine, installed_peers, our_engines, with_settings
+from tests.perf.cpu_bench.limits import ModelSize
+from tests.perf.cpu_bench.machine import Probe, describe, wait_until_idle
+from tests.perf.cpu_bench.mixed import MixedLoad, Server, arrivals_of, drive, summary
+from tests.perf.cpu_bench.models import hf_model, model_for
+from tests.perf.cpu_bench.session import Session
+from tests.perf.cpu_bench.table import Record, render
+from tests.perf.cpu_bench.workloads import MIXED, WARM_UP, WORKLOADS
+
+
+def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="ci/dev.py bench cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    here = Path(tempfile.gettempdir())
+    every = [*WORKLOADS, MIXED]
+    parser.add_argument("--workload", type=_among(every), default=every, help=f"of {','.join(every)}; default: all")
+    parser.add_argument(
+        "--precision",
+        type=_among(PRECISIONS),
+        default=list(PRECISIONS),
+        help=f"of {','.join(PRECISIONS)}; default: all",
+    )
+    parser.add_argument("--engine", type=_words, help="parts of engines' names, such as mvllm,vllm; default: all")
+    parser.add_argument(
+        "--also", action="append", default=[], metavar="NAME=JSON,..", help="another row of mvllm, with these settings"
+    )
+    parser.add_argument("--runs", type=int, default=3, help="of each engine on each workload (default 3)")
+    parser.add_argument("--idle-limit", type=float, default=120.0, help="seconds to wait for an idle machine (120)")
+    parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+    parser.add_argument("--model", default="S", choices=["S", "M"])
+    parser.add_argument(
+        "--seed", type=int, default=time.time_ns() % 10**6, help="of the prompts; default: another each time"
+    )
+    parser.add_argument(
+        "--models",
+        type=Path,
+        default=os.environ.get("MVLLM_BENCH_MODELS", here / "mvllm-cpu-bench"),
+        help="folder of models",
+    )
+    parser.add_argument(
+        "--peers", type=Path, default=os.environ.get("MVLLM_BENCH_PEERS"), help="folder of virtual environments"
+    )
+    parser.add_argument("--out", type=Path, help="file that gets a JSON line per run (default: among the models)")
+    parser.add_argument("--table", type=Path, nargs="+", help="measure nothing: print the table of such files")
+    return parser.parse_args(argv)
+
+
+def chosen(engines: Sequence[Engine], names: Sequence[str] | None) -> list[Engine]:
+    """The engines whose names contain one of `names`."""
+    if names is None:
+        return list(engines)
+    return [each for each in engines if any(name.lower() in each.name.lower() for name in names)]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = options(argv)
+    if args.table:
+        lines = [line for file in args.table for line in file.read_text().splitlines()]
+        records = [Record.from_json(json.loads(line)) for line in lines]
+        print(render(records, ModelSize.of(hf_model(args.models, args.model))))
+        return
+    ours = our_engines(args.threads)
+    ours += [with_settings(ours[0], settings) for settings in args.also]
+    engines = chosen([*ours, *installed_peers(args.peers)], args.engine)
+    out = args.out or args.models / f"runs-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    records: list[Record] = []
+
+    def keep(record: Record) -> None:
+        records.append(record)
+        with out.open("a") as lines:
+            lines.write(json.dumps(record.to_json()) + "\n")
+        took = record.note if record.seconds is None else f"{record.seconds:.3f} s"
+        print(f"  {record.engine} ({record.precision}) {took}", flush=True)
+
+    logs = args.models / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    hf_model(args.models, args.model)
+    with Probe(args.models, args.threads) as probe:
+        print(f"{describe()}; {args.threads} threads; model {args.model}; prompts of seed {args.seed}", flush=True)
+        if probe.note:
+            print(probe.note, flush=True)
+        session = Session(
+            args.models,
+            args.model,
+            probe,
+            threads=args.threads,
+            logs=logs,
+            keep=keep,
+            seed=args.seed,
+            idle_limit=args.idle_limit,
+        )
+        for precision in args.precision:
+            group = [engine for engine in engines if engine.precision == precision]
+            session.run(group, [WORKLOADS[name] for name in args.workload if name in WORKLOADS], args.runs)
+            if MIXED in args.workload:
+                for engine in group:
+                    mixed(engine, args, probe, session.size, logs, keep)
+    print(f"\n{render(records, session.size)}\n\nruns: {out}")
+
+
+def mixed(engine: Engine, args: argparse.Namespace, probe: Probe, size: ModelSize, logs: Path, keep) -> None:
+    """The mixed load on one engine: its server is started, driven `--runs` times, and ended."""
+
+    def not_run(note: str) -> None:
+        keep(Record(MIXED, engine.precision, engine.name, engine.ours, note=note))
+
+    if engine.server is None:
+        not_run("no server yet" if engine.ours else "no server among its packages")
+        return
+    model, load = model_for(engine, args.models, args.model), MixedLoad()
+    log = logs / f"{engine.name}-{engine.precision}-server.log".replace(" ", "-")
+    try:
+        with Server(engine, model, threads=args.threads, log=log) as server:
+            few = arrivals_of(MixedLoad(requests=4), WARM_UP, size.vocab, args.seed)
+            asyncio.run(drive(server.url, few))
+            for run in range(args.runs):
+                idle, before = wait_until_idle(args.idle_limit), probe.rates()
+                seconds, answers = asyncio.run(drive(server.url, arrivals_of(load, run, size.vocab, args.seed)))
+                keep(
+                    Record(
+                        MIXED,
+                        engine.precision,
+                        engine.name,
+                        engine.ours,
+                        run=run,
+                        seconds=seconds,
+                        before=before,
+                        after=probe.rates(),
+                        weights=engine.weights,
+                        idle=idle,
+                        more=summary(answers),
+                    )
+                )
+    except (RuntimeError, OSError, TimeoutError) as e:
+        print(e, flush=True)
+        not_run(str(e).splitlines()[0])
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _among(names: Sequence[str]):
+    def parse(text: str) -> list[str]:
+        words = _words(text)
+        unknown = [word for word in words if word not in names]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(names)}")
+        return words
+
+    return parse
+
+
+if __name__ == "__main__":
+    main()

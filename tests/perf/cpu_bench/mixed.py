@@ -1,0 +1,208 @@
+"""The mixed load: requests of many lengths that arrive one by one, streamed from an OpenAI-compatible server.
+
+Arrivals are a Poisson stream that begins faster than the machine can answer, so that requests queue, join batches and
+leave them at different times. The figure is the time from the first arrival to the last answer; what each request saw
+(time to its first token, time between tokens, whole time) is kept beside it.
+
+The client is a few lines of HTTP/1.1 on asyncio: it shares the cores with the server, so it must be light.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import statistics
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tests.perf.cpu_bench.engine_process import KV_BYTES
+from tests.perf.cpu_bench.engines import Engine
+from tests.perf.cpu_bench.models import MAX_POSITIONS
+from tests.perf.cpu_bench.workloads import FIRST_ID
+
+NAME = "bench"  # under which servers offer the model
+READY_LIMIT = 300.0
+REQUEST_LIMIT = 300.0
+
+
+@dataclass(frozen=True)
+class MixedLoad:
+    """The load's shape.
+
+    Attributes:
+        requests: How many.
+        rate: Arrivals per second, on average.
+        prompt, output: Smallest and largest numbers of tokens, evenly distributed.
+    """
+
+    requests: int = 48
+    rate: float = 8.0
+    prompt: tuple[int, int] = (32, 768)
+    output: tuple[int, int] = (16, 128)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request: when it comes, in seconds from the start, with which prompt, for how many tokens."""
+
+    at: float
+    prompt: list[int]
+    output: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request saw, in seconds from its arrival."""
+
+    first: float
+    last: float
+    tokens: int
+
+
+def arrivals_of(load: MixedLoad, run: int, vocab_size: int, seed: int = 0) -> list[Arrival]:
+    """The requests of one run: the same for every engine, and no two runs alike."""
+    rng = random.Random(f"{seed} mixed {run}")
+    found, at = [], 0.0
+    for _ in range(load.requests):
+        prompt = [rng.randrange(FIRST_ID, vocab_size) for _ in range(rng.randint(*load.prompt))]
+        found.append(Arrival(at, prompt, rng.randint(*load.output)))
+        at += rng.expovariate(load.rate)
+    return found
+
+
+async def drive(url: str, arrivals: list[Arrival]) -> tuple[float, list[Answer]]:
+    """Sends every request when it is due; returns the seconds until the last answer's end, and the answers.
+
+    Raises:
+        RuntimeError: A request was refused, or got another number of tokens than it asked for.
+    """
+    start = time.perf_counter()
+
+    async def one(arrival: Arrival) -> Answer:
+        await asyncio.sleep(start + arrival.at - time.perf_counter())
+        return await asyncio.wait_for(_complete(url, arrival), REQUEST_LIMIT)
+
+    answers = await asyncio.gather(*(one(arrival) for arrival in arrivals))
+    return time.perf_counter() - start, list(answers)
+
+
+async def _complete(url: str, arrival: Arrival) -> Answer:
+    """POST /v1/completions, streamed; each event with text or a token count is one arrival of tokens."""
+    address = urlsplit(url)
+    body = json.dumps(
+        {
+            "model": NAME,
+            "prompt": arrival.prompt,
+            "max_tokens": arrival.output,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+    began = time.perf_counter()
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    try:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+        status = (await reader.readline()).decode()
+        if " 200 " not in status:
+            raise RuntimeError(f"{url} answered {status.strip()}: {(await reader.read(2000)).decode(errors='replace')}")
+        first, tokens = 0.0, -1
+        async for line in reader:
+            # Chunk sizes and headers are other lines: an event's is the only one that begins so.
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if not first and event.get("choices"):
+                first = time.perf_counter() - began
+            tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+    finally:
+        writer.close()
+    if tokens != arrival.output:
+        raise RuntimeError(f"{url} gave {tokens} tokens where {arrival.output} were asked for")
+    return Answer(first, time.perf_counter() - began, tokens)
+
+
+def summary(answers: list[Answer]) -> dict[str, float]:
+    """Milliseconds: mean, median and 99th percentile of the time to the first token, between tokens, and in all."""
+    found: dict[str, float] = {}
+    between = [(a.last - a.first) / (a.tokens - 1) for a in answers if a.tokens > 1]
+    for name, values in (
+        ("ttft", [a.first for a in answers]),
+        ("tpot", between),
+        ("e2el", [a.last for a in answers]),
+    ):
+        ordered = sorted(values)
+        found[f"mean_{name}_ms"] = 1e3 * statistics.mean(ordered)
+        found[f"median_{name}_ms"] = 1e3 * statistics.median(ordered)
+        found[f"p99_{name}_ms"] = 1e3 * ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    return found
+
+
+class Server:
+    """An engine's HTTP server, until the block ends. A context manager.
+
+    Args:
+        engine: One with `server` set.
+        model: The model in its format.
+        threads: Threads to compute with.
+        log: File for what it prints.
+
+    Attributes:
+        url: Where it answers.
+
+    Raises:
+        RuntimeError: It ended, or was not ready in time.
+    """
+
+    def __init__(self, engine: Engine, model: Path, *, threads: int, log: Path) -> None:
+        assert engine.server is not None
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._name, self._log = engine.name, log
+        command = [
+            *(str(engine.python), *engine.server, str(model)),
+            *("--served-model-name", NAME, "--max-model-len", str(MAX_POSITIONS)),
+            *("--host", "127.0.0.1", "--port", str(port)),
+        ]
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=engine.server_environment(threads, KV_BYTES),
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Server:
+        deadline = time.monotonic() + READY_LIMIT
+        port = urlsplit(self.url).port
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                with socket.create_connection(("127.0.0.1", port), timeout=1) as s:
+                    s.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                    if b" 200 " in s.recv(100):
+                        return self
+            except OSError:
+                pass
+            time.sleep(0.5)
+        self.__exit__()
+        tail = "\n    ".join(self._log.read_text(errors="replace").strip().splitlines()[-5:])
+        raise RuntimeError(f"the server of {self._name} was not ready; its output ends ({self._log}):\n    {tail}")
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,60 @@
+"""The other half of `engine_process.py`: what a runner does in the Python of the engine that it runs.
+
+A runner is a program that gives `serve` a way to load its engine. It reads one JSON object per line from its standard
+input, and answers each with one line on a descriptor of its own, since engines print what they like:
+
+    started as  run_x.py --model FOLDER --precision bf16 --threads 2 --kv-bytes 1073741824 --max-len 4096 --answers 5
+    answers     {"version": "1.2", "says": "..."}         when it is loaded, or {"unavailable": "why"}
+    is asked    {"prompts": [[ids]], "output": 64, "shared": 0}
+    answers     {"seconds": 4.2, "lengths": [64, ...], "first": [ids]}
+
+It needs nothing but the standard library, and imports nothing of ours: it lives among another engine's packages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+Generate = Callable[[list, int, int], list]
+"""(prompts, tokens to generate, tokens that all prompts begin with) to the generated token ids of each prompt."""
+
+
+class Unavailable(Exception):
+    """This engine does not run that; the message says why."""
+
+
+def serve(load: Callable[[argparse.Namespace], tuple[Generate, str, str]]) -> None:
+    """Loads the engine with `load`, which gives a Generate, the version and what is worth saying, and answers."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--precision", required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--kv-bytes", type=int, required=True)
+    parser.add_argument("--max-len", type=int, required=True)
+    parser.add_argument("--answers", type=int, required=True)
+    parser.add_argument("--option", action="append", default=[])
+    args = parser.parse_args()
+    answers = os.fdopen(args.answers, "w")
+
+    def answer(**fields: object) -> None:
+        answers.write(json.dumps(fields) + "\n")
+        answers.flush()
+
+    try:
+        generate, version, says = load(args)
+    except Unavailable as e:
+        answer(unavailable=str(e))
+        return
+    answer(version=version, says=says)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        start = time.perf_counter()
+        tokens = generate(asked["prompts"], asked["output"], asked["shared"])
+        seconds = time.perf_counter() - start
+        answer(seconds=seconds, lengths=[len(each) for each in tokens], first=[int(i) for i in tokens[0][:16]])
