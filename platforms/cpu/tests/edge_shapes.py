@@ -11,13 +11,13 @@ import itertools
 import sys
 
 import torch
+from platforms.cpu.tests.dense_attention import make_case, run
 
+from mvllm.testing.attention_cases import make_spec
 from mvllm_cpu import kernels
 from mvllm_cpu.linear import Linear
 from mvllm_cpu.ops import KernelOps
 from mvllm_cpu.paged_attention import DTYPES, SCALED_DTYPES, PagedAttention
-from mvllm.testing.attention_cases import make_spec
-from platforms.cpu.tests.dense_attention import make_case, run
 
 REQUESTS = [(0, 19), (100, 1), (15, 1), (16, 1), (140, 5), (0, 1), (300, 1)]
 FEATURES = {"sliding_window": 20, "soft_cap": 3.0, "sinks": True}

@@ -25,7 +25,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -217,7 +217,7 @@ class _Compiled:
 def _key_of(argument: Any) -> Hashable:
     if isinstance(argument, torch.Tensor):
         return argument.shape, argument.stride(), argument.dtype
-    return type(argument)
+    return cast(Hashable, type(argument))
 
 
 def _base_of(argument: Any) -> int:
@@ -280,7 +280,7 @@ def _program(calls: list[Call], allocated: list[torch.Tensor], result: Any, argu
     return _Program(
         calls=(ctypes.c_int32 * len(numbers))(*numbers),
         slots=(ctypes.c_int64 * len(slots))(*slots),
-        patches=(_Patch * len(patches))(*patches),
+        patches=(_Patch * len(patches))(*(_Patch(*patch) for patch in patches)),
         pieces=pieces,
         arena_bytes=arena_bytes,
         shape=result.shape,
