@@ -6,6 +6,7 @@ Tensor parallelism cuts every expert along its inner size, so that ranks stay eq
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +27,15 @@ class MoE(nn.Module):
         num_experts, top_k: Experts in all, and per token.
         normalize: The weights of the chosen experts are scaled to sum to one.
         names: Checkpoint names of gate, up and down within an expert.
+
+    Attributes:
+        gate_up: [num_experts, 2 · size, hidden_size], size being this rank's share of the inner size; or what the op
+            provider's `prepare` made of it after loading.
+        down: [num_experts, hidden_size, size], likewise.
     """
+
+    gate_up: Any
+    down: Any
 
     def __init__(
         self,
@@ -50,9 +59,8 @@ class MoE(nn.Module):
         self.gate_up = ctx.parameter(num_experts, 2 * size, hidden_size)
         self.down = ctx.parameter(num_experts, hidden_size, size)
         self._tp = ctx.tp
-        self._moe = ctx.op(
-            "moe", num_experts=num_experts, top_k=top_k, hidden_size=hidden_size, intermediate_size=size
-        ).function
+        self._op = ctx.op("moe", num_experts=num_experts, top_k=top_k, hidden_size=hidden_size, intermediate_size=size)
+        self._moe = self._op.function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
@@ -63,7 +71,7 @@ class MoE(nn.Module):
         return self._tp.all_reduce(self._moe(x, self.gate_up, self.down, ids, weights))
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """Checkpoint tensor names and what this rank takes of them."""
+        """Checkpoint tensor names and what this rank takes of them. Before `prepare_weights` only."""
         num_experts, hidden_size, size = self.down.shape
         gate, up, down = self.names
         columns = slice(0, hidden_size)
@@ -84,3 +92,10 @@ class MoE(nn.Module):
                     (e, columns, slice(0, size)),
                 ),
             )
+
+    def prepare_weights(self) -> None:
+        """Turns the loaded experts into the form that the op provider wants."""
+        if self._op.prepare is not None:
+            prepared = self._op.prepare((self.gate_up.data, self.down.data))
+            del self.gate_up, self.down
+            self.gate_up, self.down = prepared

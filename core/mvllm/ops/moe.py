@@ -20,7 +20,8 @@ def moe(
     Args:
         x: [T, hidden_size], compute dtype.
         gate_up: [num_experts, 2 · intermediate_size, hidden_size], gate rows first.
-        down: [num_experts, hidden_size, intermediate_size].
+        down: [num_experts, hidden_size, intermediate_size]. A provider's `prepare` takes the pair (gate_up, down) and
+            returns what `function` wants in the place of each.
         expert_ids: [T, top_k], int64, distinct within a row.
         expert_weights: [T, top_k], float32.
 

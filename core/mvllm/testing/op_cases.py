@@ -22,13 +22,13 @@ class OpTrial:
         op: Its name.
         facts: As a layer states them.
         make: Makes the arguments, on the host.
-        weight: Position of the weight that a provider's `prepare` takes, or None.
+        weight: Position of the weight that a provider's `prepare` takes, or positions of all that it takes, or None.
     """
 
     op: str
     facts: dict[str, Any]
     make: Callable[[], tuple[Any, ...]]
-    weight: int | None = None
+    weight: int | tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         shapes = [tuple(a.shape) for a in self.make() if isinstance(a, torch.Tensor)]
@@ -168,6 +168,7 @@ def _moe(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                 torch.stack([(torch.arange(rows) + k) % 4 for k in (0, 1)], dim=1),
                 torch.softmax(_random(torch.float32, rows, 2, seed=3), dim=-1),
             ),
+            weight=(1, 2),
         )
 
 

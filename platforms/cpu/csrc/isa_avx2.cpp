@@ -18,6 +18,7 @@ namespace avx2 {
 #include "kv_store.h"
 #include "elementwise.h"
 #include "linear_tile.h"
+#include "moe_tile.h"
 }  // namespace avx2
 #pragma GCC pop_options
 
@@ -33,6 +34,7 @@ const Isa isa_avx2 = {
     avx2::linear_x,
     avx2::linear_tile,
     avx2::bf16_dot,
+    avx2::moe_combine,
 };
 }  // namespace mvllm
 #endif

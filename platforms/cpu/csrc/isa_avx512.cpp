@@ -18,6 +18,7 @@ namespace avx512 {
 #include "kv_store.h"
 #include "elementwise.h"
 #include "linear_tile.h"
+#include "moe_tile.h"
 }  // namespace avx512
 #pragma GCC pop_options
 
@@ -33,6 +34,7 @@ const Isa isa_avx512 = {
     avx512::linear_x,
     avx512::linear_tile,
     avx512::bf16_dot,
+    avx512::moe_combine,
 };
 }  // namespace mvllm
 #endif

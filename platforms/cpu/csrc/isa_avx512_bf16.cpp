@@ -18,6 +18,7 @@ namespace avx512_bf16 {
 #include "kv_store.h"
 #include "elementwise.h"
 #include "linear_tile.h"
+#include "moe_tile.h"
 }  // namespace avx512_bf16
 #pragma GCC pop_options
 
@@ -33,6 +34,7 @@ const Isa isa_avx512_bf16 = {
     avx512_bf16::linear_x,
     avx512_bf16::linear_tile,
     avx512_bf16::bf16_dot,
+    avx512_bf16::moe_combine,
 };
 }  // namespace mvllm
 #endif

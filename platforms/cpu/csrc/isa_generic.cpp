@@ -12,6 +12,7 @@ namespace generic {
 #include "kv_store.h"
 #include "elementwise.h"
 #include "linear_tile.h"
+#include "moe_tile.h"
 }  // namespace generic
 const Isa isa_generic = {
     "generic",
@@ -25,5 +26,6 @@ const Isa isa_generic = {
     generic::linear_x,
     generic::linear_tile,
     generic::bf16_dot,
+    generic::moe_combine,
 };
 }  // namespace mvllm

@@ -143,6 +143,16 @@ struct Linear {
     int32_t in_features, out_features, dtype;
 };
 
+// out[t] = the sum over k of weights[t][k] * rows[positions[t][k]], in float32.
+struct MoeCombine {
+    const void* rows;  // `row_stride` elements apart
+    const int32_t* positions;
+    const float* weights;
+    void* out;  // [tokens, size]
+    int64_t row_stride, size;
+    int32_t top_k, dtype;
+};
+
 constexpr int LINEAR_ROWS = 96;  // most rows that one call of an instruction set's `linear` takes
 
 // The kernels of one instruction set.
@@ -160,6 +170,7 @@ struct Isa {
     void (*linear_x)(const Linear&, void* out, int64_t row_stride, int64_t row_begin, int64_t row_end);
     int32_t linear_tile;
     bool bf16_dot;
+    void (*moe_combine)(const MoeCombine&, int64_t token_begin, int64_t token_end);
 };
 
 extern const Isa isa_generic;

@@ -53,8 +53,11 @@ def call(runtime: DeviceRuntime, provider: OpProvider, trial: OpTrial) -> tuple[
     """What the provider gives, on the host, and the arguments it was called with."""
     arguments = move(runtime, trial.make())
     if provider.prepare is not None and trial.weight is not None:
-        weight = torch.nn.Parameter(arguments[trial.weight], requires_grad=False)
-        arguments[trial.weight] = provider.prepare(weight)
+        places = trial.weight if isinstance(trial.weight, tuple) else (trial.weight,)
+        weights = tuple(torch.nn.Parameter(arguments[place], requires_grad=False) for place in places)
+        prepared = provider.prepare(weights if isinstance(trial.weight, tuple) else weights[0])
+        for place, weight in zip(places, prepared if isinstance(trial.weight, tuple) else (prepared,), strict=True):
+            arguments[place] = weight
     with torch.inference_mode():
         found = results(provider.function(*arguments))
     return [runtime.to_host(tensor).wait() for tensor in found], arguments
@@ -150,7 +153,7 @@ def test_a_provider_leaves_its_arguments_alone(
             before = trial.make()
             _, arguments = call(bound_device, provider, trial)
             for name, old, new in zip(schema.parameters, before, arguments, strict=True):
-                prepared = provider.prepare is not None and name == "weight"
+                prepared = provider.prepare is not None and name in ("weight", "gate_up", "down")
                 if not isinstance(old, torch.Tensor) or name in schema.may_overwrite or prepared:
                     continue
                 assert torch.equal(bound_device.to_host(new).wait(), old), f"{provider.name} changed {name}: {trial}"

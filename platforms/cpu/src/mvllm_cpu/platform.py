@@ -27,7 +27,7 @@ from mvllm.plugin_api import (
     WorkerContext,
     get_logger,
 )
-from mvllm_cpu import machine
+from mvllm_cpu import environment, machine
 from mvllm_cpu.plugin import SPEC
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class CPUPlatform(Platform):
             num_workers=num_workers,
             devices_per_worker=1,
             executors=("uni", *across) if num_workers == 1 else across,
-            env_per_worker=tuple({"OMP_NUM_THREADS": str(share.threads)} for share in shares),
+            env_per_worker=tuple(environment.of_worker(share.threads) for share in shares),
             ray_resource="CPU",
         )
 
@@ -124,13 +124,14 @@ class CPUPlatform(Platform):
     def ops(self) -> Sequence[OpProvider]:
         from mvllm_cpu import kernels, packed_linear
         from mvllm_cpu.linear import Linear
+        from mvllm_cpu.moe import Moe
         from mvllm_cpu.ops import KernelOps
 
         loaded = kernels.load()
         if loaded.library is None:
             return packed_linear.providers()
         compiled = (*KernelOps(loaded.library).providers(), *Linear(loaded.library, loaded.isa).providers())
-        return (*compiled, *packed_linear.providers())
+        return (*compiled, *Moe(loaded.library).providers(), *packed_linear.providers())
 
     def doctor(self) -> Sequence[Check]:
         from mvllm_cpu import doctor

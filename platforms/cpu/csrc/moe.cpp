@@ -1,0 +1,295 @@
+// The experts of a mixture-of-experts layer. A token visits top_k of them; each visit is a *pair*. Pairs are sorted by
+// expert, so that an expert's weights meet all their rows together, and experts nobody chose are not read at all:
+//
+//     tokens       t0 t1 t2 ...                          x, as it came
+//     pairs        [ t0 t7 | t1 | t0 t2 t5 t9 | ... ]    rows gathered by expert          (gather)
+//                    e0      e1   e4
+//     items        (expert, up to LINEAR_ROWS of its rows, panel of columns)              (gate and up, silu, product)
+//                  (expert, up to LINEAR_ROWS of its rows, panel of columns)              (down)
+//     tokens       t0 = w * row of e0 + w * row of e4                                     (combine, in float32)
+//
+// All of it is one parallel region; threads take items as they get through them. A panel is a product of its own for the
+// kernels of linear_tile.h, with `linear_tile` outputs or fewer. Panels of gate and up hold some columns of the gate
+// and the same ones of up, so that one thread has what silu(gate) * up needs at hand.
+//
+// A token's result depends neither on the other tokens nor on their number: rows of a product do not depend on each other,
+// and a token's experts are summed in the order of their numbers.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "kernels.h"
+
+extern "C" {
+int64_t mvllm_cpu_linear_packed_size(int64_t out_features, int64_t in_features, int dtype);
+void mvllm_cpu_linear_pack(const void* weight, int64_t stride, void* packed, int64_t out_features, int64_t in_features,
+                           int dtype);
+}
+
+namespace mvllm {
+namespace {
+
+constexpr int64_t SERIAL_WORK = 1 << 18;    // multiply-adds below which waking other threads costs more than it saves
+constexpr int64_t BUFFER_BYTES = 64 << 20;  // for the rows of so many tokens that are handled together
+constexpr int64_t FEWEST_TOKENS = 256;
+constexpr int64_t MOST_COLUMNS = 64;  // no instruction set has a wider `linear_tile`
+
+int element_size(int dtype) { return dtype == F32 ? 4 : 2; }
+
+// How a weight [rows, in_features] lies in panels, each packed by itself.
+struct Panels {
+    int64_t width;        // columns of the result that a panel computes
+    int64_t count;
+    int64_t panel_bytes;
+    int64_t in_features;
+
+    Panels(int64_t columns, int64_t width, int64_t outputs, int64_t in_features, int dtype)
+        : width(width),
+          count((columns + width - 1) / width),
+          panel_bytes(mvllm_cpu_linear_packed_size(outputs, in_features, dtype) * element_size(dtype)),
+          in_features(in_features) {}
+    int64_t expert_bytes() const { return count * panel_bytes; }
+};
+
+Panels gate_up_panels(int64_t hidden, int64_t inner, int dtype) {
+    const int64_t tile = current_isa().linear_tile;
+    return Panels(inner, tile / 2, tile, hidden, dtype);
+}
+
+Panels down_panels(int64_t hidden, int64_t inner, int dtype) {
+    const int64_t tile = current_isa().linear_tile;
+    return Panels(hidden, tile, tile, inner, dtype);
+}
+
+// Bytes between the rows that a product with `in_features` takes as its x, and whether those are rows as they come.
+struct RowFormat {
+    bool as_is;
+    int64_t elements, bytes;
+
+    RowFormat(const Isa& isa, int64_t in_features, int dtype) {
+        as_is = dtype == F32 || (dtype == BF16 && isa.bf16_dot && in_features % 2 == 0);
+        elements = in_features + (dtype == BF16 ? in_features & 1 : 0);
+        bytes = elements * (dtype == BF16 && isa.bf16_dot ? 2 : 4);
+    }
+};
+
+// Rows of one expert that are handled together.
+struct Block {
+    int32_t expert;
+    int64_t begin, end;  // pairs
+};
+
+struct Routing {
+    std::vector<int32_t> tokens;     // of each pair
+    std::vector<int32_t> positions;  // [tokens, top_k]: pairs of each token, by rising expert
+    std::vector<float> weights;      // likewise
+    std::vector<Block> blocks;
+
+    Routing(const int64_t* ids, const float* chosen, int64_t num_tokens, int64_t top_k, int64_t experts)
+        : tokens(size_t(num_tokens * top_k)), positions(tokens.size()), weights(tokens.size()) {
+        std::vector<int64_t> next(size_t(experts) + 1, 0);
+        for (size_t i = 0; i < tokens.size(); ++i) ++next[size_t(ids[i]) + 1];
+        for (int64_t e = 0; e < experts; ++e) {
+            const int64_t begin = next[size_t(e)], n = next[size_t(e) + 1];
+            const int64_t parts = (n + LINEAR_ROWS - 1) / LINEAR_ROWS;
+            for (int64_t p = 0; p < parts; ++p)
+                blocks.push_back({int32_t(e), begin + n * p / parts, begin + n * (p + 1) / parts});
+            next[size_t(e) + 1] += begin;
+        }
+        std::vector<std::pair<int64_t, float>> of_token(static_cast<size_t>(top_k));
+        for (int64_t t = 0; t < num_tokens; ++t) {
+            const int64_t first = t * top_k;
+            for (int64_t k = 0; k < top_k; ++k) of_token[size_t(k)] = {ids[first + k], chosen[first + k]};
+            std::sort(of_token.begin(), of_token.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+            for (int64_t k = 0; k < top_k; ++k) {
+                const int64_t pair = next[size_t(of_token[size_t(k)].first)]++;
+                tokens[size_t(pair)] = int32_t(t);
+                positions[size_t(first + k)] = int32_t(pair);
+                weights[size_t(first + k)] = of_token[size_t(k)].second;
+            }
+        }
+    }
+};
+
+struct Moe {
+    const char* x;
+    int64_t x_stride;
+    const char* gate_up;
+    const char* down;
+    const int64_t* ids;
+    const float* weights;
+    char* out;
+    int64_t experts, top_k, hidden, inner;
+    int dtype;
+};
+
+// Memory that a thread keeps from call to call: fresh pages would cost more than what is done with them.
+struct Buffer {
+    std::unique_ptr<char[]> data;
+    int64_t size = 0;
+
+    char* get(int64_t bytes) {
+        if (bytes > size) {
+            data.reset();
+            data.reset(new char[size_t(bytes) + 64]);
+            size = bytes;
+        }
+        return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(data.get()) + 63) / 64 * 64);
+    }
+};
+
+int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+void run(const Isa& isa, const Moe& op, int64_t num_tokens) {
+    const int element = element_size(op.dtype);
+    const Routing routing(op.ids, op.weights, num_tokens, op.top_k, op.experts);
+    const Panels gate_up = gate_up_panels(op.hidden, op.inner, op.dtype), down = down_panels(op.hidden, op.inner, op.dtype);
+    const RowFormat in(isa, op.hidden, op.dtype), mid(isa, op.inner, op.dtype);
+    const int64_t pairs = num_tokens * op.top_k, num_blocks = int64_t(routing.blocks.size());
+    const int64_t x_bytes = std::max(in.bytes, op.hidden * element), act_bytes = op.inner * element;
+
+    // The rows of x have been read when those of `down` are written, so these may have their place.
+    thread_local Buffer kept;
+    char* const rows = kept.get(aligned(pairs * x_bytes) + aligned(pairs * act_bytes) + (mid.as_is ? 0 : pairs * mid.bytes));
+    char* const act = rows + aligned(pairs * x_bytes);
+    char* const wide = mid.as_is ? act : act + aligned(pairs * act_bytes);
+    const int64_t wide_stride = mid.as_is ? op.inner : mid.elements;
+
+    const int64_t work = pairs * op.hidden * op.inner * 3;
+    const int threads = work < SERIAL_WORK ? 1 : int(std::min<int64_t>(omp_get_max_threads(), work / (SERIAL_WORK / 2)));
+#pragma omp parallel num_threads(threads)
+    {
+        alignas(64) char sums[LINEAR_ROWS * MOST_COLUMNS * 4];
+        alignas(64) char gated[LINEAR_ROWS * MOST_COLUMNS / 2 * 4];
+#pragma omp for schedule(static)
+        for (int64_t p = 0; p < pairs; ++p) {
+            const char* x = op.x + routing.tokens[size_t(p)] * op.x_stride * element;
+            if (in.as_is) {
+                std::memcpy(rows + p * in.bytes, x, size_t(in.bytes));
+                continue;
+            }
+            const Linear one{x, nullptr, nullptr, nullptr, op.x_stride, int32_t(op.hidden), 0, op.dtype};
+            isa.linear_x(one, rows + p * in.bytes, in.elements, 0, 1);
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < num_blocks * gate_up.count; ++i) {
+            const Block& block = routing.blocks[size_t(i / gate_up.count)];
+            const int64_t panel = i % gate_up.count, column = panel * gate_up.width;
+            const int64_t n = std::min(gate_up.width, op.inner - column), height = block.end - block.begin;
+            const Linear product{rows + block.begin * in.bytes, op.gate_up + block.expert * gate_up.expert_bytes() +
+                                 panel * gate_up.panel_bytes, nullptr, sums, in.elements, int32_t(op.hidden),
+                                 int32_t(2 * n), op.dtype};
+            isa.linear(product, 0, height, 0, (2 * n + STRIP - 1) / STRIP);
+            isa.silu_and_mul(SiluAndMul{sums, gated, 2 * n, n, op.dtype}, 0, height);
+            for (int64_t m = 0; m < height; ++m)
+                std::memcpy(act + (block.begin + m) * act_bytes + column * element, gated + m * n * element,
+                            size_t(n * element));
+        }
+        const int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
+        if (!mid.as_is) {
+            const Linear all{act, nullptr, nullptr, nullptr, op.inner, int32_t(op.inner), 0, op.dtype};
+            isa.linear_x(all, wide, mid.elements, pairs * thread / team, pairs * (thread + 1) / team);
+#pragma omp barrier
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < num_blocks * down.count; ++i) {
+            const Block& block = routing.blocks[size_t(i / down.count)];
+            const int64_t panel = i % down.count, column = panel * down.width;
+            const int64_t n = std::min(down.width, op.hidden - column), height = block.end - block.begin;
+            const Linear product{wide + block.begin * mid.bytes, op.down + block.expert * down.expert_bytes() +
+                                 panel * down.panel_bytes, nullptr, sums, wide_stride, int32_t(op.inner), int32_t(n),
+                                 op.dtype};
+            isa.linear(product, 0, height, 0, (n + STRIP - 1) / STRIP);
+            for (int64_t m = 0; m < height; ++m)
+                std::memcpy(rows + ((block.begin + m) * op.hidden + column) * element, sums + m * n * element,
+                            size_t(n * element));
+        }
+        const MoeCombine combine{rows, routing.positions.data(), routing.weights.data(), op.out, op.hidden, op.hidden,
+                                 int32_t(op.top_k), op.dtype};
+        isa.moe_combine(combine, num_tokens * thread / team, num_tokens * (thread + 1) / team);
+    }
+}
+
+// Packs one expert. Panel `p` is made of columns [p * width, ...) of each of `parts` matrices [rows, in_features] that
+// follow each other in `weight`.
+void pack_expert(const char* weight, char* packed, const Panels& panels, int64_t rows, int parts, int dtype) {
+    const int64_t row_bytes = panels.in_features * element_size(dtype);
+#pragma omp parallel
+    {
+        std::unique_ptr<char[]> gathered(new char[size_t(parts * panels.width * row_bytes)]);
+#pragma omp for
+        for (int64_t p = 0; p < panels.count; ++p) {
+            const int64_t first = p * panels.width, n = std::min(panels.width, rows - first);
+            for (int part = 0; part < parts; ++part)
+                std::memcpy(gathered.get() + part * n * row_bytes, weight + (part * rows + first) * row_bytes,
+                            size_t(n * row_bytes));
+            char* to = packed + p * panels.panel_bytes;
+            std::memset(to, 0, size_t(panels.panel_bytes));
+            mvllm_cpu_linear_pack(gathered.get(), panels.in_features, to, parts * n, panels.in_features, dtype);
+        }
+    }
+}
+
+// Expert by expert; in place, where the packed form is as large, by way of a copy of one expert.
+void pack_experts(const char* weights, char* packed, const Panels& panels, int64_t experts, int64_t rows, int parts,
+                  int dtype) {
+    const int64_t bytes = parts * rows * panels.in_features * element_size(dtype);
+    std::unique_ptr<char[]> copy(weights == packed ? new char[size_t(bytes)] : nullptr);
+    for (int64_t e = 0; e < experts; ++e) {
+        const char* from = weights + e * bytes;
+        if (copy) from = static_cast<const char*>(std::memcpy(copy.get(), from, size_t(bytes)));
+        pack_expert(from, packed + e * panels.expert_bytes(), panels, rows, parts, dtype);
+    }
+}
+
+}  // namespace
+}  // namespace mvllm
+
+using namespace mvllm;
+
+extern "C" {
+
+// Bytes of one expert's packed weights: of gate and up together, or of down.
+int64_t mvllm_cpu_moe_expert_bytes(int is_down, int64_t hidden, int64_t inner, int dtype) {
+    return (is_down ? down_panels(hidden, inner, dtype) : gate_up_panels(hidden, inner, dtype)).expert_bytes();
+}
+
+// `weights` [experts, 2 * inner, hidden], or [experts, hidden, inner] for down, contiguous. `packed` may be the same memory
+// where an expert's packed bytes are as many as it had.
+void mvllm_cpu_moe_pack(int is_down, const void* weights, void* packed, int64_t experts, int64_t hidden, int64_t inner,
+                        int dtype) {
+    const char* from = static_cast<const char*>(weights);
+    char* to = static_cast<char*>(packed);
+    if (is_down) return pack_experts(from, to, down_panels(hidden, inner, dtype), experts, hidden, 1, dtype);
+    pack_experts(from, to, gate_up_panels(hidden, inner, dtype), experts, inner, 2, dtype);
+}
+
+// out [tokens, hidden], contiguous; rows of `x` lie `x_stride` elements apart. `ids` and `weights` are [tokens, top_k].
+void mvllm_cpu_moe(const void* x, int64_t x_stride, const void* gate_up, const void* down, const int64_t* ids,
+                   const float* weights, void* out, int64_t tokens, int64_t experts, int64_t top_k, int64_t hidden,
+                   int64_t inner, int dtype) {
+    const int64_t element = element_size(dtype);
+    const int64_t token_bytes = top_k * (hidden + 2 * inner) * 4;
+    const int64_t most = std::max(FEWEST_TOKENS, BUFFER_BYTES / token_bytes);
+    for (int64_t first = 0; first < tokens; first += most) {
+        const Moe part{static_cast<const char*>(x) + first * x_stride * element,
+                       x_stride,
+                       static_cast<const char*>(gate_up),
+                       static_cast<const char*>(down),
+                       ids + first * top_k,
+                       weights + first * top_k,
+                       static_cast<char*>(out) + first * hidden * element,
+                       experts,
+                       top_k,
+                       hidden,
+                       inner,
+                       dtype};
+        run(current_isa(), part, std::min(most, tokens - first));
+    }
+}
+
+}  // extern "C"

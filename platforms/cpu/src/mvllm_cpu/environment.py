@@ -1,0 +1,19 @@
+"""Variables that a worker's libraries read when they are loaded. What the user has set is left as it is.
+
+THP_MEM_ALLOC_ENABLE has torch ask for huge pages: tensors of two megabytes and more then come in pages of that size.
+Claiming memory in small pages takes longer than filling it, and a weight in huge pages is read with fewer translations.
+"""
+
+from __future__ import annotations
+
+import os
+
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+
+
+def of_worker(threads: int) -> dict[str, str]:
+    """The variables of a worker that computes with `threads` threads."""
+    chosen = {"OMP_NUM_THREADS": str(threads)}
+    if HUGE_PAGES not in os.environ:
+        chosen[HUGE_PAGES] = "1"
+    return chosen

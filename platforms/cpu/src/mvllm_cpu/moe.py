@@ -1,0 +1,90 @@
+"""The experts of a mixture-of-experts layer by the compiled kernels: one call, without a loop over experts in Python.
+
+Weights are packed once, after loading, expert by expert and in place: there is never a second copy of them. A token's
+result depends neither on the other tokens nor on their number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mvllm.plugin_api import OpProvider
+from mvllm_cpu.ops import PROVIDER, rows_of, supports
+from mvllm_cpu.paged_attention import DTYPE_CODES
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """One of the two weights of all experts in the kernels' layout (csrc/moe.cpp); only `Moe.moe` reads it."""
+
+    data: torch.Tensor
+    num_experts: int
+    intermediate_size: int
+
+
+class Moe:
+    """The operation, bound to the opened library."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, length, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        self._expert_bytes = library.mvllm_cpu_moe_expert_bytes
+        self._expert_bytes.argtypes = (number, length, length, number)
+        self._expert_bytes.restype = length
+        self._pack = library.mvllm_cpu_moe_pack
+        self._pack.argtypes = (number, pointer, pointer, length, length, length, number)
+        self._pack.restype = None
+        self._moe = library.mvllm_cpu_moe
+        sizes = (length, length, length, length, length, number)
+        self._moe.argtypes = (pointer, length, pointer, pointer, pointer, pointer, pointer, *sizes)
+        self._moe.restype = None
+
+    def providers(self) -> Sequence[OpProvider]:
+        """The one provider."""
+        return (OpProvider("moe", PROVIDER, self.moe, supports, prepare=self.pack),)
+
+    def pack(self, weights: tuple[torch.Tensor, torch.Tensor]) -> tuple[PackedExperts, PackedExperts]:
+        """The loaded gate_up and down in the kernels' layout. Takes their memory over where the sizes allow it."""
+        gate_up, down = (weight.detach().contiguous() for weight in weights)
+        num_experts, hidden_size, inner = down.shape
+        code = DTYPE_CODES[down.dtype]
+        packed = []
+        for is_down, weight in ((0, gate_up), (1, down)):
+            elements = self._expert_bytes(is_down, hidden_size, inner, code) // weight.itemsize
+            in_place = elements * num_experts == weight.numel()
+            data = weight if in_place else torch.empty(num_experts * elements, dtype=weight.dtype)
+            self._pack(is_down, weight.data_ptr(), data.data_ptr(), num_experts, hidden_size, inner, code)
+            packed.append(PackedExperts(data, num_experts, inner))
+        return packed[0], packed[1]
+
+    def moe(
+        self,
+        x: torch.Tensor,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """Sums the weighted outputs of each token's experts; rounds where the reference rounds."""
+        rows = rows_of(x)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        ids, weights = expert_ids.contiguous(), expert_weights.contiguous()
+        self._moe(
+            rows.data_ptr(),
+            rows.stride(0),
+            gate_up.data.data_ptr(),
+            down.data.data_ptr(),
+            ids.data_ptr(),
+            weights.data_ptr(),
+            out.data_ptr(),
+            rows.shape[0],
+            down.num_experts,
+            ids.shape[1],
+            rows.shape[1],
+            down.intermediate_size,
+            DTYPE_CODES[x.dtype],
+        )
+        return out

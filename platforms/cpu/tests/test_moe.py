@@ -1,0 +1,161 @@
+"""The compiled mixture of experts against float64, on every instruction set that this processor runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mvllm.ops.moe import moe as reference
+from mvllm_cpu import kernels
+from mvllm_cpu.doctor import ISAS
+from mvllm_cpu.moe import Moe
+
+LOADED = kernels.load()
+pytestmark = pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LOADED.reason}")
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SIZES = ((64, 32), (96, 40), (67, 33), (256, 192), (130, 65))
+"""hidden_size and intermediate_size: whole panels, parts of them, odd ones."""
+
+
+@pytest.fixture(scope="module")
+def op() -> Moe:
+    return Moe(LOADED.library)
+
+
+def random(*shape, dtype, seed=0, scale=1.0):
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def experts(num_experts, hidden, inner, dtype):
+    gate_up = random(num_experts, 2 * inner, hidden, dtype=dtype, seed=1, scale=hidden**-0.5)
+    return gate_up, random(num_experts, hidden, inner, dtype=dtype, seed=2, scale=inner**-0.5)
+
+
+def packed(op, weights):
+    return op.pack(tuple(weight.clone() for weight in weights))
+
+
+def routing(rows, num_experts, top_k, *, among=None, seed=0):
+    """Distinct experts of each token, out of `among`, and their weights."""
+    generator = torch.Generator().manual_seed(seed)
+    names = torch.arange(num_experts) if among is None else torch.tensor(among)
+    ids = torch.stack([names[torch.randperm(len(names), generator=generator)[:top_k]] for _ in range(rows)])
+    return ids.view(rows, top_k), torch.softmax(torch.randn(rows, top_k, generator=generator), dim=-1)
+
+
+def exact(x, gate_up, down, ids, weights):
+    """In float64; an expert sees its own tokens and no others."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for e in ids.unique().tolist():
+        tokens, places = (ids == e).nonzero(as_tuple=True)
+        gate, up = F.linear(x[tokens].double(), gate_up[e].double()).chunk(2, dim=-1)
+        of_expert = F.linear(F.silu(gate) * up, down[e].double())
+        out.index_add_(0, tokens, of_expert * weights[tokens, places, None].double())
+    return out
+
+
+def assert_close(found, expected, dtype):
+    assert found.dtype == dtype and found.shape == expected.shape
+    off = float((found.double() - expected).abs().max() / expected.abs().max())
+    assert off < (2e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps), off
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{sizes[0]}x{sizes[1]}")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_right_for_any_size_and_number_of_tokens(op, dtype, sizes):
+    weights = experts(6, *sizes, dtype)
+    ready = packed(op, weights)
+    for top_k in (1, 2, 6):
+        for rows in (1, 2, 7, 33, 230):
+            x = random(rows, sizes[0], dtype=dtype, seed=rows)
+            chosen = routing(rows, 6, top_k, seed=rows)
+            assert_close(op.moe(x, *ready, *chosen), exact(x, *weights, *chosen), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_experts_without_tokens_are_not_read(op, dtype):
+    gate_up, down = experts(8, 64, 32, dtype)
+    for e in (0, 3, 7):
+        gate_up[e], down[e] = float("nan"), float("nan")
+    ready = packed(op, (gate_up, down))
+    x = random(50, 64, dtype=dtype)
+    for among in ([5], [1, 2, 4, 6]):
+        chosen = routing(50, 8, 1, among=among)
+        assert_close(op.moe(x, *ready, *chosen), exact(x, gate_up, down, *chosen), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounds_where_the_reference_rounds(op, dtype):
+    """Not bit for bit, since sums have another order, but as near as that order allows."""
+    weights = experts(4, 96, 64, dtype)
+    x, chosen = random(40, 96, dtype=dtype), routing(40, 4, 2)
+    found, wanted = op.moe(x, *packed(op, weights), *chosen), reference(x, *weights, *chosen)
+    assert (found == wanted).float().mean() > 0.8
+    assert_close(found, wanted.double(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_token_does_not_depend_on_the_others(op, dtype):
+    ready = packed(op, experts(5, 128, 96, dtype))
+    x, (ids, weights) = random(120, 128, dtype=dtype), routing(120, 5, 2)
+    alone = torch.cat([op.moe(x[t : t + 1], *ready, ids[t : t + 1], weights[t : t + 1]) for t in range(120)])
+    for begin, end in ((0, 120), (3, 20), (100, 120)):
+        found = op.moe(x[begin:end], *ready, ids[begin:end], weights[begin:end])
+        assert torch.equal(found, alone[begin:end])
+    x[7] = float("nan")
+    found = op.moe(x, *ready, ids, weights)
+    assert found[7].isnan().all()
+    assert torch.equal(found[:7], alone[:7]) and torch.equal(found[8:], alone[8:])
+
+
+def test_threads_and_the_order_of_choices_change_nothing(op):
+    before = torch.get_num_threads()
+    ready = packed(op, experts(8, 512, 256, torch.bfloat16))
+    x, (ids, weights) = random(64, 512, dtype=torch.bfloat16), routing(64, 8, 3)
+    try:
+        results = []
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            results.append(op.moe(x, *ready, ids, weights))
+            results.append(op.moe(x, *ready, ids.flip(1), weights.flip(1)))
+        assert all(torch.equal(results[0], other) for other in results[1:])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_more_tokens_than_are_handled_together(op):
+    """Rows of x may be a view; the result is the same as in pieces."""
+    ready = packed(op, experts(3, 1024, 1024, torch.bfloat16))
+    x = random(2500, 2048, dtype=torch.bfloat16)[:, 5:1029]
+    ids, weights = routing(2500, 3, 3)
+    whole = op.moe(x, *ready, ids, weights)
+    pieces = [op.moe(x[i : i + 900], *ready, ids[i : i + 900], weights[i : i + 900]) for i in (0, 900, 1800)]
+    assert torch.equal(whole, torch.cat(pieces))
+    assert op.moe(x[:0], *ready, ids[:0], weights[:0]).shape == (0, 1024)
+
+
+def test_packing_takes_the_memory_of_the_loaded_weights_over(op):
+    gate_up, down = experts(4, 128, 64, torch.bfloat16)
+    ready = op.pack((torch.nn.Parameter(gate_up, requires_grad=False), down))
+    assert [w.data.data_ptr() for w in ready] == [gate_up.data_ptr(), down.data_ptr()]
+
+
+@pytest.mark.skipif("MVLLM_CPU_ISA" in os.environ, reason="runs this file once per instruction set already")
+@pytest.mark.parametrize("isa", [isa for isa in ISAS.split(", ") if isa != LOADED.isa])
+def test_every_instruction_set(isa):
+    env = dict(os.environ, MVLLM_CPU_ISA=isa)
+    ask = "from mvllm_cpu import kernels; print(kernels.load().isa)"
+    runs = subprocess.run(
+        [sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if runs != isa:
+        pytest.skip(f"this processor has no {isa}")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
