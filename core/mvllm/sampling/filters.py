@@ -11,6 +11,11 @@ ever sorted:
            there are some, else by bisection. 24 passes of three cheap operations over the vocabulary beat sorting it
            (by 20 times on a processor core), and take the same time whatever the distribution.
 
+If the candidates of a small top_k hold all that stays, which they do unless dozens of tokens tie with the last one
+kept, no other weight is computed where the host may look at that (`may_look`: nothing is under way that it would wait
+for).
+Whatever the other rows need, a row gets the same weights.
+
 Bisection begins with an interval of temperature * ln(vocab / (1 - top_p)) below the peak, since the tokens below that
 cannot add up to 1 - top_p. It ends where logits differ by less than float32 can tell apart in their probabilities.
 """
@@ -19,11 +24,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from mvllm.sampling.upload import Selection
 
 _NUM_BISECTIONS = 24
+_FEWEST_CANDIDATES = 64
+_BLOCK = 64
+
+
+def num_candidates(top_k: np.ndarray) -> np.ndarray:
+    """How many candidates decide about each `top_k`, int64 >= 1: the next power of two, so that a device that compiles
+    for each shape sees few of them.
+    """
+    _, bit_lengths = np.frexp(top_k - 1)
+    return np.maximum(_FEWEST_CANDIDATES, np.left_shift(np.int64(1), bit_lengths.astype(np.int64)))
 
 
 @dataclass(frozen=True)
@@ -37,9 +53,12 @@ class Filters:
         top_p: 1 where it is off.
         top_p_gap: How far below the peak the logits that top_p keeps can reach, as a number <= 0.
         narrow: The rows whose top_k is small; of each, `num_candidates` largest logits are looked at, at least top_k.
+        own_candidates: int64 [n]; how many of these each row asked for by itself.
         narrow_top_p: Whether any of them has top_p, too.
         broad: The rows whose top_k is large, with `num_broad_candidates`.
         nucleus: The rows with top_p that are not narrow.
+        any: Whether any row has a filter.
+        may_look: The host may wait for the device to decide what to compute.
     """
 
     inv_temperature: torch.Tensor
@@ -48,11 +67,14 @@ class Filters:
     top_p: torch.Tensor
     top_p_gap: torch.Tensor
     narrow: Selection
+    own_candidates: torch.Tensor
     num_candidates: int
     narrow_top_p: bool
     broad: Selection
     num_broad_candidates: int
     nucleus: Selection
+    any: bool = True
+    may_look: bool = False
 
 
 def filtered_weights(logits: torch.Tensor, peaks: torch.Tensor, filters: Filters) -> torch.Tensor:
@@ -66,10 +88,15 @@ def filtered_weights(logits: torch.Tensor, peaks: torch.Tensor, filters: Filters
     Returns:
         float32 [n, vocab], between 0 and 1; 1 for the most probable token.
     """
-    weights = _weights(logits, peaks, filters.inv_temperature)
     threshold = peaks + filters.min_p_gap
-    if len(filters.narrow):
-        threshold = _apply_narrow(threshold, logits, weights, peaks, filters)
+    narrow = _Narrow(threshold, logits, peaks, filters) if len(filters.narrow) else None
+    if narrow is not None and filters.may_look and len(filters.narrow) == len(logits) and bool(narrow.is_all.all()):
+        return narrow.weights_alone(logits)
+    weights = _weights(logits, peaks, filters.inv_temperature)
+    if not filters.any:
+        return weights
+    if narrow is not None:
+        threshold = narrow.apply(threshold, logits, weights)
     if len(filters.broad):
         threshold = _apply_top_k(threshold, logits, filters)
     if len(filters.nucleus):
@@ -87,25 +114,67 @@ def _reaches(logits: torch.Tensor, threshold: torch.Tensor, out: torch.Tensor | 
     return torch.ge(logits, threshold.unsqueeze(1), out=out)
 
 
-def _apply_narrow(
-    threshold: torch.Tensor, logits: torch.Tensor, weights: torch.Tensor, peaks: torch.Tensor, filters: Filters
-) -> torch.Tensor:
-    """Raises thresholds to where a small top_k puts them, and then top_p, by looking at the largest logits only."""
-    rows = filters.narrow
-    logits, top_k = rows.take(logits), rows.take(filters.top_k)
-    candidates = logits.topk(filters.num_candidates, dim=1).values
-    last = (top_k - 1).unsqueeze(1)
-    lowest = torch.maximum(rows.take(threshold), candidates.gather(1, last).squeeze(1))
-    if filters.narrow_top_p:
-        # The total counts every token that ties with the k-th, even those that did not get among the candidates.
-        total = _reaches(logits, lowest).mul_(rows.take(weights)).sum(dim=1)
-        sums = _weights(candidates, rows.take(peaks), rows.take(filters.inv_temperature))
-        sums = sums.mul_(_reaches(candidates, lowest)).cumsum(dim=1)
-        top_p = rows.take(filters.top_p)
+class _Narrow:
+    """The rows with a small top_k, of which only the largest logits are looked at.
+
+    Attributes:
+        is_all: bool [m]; whether every token of the row that top_k and min_p keep is among its candidates.
+    """
+
+    def __init__(self, threshold: torch.Tensor, logits: torch.Tensor, peaks: torch.Tensor, filters: Filters) -> None:
+        rows = self._rows = filters.narrow
+        self._filters = filters
+        self._values, self._ids = _largest(rows.take(logits), filters.num_candidates)
+        self._last = (rows.take(filters.top_k) - 1).unsqueeze(1)
+        self._lowest = torch.maximum(rows.take(threshold), self._values.gather(1, self._last).squeeze(1))
+        own = rows.take(filters.own_candidates).unsqueeze(1) - 1  # the row's own number, not the batch's
+        self.is_all = self._values.gather(1, own).squeeze(1) < self._lowest
+        weights = _weights(self._values, rows.take(peaks), rows.take(filters.inv_temperature))
+        self._weights = weights.mul_(_reaches(self._values, self._lowest))
+
+    def weights_alone(self, logits: torch.Tensor) -> torch.Tensor:
+        """The weights where `is_all` holds in every row, and every row is narrow."""
+        kept = self._weights
+        if self._filters.narrow_top_p:
+            sums = kept.cumsum(dim=1)
+            kept = kept * _reaches(self._values, self._nucleus(sums, sums[:, -1]))
+        ids = self._ids.clamp(max=logits.shape[1] - 1)  # padding, where a row has too few tokens; it weighs nothing
+        return torch.zeros_like(logits).scatter_add_(1, ids, kept)
+
+    def apply(self, threshold: torch.Tensor, logits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """`threshold`, raised to where these rows' filters put it."""
+        lowest = self._lowest
+        if self._filters.narrow_top_p:
+            sums = self._weights.cumsum(dim=1)
+            # The total counts every token that ties with the k-th, even those that did not get among the candidates.
+            every = _reaches(self._rows.take(logits), lowest).mul_(self._rows.take(weights)).sum(dim=1)
+            lowest = self._nucleus(sums, torch.where(self.is_all, sums[:, -1], every))
+        return self._rows.put(threshold, lowest)
+
+    def _nucleus(self, sums: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        top_p = self._rows.take(self._filters.top_p)
         reached = (sums < (top_p * total).unsqueeze(1)).sum(dim=1, keepdim=True)
-        nucleus = candidates.gather(1, torch.minimum(reached, last)).squeeze(1)
-        lowest = torch.where(top_p < 1.0, torch.maximum(lowest, nucleus), lowest)
-    return rows.put(threshold, lowest)
+        nucleus = self._values.gather(1, torch.minimum(reached, self._last)).squeeze(1)
+        return torch.where(top_p < 1.0, torch.maximum(self._lowest, nucleus), self._lowest)
+
+
+def _largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` largest logits of each row in falling order, and their ids.
+
+    They lie in the `count` blocks whose largest logits are largest: whatever is elsewhere has `count` logits above it,
+    or level with it. So a glance at each block spares looking closely at most of the vocabulary.
+    """
+    num_rows, vocab_size = logits.shape
+    if vocab_size < 4 * count * _BLOCK:
+        values, ids = logits.topk(count, dim=1)
+        return values, ids
+    padding = -vocab_size % _BLOCK
+    padded = torch.nn.functional.pad(logits, (0, padding), value=-torch.inf) if padding else logits
+    blocks = padded.view(num_rows, -1, _BLOCK)
+    chosen = blocks.amax(dim=2).topk(count, dim=1, sorted=False).indices
+    near = blocks.gather(1, chosen.unsqueeze(2).expand(-1, -1, _BLOCK)).view(num_rows, -1)
+    values, places = near.topk(count, dim=1)
+    return values, chosen.gather(1, places // _BLOCK) * _BLOCK + places % _BLOCK
 
 
 def _apply_top_k(threshold: torch.Tensor, logits: torch.Tensor, filters: Filters) -> torch.Tensor:
@@ -121,10 +190,10 @@ def _apply_top_p(
 ) -> torch.Tensor:
     """Raises thresholds to where top_p puts them, by bisection: what lies at `low` and above always is enough."""
     rows = filters.nucleus
-    logits, weights, high = rows.take(logits), rows.take(weights), rows.take(peaks)
-    low = torch.maximum(rows.take(threshold), high + rows.take(filters.top_p_gap))
+    logits, weights, before = rows.take(logits), rows.take(weights), rows.take(threshold)
     buffer = torch.empty_like(logits)
-    enough = rows.take(filters.top_p) * _reaches(logits, rows.take(threshold), out=buffer).mul_(weights).sum(dim=1)
+    enough = rows.take(filters.top_p) * _reaches(logits, before, out=buffer).mul_(weights).sum(dim=1)
+    low, high = torch.maximum(before, rows.take(peaks) + rows.take(filters.top_p_gap)), rows.take(peaks)
     for _ in range(_NUM_BISECTIONS):
         middle = low + (high - low) * 0.5
         is_enough = _reaches(logits, middle, out=buffer).mul_(weights).sum(dim=1) >= enough

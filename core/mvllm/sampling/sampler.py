@@ -7,19 +7,20 @@ to know goes there in one copy. Then each group of rows takes the cheapest way t
     edited   mask, min_tokens or penalties        float32 copy, changed in place; then as greedy or random
     random   temperature > 0                      thresholds, weights, draw (filters.py, draw.py)
 
-No row's result depends on another row. The device is not waited for.
+No row's result depends on another row. The device is waited for only where steps are not planned ahead.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from mvllm.platform.staging import StepStaging
 from mvllm.sampling.draw import draw
-from mvllm.sampling.filters import Filters, filtered_weights
+from mvllm.sampling.filters import Filters, filtered_weights, num_candidates
 from mvllm.sampling.logprobs import gather_logprobs
 from mvllm.sampling.output import GatheredLogprobs, SamplerOutput
 from mvllm.sampling.penalties import TokenCounts, apply_penalties
@@ -31,15 +32,25 @@ _MAX_CANDIDATES = 1024
 """Up to this top_k, top_p is looked for among the k most probable tokens, and above it in the whole vocabulary."""
 
 
+_ELEMENTS_AT_ONCE = 1 << 20
+"""Logits that go through the filters at a time where nothing is gained by more: what is in between stays in the caches,
+and takes little memory."""
+
+
 class Sampler:
     """Has no state of its own; see the module's text.
 
     Args:
         staging: Buffers for what goes to the device, where a step must not wait for the one before.
+
+    Attributes:
+        may_look: Whether the host may wait for the device to decide what to compute.
     """
 
     def __init__(self, staging: StepStaging | None = None) -> None:
         self._staging = staging
+        # Else the step before may be under way, and looking at what the device found would be waiting for it.
+        self.may_look = staging is None
 
     def sample(
         self,
@@ -66,9 +77,20 @@ class Sampler:
         if mask is None and not flags.any():
             peaks, token_ids = logits.max(dim=1)
             return SamplerOutput(token_ids, peaks)
-        batch = _Batch(logits, rows, state, history, flags, mask, self._staging)
-        token_ids, peaks = batch.choose()
-        return SamplerOutput(token_ids, peaks, batch.logprobs_of(token_ids))
+        size = max(1, _ELEMENTS_AT_ONCE // logits.shape[1]) if self.may_look else len(rows)
+        batch = partial(_Batch, state=state, history=history, staging=self._staging, may_look=self.may_look)
+        if len(rows) <= size:
+            whole = batch(logits, rows, flags=flags, mask=mask)
+            token_ids, peaks = whole.choose()
+            return SamplerOutput(token_ids, peaks, whole.logprobs_of(token_ids))
+        parts = [slice(begin, begin + size) for begin in range(0, len(rows), size)]
+        chosen = [
+            batch(logits[p], rows[p], flags=flags[p], mask=None if mask is None else mask[p]).choose() for p in parts
+        ]
+        token_ids, peaks = torch.cat([ids for ids, _ in chosen]), torch.cat([peaks for _, peaks in chosen])
+        if not (flags & LOGPROBS).any():
+            return SamplerOutput(token_ids, peaks)
+        return SamplerOutput(token_ids, peaks, batch(logits, rows, flags=flags, mask=mask).logprobs_of(token_ids))
 
 
 @dataclass
@@ -90,11 +112,13 @@ class _Batch:
         self,
         logits: torch.Tensor,
         rows: np.ndarray,
+        *,
         state: SamplingState,
         history: TokenHistory,
         flags: np.ndarray,
         mask: torch.Tensor | None,
         staging: StepStaging | None,
+        may_look: bool,
     ) -> None:
         self.logits, self.rows, self.state, self.history, self.mask = logits, rows, state, history, mask
         too_short = history.num_tokens[rows] < state.min_length[rows]
@@ -104,6 +128,7 @@ class _Batch:
         is_edited = is_blocked | is_penalized | (mask is not None)
         is_plain = ~(is_edited | is_random)
 
+        self.may_look = may_look
         self.upload = upload = Upload(staging)
         self.plain, self.work = upload.select(is_plain), upload.select(~is_plain)
         in_work = self.work.indices
@@ -176,11 +201,14 @@ class _Batch:
             top_p=get(keys.top_p),
             top_p_gap=get(keys.top_p_gap),
             narrow=keys.narrow,
+            own_candidates=self.upload.get_ids(keys.own_candidates),
             num_candidates=min(keys.num_candidates, self.logits.shape[1]),
             narrow_top_p=keys.narrow_top_p,
             broad=keys.broad,
             num_broad_candidates=min(keys.num_broad_candidates, self.logits.shape[1]),
             nucleus=keys.nucleus,
+            any=keys.any_filter,
+            may_look=self.may_look,
         )
         return filters, get(keys.coarse), get(keys.fine)
 
@@ -220,6 +248,7 @@ class _Batch:
         has_top_k, has_top_p = (top_k > 0) & (top_k < vocab_size), top_p < 1.0
         is_narrow = has_top_k & (top_k <= _MAX_CANDIDATES)
         is_broad = has_top_k & ~is_narrow
+        own = np.minimum(num_candidates(np.where(has_top_k, top_k, 1)), vocab_size)
         with np.errstate(divide="ignore"):
             min_p_gap = temperature * np.log(state.min_p[rows])
             top_p_gap = temperature * (np.log1p(-top_p) - np.float32(np.log(vocab_size)))
@@ -234,11 +263,13 @@ class _Batch:
             coarse=upload.add(coarse),
             fine=upload.add(fine),
             narrow=upload.select(is_narrow),
-            num_candidates=_bucket(top_k[is_narrow]),
+            own_candidates=upload.add(own),
+            num_candidates=_most(own[is_narrow]),
             narrow_top_p=bool((is_narrow & has_top_p).any()),
             broad=upload.select(is_broad),
-            num_broad_candidates=_bucket(top_k[is_broad]),
+            num_broad_candidates=_most(own[is_broad]),
             nucleus=upload.select(has_top_p & ~is_narrow),
+            any_filter=bool((has_top_k | has_top_p | (state.min_p[rows] > 0)).any()),
         )
 
 
@@ -254,17 +285,17 @@ class _RandomKeys:
     coarse: int
     fine: int
     narrow: Selection
+    own_candidates: int
     num_candidates: int
     narrow_top_p: bool
     broad: Selection
     num_broad_candidates: int
     nucleus: Selection
+    any_filter: bool
 
 
-def _bucket(top_k: np.ndarray) -> int:
-    """The next power of two, so that a device that compiles for each shape sees few of them."""
-    largest = int(top_k.max(initial=1))
-    return max(64, 1 << (largest - 1).bit_length())
+def _most(candidates: np.ndarray) -> int:
+    return int(candidates.max(initial=1))
 
 
 def _lengths(parts: list[np.ndarray]) -> np.ndarray:
