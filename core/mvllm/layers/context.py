@@ -46,8 +46,8 @@ class BuildContext:
         return self.ops.get(name, self.dtype, **facts)
 
     def parameter(self, *shape: int) -> nn.Parameter:
-        """A parameter on the device, zero until weights are loaded into it."""
-        return nn.Parameter(torch.zeros(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+        """A parameter on the device. It takes no memory where that is handed out on first use: loading fills it."""
+        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
 
 
 @dataclass

@@ -50,6 +50,10 @@ class CausalLM(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.stage = PipelineStage.of(config.num_layers, ctx.pp)
+        self._waiting: dict[
+            str, list[tuple[nn.Module, set[str]]]
+        ] = {}  # modules and all tensors they wait for, by tensor
+        self._prepared: set[nn.Module] = set()
 
     @abstractmethod
     def forward(
@@ -83,12 +87,32 @@ class CausalLM(nn.Module, ABC):
     def weight_targets(self) -> dict[str, list[WeightTarget]]:
         """What this rank takes of the checkpoint, by tensor name. Each of these names has to be there."""
         targets: dict[str, list[WeightTarget]] = {}
+        self._waiting = {}
         for module in self.modules():
             of_module = getattr(module, "weight_targets", None)
             if module is not self and of_module is not None:
+                names = set()
                 for name, target in of_module():
                     targets.setdefault(name, []).append(target)
+                    names.add(name)
+                if hasattr(module, "prepare_weights"):
+                    for name in names:
+                        self._waiting.setdefault(name, []).append((module, names))
         return targets
+
+    def tensor_loaded(self, name: str) -> None:
+        """Lets op providers turn the weights of a module into the form they want, once all its tensors are loaded.
+
+        That is not left to the end, so that no more than one layer is in memory in two forms.
+
+        Args:
+            name: A checkpoint tensor all of whose targets are filled, as in `weight_targets`.
+        """
+        for module, names in self._waiting.pop(name, ()):
+            names.remove(name)
+            if not names:
+                self._prepared.add(module)
+                _prepare(module)
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint tensor that no target names is fine to skip.
@@ -109,11 +133,12 @@ class CausalLM(nn.Module, ABC):
         )
 
     def after_load(self) -> None:
-        """Lets op providers turn weights into the form they want. Once, when all weights are in place."""
-        for module in self.modules():
-            prepare = getattr(module, "prepare_weights", None)
-            if prepare is not None:
-                prepare()
+        """Prepares what `tensor_loaded` has not: modules that use another one's weight. Once, when all are in place."""
+        prepared = self._prepared
+        for module in list(self.modules()):
+            if module not in prepared:
+                prepared.add(module)
+                _prepare(module)
 
     @property
     def ties_head(self) -> bool:
@@ -134,3 +159,9 @@ class CausalLM(nn.Module, ABC):
 
     def _layer_numbers(self) -> Iterator[int]:
         return iter(range(self.stage.first, self.stage.stop))
+
+
+def _prepare(module: nn.Module) -> None:
+    prepare = getattr(module, "prepare_weights", None)
+    if prepare is not None:
+        prepare()

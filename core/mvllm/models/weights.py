@@ -2,14 +2,16 @@
 
 The model says, for each tensor name of its checkpoint, which rectangle it wants and where that goes (`WeightTarget`);
 the checkpoint says what it has. The two are compared in full before a byte of data is read. Then each rectangle is
-streamed through one small buffer: memory peaks at the weights plus that buffer.
+read into its place, by way of a small buffer where it has to be converted or cut. The caller hears of each tensor when
+it is there, so that a layer can take its final form while it is still in the caches: memory peaks at the weights plus
+that buffer plus one layer.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +28,8 @@ from mvllm.models.safetensors_file import SafetensorsReader, TensorEntry
 
 __all__ = ["LoadableModel", "check_tokenizer", "load_weights"]
 
-BUFFER_BYTES = 8 << 20
+BUFFER_BYTES = 1 << 20
+"""Fits a second-level cache, which makes the copy out of it next to free."""
 
 # What can be converted to a model's floating-point dtype without knowing scales.
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -46,11 +49,17 @@ class LoadableModel(Protocol):
 
 
 def load_weights(
-    model: LoadableModel, folder: Path, *, load_format: str = "auto", use_tqdm: bool = True, seed: int = 0
+    model: LoadableModel,
+    folder: Path,
+    *,
+    load_format: str = "auto",
+    use_tqdm: bool = True,
+    seed: int = 0,
+    on_loaded: Callable[[str], None] = lambda name: None,
 ) -> None:
     """Fills every parameter of `model`; values are converted to each parameter's dtype and device on the way.
 
-    `after_load` is the caller's to call.
+    What no tensor reaches of a parameter, padding, becomes zero. `after_load` is the caller's to call.
 
     Args:
         folder: The model folder. `dummy` reads nothing from it.
@@ -58,21 +67,24 @@ def load_weights(
             `seed` and each tensor's name, whatever the number of ranks.
         use_tqdm: Show progress on stderr.
         seed: For `dummy`.
+        on_loaded: Called with a checkpoint tensor's name when all its targets are filled.
 
     Raises:
         ModelError: The checkpoint is not the model's; names file, tensor, what was expected and found.
         ConfigError: There is no such load format.
     """
-    targets = model.weight_targets()
+    targets = dict(model.weight_targets())  # what has been filled is dropped from it, so that its memory may be freed
     _check_every_parameter_is_targeted(model, targets)
     if load_format == "dummy":
-        _fill_dummy(targets, seed)
+        _zero_padding(targets)
+        _fill_dummy(targets, seed, on_loaded)
         return
     if load_format not in ("auto", "safetensors"):
         raise ConfigError(f"load_format must be one of 'auto', 'safetensors', 'dummy', found {load_format!r}.")
     entries = match_names(read_checkpoint(folder), model, targets, folder)
     check_tensors(entries, targets, _vocab_size(model))
-    _copy_all(entries, targets, use_tqdm)
+    _zero_padding(targets)
+    _copy_all(entries, targets, use_tqdm, on_loaded)
 
 
 # ---------------------------------------------------------------------------------------------- before any data is read
@@ -177,7 +189,24 @@ def _vocab_size(model: LoadableModel) -> int | None:
 # -------------------------------------------------------------------------------------------------------------- copying
 
 
-def _copy_all(entries: Mapping[str, TensorEntry], targets: Mapping[str, list[WeightTarget]], use_tqdm: bool) -> None:
+def _zero_padding(targets: Mapping[str, list[WeightTarget]]) -> None:
+    """Parameters come uninitialised: those that the checkpoint does not fill to the last element begin as zero."""
+    unfilled: dict[int, tuple[nn.Parameter, int]] = {}
+    for of_name in targets.values():
+        for target in of_name:
+            parameter, missing = unfilled.get(id(target.parameter), (target.parameter, target.parameter.numel()))
+            unfilled[id(parameter)] = parameter, missing - _rectangle(target)[2].numel()
+    for parameter, missing in unfilled.values():
+        if missing > 0:
+            parameter.detach().zero_()
+
+
+def _copy_all(
+    entries: Mapping[str, TensorEntry],
+    targets: dict[str, list[WeightTarget]],
+    use_tqdm: bool,
+    on_loaded: Callable[[str], None],
+) -> None:
     """File by file, in the order in which the data lies there."""
     buffer = bytearray(BUFFER_BYTES)
     ordered = sorted(entries.items(), key=lambda item: (item[1].file, item[1].start))
@@ -191,8 +220,10 @@ def _copy_all(entries: Mapping[str, TensorEntry], targets: Mapping[str, list[Wei
                     reader, open_file = files.enter_context(SafetensorsReader(entry.file)), entry.file
                     progress.set_postfix_str(entry.file.name, refresh=False)
                 assert reader is not None
-                for target in targets[name]:
+                for target in targets.pop(name):
                     buffer = _copy(reader, entry, target, buffer)
+                del target
+                on_loaded(name)
                 progress.update(entry.num_bytes)
 
 
@@ -204,6 +235,10 @@ def _copy(reader: SafetensorsReader, entry: TensorEntry, target: WeightTarget, b
     dtype = _FLOATS[entry.dtype]
     shape, source, destination = _rectangle(target)
     if destination.numel() == 0:
+        return buffer
+    place = _bytes_of(destination) if destination.dtype == dtype and _takes_whole_rows(target) else None
+    if place is not None:
+        reader.read_into(place, entry, source[0].start * math.prod(shape[1:]) * dtype.itemsize)
         return buffer
     if len(shape) == 1:
         shape, source, destination = (*shape, 1), (*source, slice(0, 1)), destination.unsqueeze(1)
@@ -223,15 +258,21 @@ def _copy(reader: SafetensorsReader, entry: TensorEntry, target: WeightTarget, b
     return buffer
 
 
-def _fill_dummy(targets: Mapping[str, list[WeightTarget]], seed: int) -> None:
+def _fill_dummy(targets: dict[str, list[WeightTarget]], seed: int, on_loaded: Callable[[str], None]) -> None:
     tensors = DummyTensors(seed)
-    for name, of_name in targets.items():
-        for target in of_name:
-            shape, source, destination = _rectangle(target)
-            rows = source[0]
-            for start, values in tensors.rows(name, shape, rows.start, rows.stop):
-                chunk = torch.from_numpy(values)[(slice(None), *source[1:])]
-                destination[start - rows.start : start - rows.start + len(values)].copy_(chunk)
+    for name in list(targets):
+        for target in targets.pop(name):
+            _draw(tensors, name, target)
+        del target
+        on_loaded(name)
+
+
+def _draw(tensors: DummyTensors, name: str, target: WeightTarget) -> None:
+    shape, source, destination = _rectangle(target)
+    rows = source[0]
+    for start, values in tensors.rows(name, shape, rows.start, rows.stop):
+        chunk = torch.from_numpy(values)[(slice(None), *source[1:])]
+        destination[start - rows.start : start - rows.start + len(values)].copy_(chunk)
 
 
 def _rectangle(target: WeightTarget) -> tuple[tuple[int, ...], tuple[slice, ...], torch.Tensor]:
@@ -245,6 +286,22 @@ def _rectangle(target: WeightTarget) -> tuple[tuple[int, ...], tuple[slice, ...]
     if target.transpose:
         destination = destination.transpose(0, 1)
     return tuple(target.source_shape), target.source, destination
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview | None:
+    """The memory of `tensor`, where it lies in one piece of the host's."""
+    if not tensor.is_contiguous():
+        return None
+    try:
+        return tensor.view(-1).view(torch.uint8).numpy().data
+    except (TypeError, RuntimeError):  # it has none that the host could write to
+        return None
+
+
+def _takes_whole_rows(target: WeightTarget) -> bool:
+    """Whether what is read lies in one piece, in the order in which it is wanted."""
+    columns = zip(target.source[1:], target.source_shape[1:], strict=True)
+    return not target.transpose and all(part == slice(0, size) for part, size in columns)
 
 
 def _progress(total: int, use_tqdm: bool) -> Any:

@@ -122,6 +122,7 @@ class ModelRunner:
             load_format=self._config.load.load_format,
             use_tqdm=self._config.load.use_tqdm,
             seed=config.seed,
+            on_loaded=self.model.tensor_loaded,
         )
         self.model.after_load()
         self.model.eval()

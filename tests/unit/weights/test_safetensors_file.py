@@ -196,3 +196,20 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "x.safetensors")
     with pytest.raises(ModelError, match="a pipe or a device"):
         read_header(tmp_path / "x.safetensors")
+
+
+def test_a_large_tensor_is_read_by_two_threads_and_missed_when_it_is_cut_short(tmp_path):
+    path = tmp_path / "x.safetensors"
+    tensor = torch.arange(3_000_001, dtype=torch.int32)
+    save_file({"a": torch.zeros(7), "b": tensor}, path)
+    found = {e.name: e for e in read_header(path)}["b"]
+    for offset in (0, 4, 1_000_000):
+        buffer = bytearray(found.num_bytes - offset)
+        with SafetensorsReader(path) as reader:
+            reader.read_into(memoryview(buffer), found, offset)
+        assert torch.equal(torch.frombuffer(buffer, dtype=torch.int32), tensor[offset // 4 :])
+    for missing in (1, found.num_bytes // 2 + 5):
+        with SafetensorsReader(path) as reader:
+            os.truncate(path, found.start + found.num_bytes - missing)
+            with pytest.raises(ModelError, match="ended inside tensor 'b'"):
+                reader.read_into(memoryview(bytearray(found.num_bytes)), found, 0)

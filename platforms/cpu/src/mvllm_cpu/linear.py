@@ -82,7 +82,9 @@ class Linear:
         weight = rows_of(weight.detach())
         out_features, in_features = weight.shape
         code = DTYPE_CODES[weight.dtype]
-        data = torch.zeros(self._packed_size(out_features, in_features, code), dtype=weight.dtype)
+        size = self._packed_size(out_features, in_features, code)
+        # Padding has to be zero; without any, there is no need to write everything twice.
+        data = (torch.zeros if size > weight.numel() else torch.empty)(size, dtype=weight.dtype)
         self._pack(weight.data_ptr(), weight.stride(0), data.data_ptr(), out_features, in_features, code)
         return PackedWeight(data, out_features, in_features)
 
