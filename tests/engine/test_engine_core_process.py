@@ -82,7 +82,11 @@ def test_what_an_engine_tells_of_itself_is_the_same(llm: LLM, here: LLM) -> None
     stats = llm.llm_engine.stats
     assert stats is not None
     assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
-    assert set(client_of(llm).start_seconds) == {"load model", "size KV cache", "allocate KV cache"}
+    phases = ["start workers", "load model", "size KV cache", "allocate KV cache"]
+    assert list(client_of(llm).start_seconds) == ["start engine core", *phases]
+    assert list(llm.llm_engine.start_seconds) == ["platform", "tokenizer", "start engine core", *phases, "first token"]
+    assert list(here.llm_engine.start_seconds) == ["platform", "tokenizer", *phases, "first token"]
+    assert all(seconds >= 0 for seconds in llm.llm_engine.start_seconds.values())
     assert llm.llm_engine.step() == []  # without requests, nothing is waited for
     client_of(llm).check_health()
 

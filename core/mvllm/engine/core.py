@@ -58,8 +58,7 @@ class EngineCore:
         self._max_in_flight = num_stages if num_stages > 1 else 2 if config.scheduler.async_scheduling else 1
         self._position_key = prompt_cache_key(config.model)
         self._may_share_blocks = platform.capabilities.prefix_caching
-        on_phase("start workers")
-        self._executor = make_executor(config, platform)
+        self._executor = self._timed("start workers", lambda: make_executor(config, platform))
         try:
             self._timed("load model", self._executor.start)
             self.cache_summary = self._timed("size KV cache", self._size_kv_cache)

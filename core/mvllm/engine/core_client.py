@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from mvllm.config.engine_config import EngineConfig, ParallelConfig
 from mvllm.engine.core import EngineCore
 from mvllm.engine.kv_sizing import CacheSummary
 from mvllm.engine.planning import settle_config
+from mvllm.engine.worker_environment import worker_environment
 from mvllm.errors import ConfigError
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest
 from mvllm.platform.choose import ChosenPlatform, choose_platform
@@ -72,12 +73,18 @@ class InprocClient:
         self._core.shutdown()
 
 
-def make_client(config: EngineConfig, chosen: ChosenPlatform | None = None) -> InprocClient | SyncMPClient:
+def make_client(
+    config: EngineConfig,
+    chosen: ChosenPlatform | None = None,
+    meanwhile: Callable[[EngineConfig], None] = lambda config: None,
+) -> InprocClient | SyncMPClient:
     """Chooses the platform, settles the configuration with it, and starts an engine core.
 
     Args:
         config: What was asked for.
         chosen: The platform, where it has been chosen before.
+        meanwhile: What this process has to do for its start, called with the settled configuration: beside an engine
+            core that starts in a process of its own, and before one in this process. What it raises ends the start.
 
     Raises:
         PlatformError, ConfigError, ModelError: The engine cannot be started as asked.
@@ -92,8 +99,11 @@ def make_client(config: EngineConfig, chosen: ChosenPlatform | None = None) -> I
     if _wants_own_process(settled.parallel):
         from mvllm.engine.sync_mp_client import SyncMPClient  # and with it ZeroMQ, which no other path needs
 
-        return SyncMPClient(settled, chosen)
-    return InprocClient(EngineCore(settled, chosen.platform), str(chosen))
+        return SyncMPClient(settled, chosen, meanwhile)
+    with worker_environment(settled.parallel, chosen.platform):
+        meanwhile(settled)
+        core = EngineCore(settled, chosen.platform)
+    return InprocClient(core, str(chosen))
 
 
 def _wants_own_process(parallel: ParallelConfig) -> bool:

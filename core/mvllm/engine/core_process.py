@@ -28,6 +28,7 @@ from mvllm.errors import ConfigError, EngineDeadError
 from mvllm.executor.handshake import receive_message, send_message
 from mvllm.executor.process_tools import (
     adopt_parent,
+    collector_paused,
     die_with_parent,
     keep_standard_streams,
     leave,
@@ -215,8 +216,11 @@ def _build(start: CoreStart, board: StatusBoard) -> EngineCore:
     platform = choose_platform(start.platform).platform
     board.write(0, "importing the engine core")
     from mvllm.engine.core import EngineCore
+    from mvllm.engine.worker_environment import worker_environment
 
-    return EngineCore(decode_config(start.config), platform, on_phase=lambda phase: board.write(0, phase))
+    config = decode_config(start.config)
+    with worker_environment(config.parallel, platform), collector_paused():
+        return EngineCore(config, platform, on_phase=lambda phase: board.write(0, phase))
 
 
 def _receive(start: CoreStart, inbox: Inbox) -> None:

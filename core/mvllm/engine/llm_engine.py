@@ -15,9 +15,11 @@ from mvllm.engine.kv_sizing import CacheSummary
 from mvllm.engine.output_processor import OutputProcessor
 from mvllm.engine.outputs import RequestOutput
 from mvllm.engine.parallel_sampling import CoreIds, fan_out
+from mvllm.engine.start_phases import StartPhases
 from mvllm.engine.stat_loggers import StatLoggers
 from mvllm.engine.tokenizer import Tokenizer, load_tokenizer
 from mvllm.errors import ConfigError, EngineDeadError, RequestError
+from mvllm.executor.process_tools import collector_paused
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.messages.sampling_params import SamplingParams
@@ -76,29 +78,41 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig, client: EngineClient | None = None) -> None:
         # The cheapest reasons to fail come first, and the weights last.
+        self._phases = phases = StartPhases()
         if client is None:
             check_architecture(config.model)
             check_providers(config.op_providers)
-        chosen = choose_platform(config.platform) if client is None else None
-        tokenizer = load_tokenizer(config.model)
-        if tokenizer is not None:
-            name = f"The tokenizer of {config.model.tokenizer}"
-            check_tokenizer(config.model.vocab_size, tokenizer.length, tokenizer=name)
+        with phases.phase("platform"):
+            chosen = choose_platform(config.platform) if client is None else None
+        self._tokenizer: Tokenizer | None = None
         self._stat_loggers = StatLoggers(config)
         try:
-            self._client: EngineClient = client if client is not None else make_client(config, chosen)
+            with collector_paused():
+                if client is None:
+                    client = make_client(config, chosen, self._load_tokenizer)
+                else:
+                    self._load_tokenizer(config)
         except BaseException:
             self._stat_loggers.close()
             raise
+        self._client: EngineClient = client
+        phases.end(getattr(client, "start_seconds", {}))
         self.config = self._client.config
         self._closed = False
         self._dead: BaseException | None = None
-        self._tokenizer = tokenizer
-        self.input_processor = InputProcessor(self.config, tokenizer)
-        self._output_processor = OutputProcessor(tokenizer)
+        self.input_processor = InputProcessor(self.config, self._tokenizer)
+        self._output_processor = OutputProcessor(self._tokenizer)
         self._core_ids = CoreIds()
         self._stats: SchedulerStats | None = None
         self.num_generated_tokens = 0
+
+    def _load_tokenizer(self, config: EngineConfig) -> None:
+        """While the engine core starts, if that has a process of its own."""
+        with self._phases.phase("tokenizer"):
+            self._tokenizer = load_tokenizer(config.model)
+            if self._tokenizer is not None:
+                name = f"The tokenizer of {config.model.tokenizer}"
+                check_tokenizer(config.model.vocab_size, self._tokenizer.length, tokenizer=name)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
@@ -106,6 +120,11 @@ class LLMEngine:
         return cls(args.create_engine_config())
 
     # --- facts
+
+    @property
+    def start_seconds(self) -> dict[str, float]:
+        """Seconds per phase of the start, and from the first request to its first token; as the log tells them."""
+        return dict(self._phases.seconds)
 
     @property
     def model_config(self) -> ModelConfig:
@@ -177,6 +196,7 @@ class LLMEngine:
     def add_processed_requests(self, requests: Sequence[ProcessedRequest]) -> None:
         """Queues requests that have passed `input_processor`; all of them or, when an id is taken, none."""
         self._require_alive()
+        self._phases.note_request()
         fresh: set[str] = set()
         for request in requests:
             request_id = request.core.request_id
@@ -227,6 +247,8 @@ class LLMEngine:
 
     def _step(self) -> list[RequestOutput]:
         core_outputs = self._client.step()
+        if core_outputs.outputs:
+            self._phases.note_tokens()
         if core_outputs.stats is not None:
             self._stats = core_outputs.stats
         processed = self._output_processor.process(core_outputs)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from mvllm.executor.process_tools import collector_paused
 from mvllm.executor.rpc import FLUSH_ID, STOP_ID, Reply, Request, codec_of, describe_failure
 from mvllm.executor.status_board import IDLE, StatusBoard
 from mvllm.logging import get_logger
@@ -86,9 +87,10 @@ class WorkerProc:
         board.write(rank, f"loading the platform {platform}")
         chosen = choose_platform(platform).platform
         board.write(rank, "importing the worker")
-        from mvllm.worker.wrapper import WorkerWrapper
+        with collector_paused():
+            from mvllm.worker.wrapper import WorkerWrapper
 
-        worker = WorkerWrapper(decode_config(config), chosen, context)
+            worker = WorkerWrapper(decode_config(config), chosen, context)
         board.write(rank, IDLE)
         return cls(name, rank, worker, reader, replies, board)
 

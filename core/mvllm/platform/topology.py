@@ -19,7 +19,9 @@ class LaunchTopology:
         num_workers: Worker processes. World size need not equal this: one worker may drive several devices.
         devices_per_worker: Devices each of them drives.
         executors: Executors that may be used (`uni`, `mp`, `ray`, `external_launcher`), the preferred one first.
-        env_per_worker: Variables to set for each worker before it imports anything, one mapping per worker.
+        env_per_worker: Variables to set for each worker before it imports anything, one mapping per worker. A worker in
+            the process of its engine core has those that nobody set, and only while the engine starts; none where torch
+            was imported before.
         ray_resource: Ray's name of the resource that one device is, which the executor `ray` claims for each worker;
             None where the platform cannot be used with it.
         device_variable: The variable that limits a process to some devices. Ray gives devices out by id: on its workers

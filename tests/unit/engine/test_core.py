@@ -119,7 +119,7 @@ class TestStart:
             "warm_up",
         ]
         assert core.cache_summary.num_blocks == 4 * 4
-        assert set(core.start_seconds) == {"load model", "size KV cache", "allocate KV cache"}
+        assert set(core.start_seconds) == {"start workers", "load model", "size KV cache", "allocate KV cache"}
 
     def test_explicit_bytes_need_no_profiling(self, make_core):
         core = make_core(kv_cache_memory_bytes=5 * BYTES_PER_BLOCK)

@@ -1,0 +1,51 @@
+"""Where the time of a start goes: seconds by phase, in one line of the log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from mvllm.logging import get_logger
+
+logger = get_logger(__name__)
+
+_FIRST_ANSWER = "first token"
+
+
+class StartPhases:
+    """Begins with the start that it tells of. Phases may overlap, so that their sum is more than the whole.
+
+    Attributes:
+        seconds: By phase, in the order in which they ended; `first token` is counted from the first request.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._begun = time.perf_counter()
+        self._first_request: float | None = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times what is done inside."""
+        begun = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - begun  # of what succeeds: nothing else is told
+
+    def end(self, core_seconds: Mapping[str, float]) -> None:
+        """The engine can be used; adds the phases of its core, and tells all of them."""
+        self.seconds.update(core_seconds)
+        total = time.perf_counter() - self._begun
+        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
+        logger.info("Started in %.2f s: %s", total, phases)
+
+    def note_request(self) -> None:
+        """A request is about to be queued."""
+        if self._first_request is None:
+            self._first_request = time.perf_counter()
+
+    def note_tokens(self) -> None:
+        """Tokens have come."""
+        if _FIRST_ANSWER not in self.seconds and self._first_request is not None:
+            self.seconds[_FIRST_ANSWER] = time.perf_counter() - self._first_request
+            logger.info("First token %.3f s after the first request", self.seconds[_FIRST_ANSWER])
