@@ -111,7 +111,7 @@ using namespace mvllm;
 
 extern "C" {
 
-int mvllm_cpu_abi_version() { return 3; }
+int mvllm_cpu_abi_version() { return 4; }
 
 const char* mvllm_cpu_isa() { return current_isa().name; }
 
