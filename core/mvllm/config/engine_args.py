@@ -81,8 +81,8 @@ class EngineArgs:
 
     memory_utilization: float | None = option(
         None,
-        help="Share of the device's memory for weights, activations and KV cache together; by default what the "
-        "platform proposes, else 0.9.",
+        help="Share of the device's memory for weights, activations and KV cache together, or of what other programs "
+        "leave where it is the host's; by default what the platform proposes, else 0.9.",
         group="cache",
         minimum=0,
         above=True,
@@ -129,7 +129,11 @@ class EngineArgs:
         group="scheduler",
         choices=("fcfs", "priority"),
     )
-    async_scheduling: bool = option(False, help="Plan step N + 1 while step N runs.", group="scheduler")
+    async_scheduling: bool | None = option(
+        None,
+        help="Plan step N + 1 while step N runs; by default where the device computes beside the host.",
+        group="scheduler",
+    )
 
     tensor_parallel_size: int = option(
         1, help="Ranks that share each layer.", group="parallel", minimum=1, maximum=1024

@@ -43,14 +43,14 @@ class SchedulerConfig:
         max_num_batched_tokens: Token budget of one step.
         enable_chunked_prefill: Let a prompt be computed over several steps.
         policy: `fcfs` (first come, first served) or `priority`.
-        async_scheduling: Plan step N + 1 while step N runs.
+        async_scheduling: Plan step N + 1 while step N runs; None to let the platform's abilities decide.
     """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     enable_chunked_prefill: bool = True
     policy: str = "fcfs"
-    async_scheduling: bool = False
+    async_scheduling: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -152,5 +152,5 @@ def _replace(values: Any, name: str, value: Any, field: str) -> Any:
 def _is_a(value: object, permitted: Any) -> bool:
     """Whether `value` has the permitted type; an integer is a number, too, but a truth value is no integer."""
     if isinstance(value, bool):
-        return permitted is bool
+        return permitted is bool or bool in typing.get_args(permitted)
     return isinstance(value, permitted) or (isinstance(value, int) and isinstance(0.0, permitted))

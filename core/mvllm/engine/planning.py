@@ -43,6 +43,9 @@ def settle_config(config: EngineConfig, platform: Platform) -> EngineConfig:
     capabilities: Capabilities = ask(platform, "capabilities", returns=Capabilities)
     dtype = _settle_dtype(config, capabilities, platform.spec.name)
     config = replace_field(config, dtype.field, dtype.value) if dtype else config
+    if config.scheduler.async_scheduling is None:
+        # Planning ahead pays where the device computes beside the host; on the host itself the two share the cores.
+        config = replace_field(config, "scheduler.async_scheduling", capabilities.async_copies)
     for change in changes_for(config, capabilities, platform.spec.name):
         config = replace_field(config, change.field, change.value)
         _log(change)

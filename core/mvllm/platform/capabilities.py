@@ -25,7 +25,8 @@ class Capabilities:
         async_copies: `to_host` returns before the copy is done, and submitting work does not wait for earlier work.
             With asynchronous scheduling, sampled tokens then stay on the device until the next step has been submitted.
         fork_safe: A process that has probed this platform may still be forked.
-        unified_memory: The device uses the host's memory.
+        unified_memory: The device uses the host's memory. `memory_utilization` is then a share of what other programs
+            leave.
         devices_per_process: Most devices that one worker drives; None for any number.
         collectives: Names among `all_reduce`, `all_gather`, `reduce_scatter`, `broadcast`, `send_recv`, `gather`,
             `all_to_all`, `barrier` that its communicators offer.

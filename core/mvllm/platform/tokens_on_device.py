@@ -13,5 +13,7 @@ def keeps_tokens_on_device(config: EngineConfig, capabilities: Capabilities) -> 
     tokens go back to the first stage, by way of the host.
     """
     return (
-        config.scheduler.async_scheduling and capabilities.async_copies and config.parallel.pipeline_parallel_size == 1
+        config.scheduler.async_scheduling is True
+        and capabilities.async_copies
+        and config.parallel.pipeline_parallel_size == 1
     )

@@ -55,7 +55,8 @@ class Worker:
 
         total ├── reserve (1 - utilization) ──┤── taken now ──┤── peak of a step ──┤── KV cache ──┤
 
-        Where devices have no memory of their own, all workers of this machine share what is free.
+        Where devices have no memory of their own, all workers of this machine share what is free, and the reserve is a
+        share of what other programs leave: they were here first, and have taken theirs already.
         """
         runtime = self.runtime
         runtime.synchronize()
@@ -66,8 +67,10 @@ class Worker:
         runtime.release_cached_memory()
         utilization = self._config.cache.memory_utilization
         assert utilization is not None, "settled before start"
-        reserve = int(before.total * (1 - utilization))
-        sharers = self._ctx.local_world_size if self._platform.capabilities.unified_memory else 1
+        unified = self._platform.capabilities.unified_memory
+        ours = before.free + before.used_by_me if unified else before.total
+        reserve = int(ours * (1 - utilization))
+        sharers = self._ctx.local_world_size if unified else 1
         return (before.free - reserve) // sharers - peak
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:

@@ -97,6 +97,26 @@ class TestMemoryShare:
         assert settle_config(config, FakePlatform()).cache.memory_utilization == 0.3
 
 
+class TestPlanningAhead:
+    @pytest.mark.parametrize("async_copies", [False, True])
+    def test_without_a_wish_the_engine_plans_ahead_where_the_device_computes_beside_the_host(self, async_copies):
+        platform = FakePlatform()
+        platform.capabilities = replace(platform.capabilities, async_copies=async_copies)
+        assert settle_config(config_for(), platform).scheduler.async_scheduling is async_copies
+
+    @pytest.mark.parametrize("wish", [False, True])
+    def test_a_wish_stays_whatever_the_device_can_do(self, wish):
+        config = config_for()
+        config = replace(config, scheduler=replace(config.scheduler, async_scheduling=wish))
+        platform = FakePlatform()
+        platform.capabilities = replace(platform.capabilities, async_copies=not wish)
+        assert settle_config(config, platform).scheduler.async_scheduling is wish
+
+    def test_a_platform_may_settle_it(self):
+        plan = Plan((ConfigChange("scheduler.async_scheduling", True, "faster here"),))
+        assert settle_config(config_for(), FakePlatform(plan=plan)).scheduler.async_scheduling is True
+
+
 class TestDtype:
     def test_auto_is_the_checkpoints_where_the_platform_offers_it(self):
         config = config_for("auto", checkpoint_dtype="bfloat16")

@@ -25,10 +25,15 @@ class MeasuredRuntime(HostRuntime):
         return MemoryInfo(total=1000, free=700, used_by_me=100, peak_by_me=self.peak)
 
 
-def available(*, unified_memory: bool, local_world_size: int) -> int:
+def test_other_programs_on_the_host_do_not_use_up_our_share() -> None:
+    """They have taken 200 of 1000: with a share below that, there would be nothing left to begin with."""
+    assert available(unified_memory=True, local_world_size=1, utilization=0.25) == 700 - 600 - 50
+
+
+def available(*, unified_memory: bool, local_world_size: int, utilization: float = 0.75) -> int:
     platform = FakePlatform()
     platform.capabilities = replace(platform.capabilities, unified_memory=unified_memory)
-    config = replace(make_config(), cache=CacheConfig(memory_utilization=0.75))
+    config = replace(make_config(), cache=CacheConfig(memory_utilization=utilization))
     worker = Worker(config, platform, WorkerContext(world_size=8, local_world_size=local_world_size))
     worker._runtime = runtime = MeasuredRuntime()
     worker._runner = SimpleNamespace(profile=lambda: setattr(runtime, "peak", 150))
@@ -40,8 +45,8 @@ def available(*, unified_memory: bool, local_world_size: int) -> int:
     [
         (False, 1, 700 - 250 - 50),
         (False, 4, 700 - 250 - 50),  # each has a device with memory of its own
-        (True, 1, 700 - 250 - 50),
-        (True, 3, 450 // 3 - 50),  # all of this machine have the same 450, and each has its own step
+        (True, 1, 700 - 200 - 50),  # a quarter of the 800 that other programs leave
+        (True, 3, 500 // 3 - 50),  # all of this machine have the same 500, and each has its own step
     ],
 )
 def test_workers_that_have_one_memory_share_it(unified_memory: bool, local_world_size: int, expected: int) -> None:
