@@ -121,7 +121,7 @@ class CPUPlatform(Platform):
 
         loaded = kernels.load()
         backend = ReferenceAttention if loaded.library is None else PagedAttention
-        problems = [*PagedAttention.validate(spec), *backend.validate(spec)]
+        problems = list(dict.fromkeys([*PagedAttention.validate(spec), *backend.validate(spec)]))
         if problems:
             raise PlatformError(f"The CPU platform has no attention for this model: {'; '.join(problems)}.")
         if loaded.library is None:
