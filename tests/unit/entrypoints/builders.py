@@ -37,7 +37,8 @@ def use_fake_engine(monkeypatch, answer: Answer = lambda request: ANSWER) -> lis
     """From now on engines get a FakeClient; the list collects them."""
     clients: list[FakeClient] = []
 
-    def make_client(config, chosen):
+    def make_client(config, chosen, meanwhile=lambda config: None):
+        meanwhile(config)
         clients.append(FakeClient(config, answer))
         return clients[-1]
 
