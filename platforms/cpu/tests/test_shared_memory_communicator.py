@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -174,7 +175,8 @@ def test_a_stuck_rank_is_named_after_the_timeout() -> None:
 def leave_nothing(rank: int, world_size: int, address: str) -> None:
     comm = join(rank, world_size, address)
     assert comm.uses_shared_memory
-    assert not any("mvllm" in name for name in os.listdir("/dev/shm"))
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    assert not [line for line in mapped if "/dev/shm/" in line and "mvllm" in line and not line.endswith("(deleted)")]
     comm.close()
 
 
