@@ -26,7 +26,17 @@ typedef int32_t vi_mem __attribute__((vector_size(LANES * 4), aligned(4), may_al
 
 INLINE vu load_lanes(const uint32_t* p) { return *reinterpret_cast<const vu_mem*>(p); }
 INLINE vi load_ints(const int32_t* p) { return *reinterpret_cast<const vi_mem*>(p); }
-INLINE vi widen_bytes(const int8_t* p) { return __builtin_convertvector(*reinterpret_cast<const vb_mem*>(p), vi); }
+
+// Some compilers widen bytes one by one unless told the instruction.
+INLINE vi widen_bytes(const int8_t* p) {
+#if LANES == 16
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif LANES == 8
+    return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+    return __builtin_convertvector(*reinterpret_cast<const vb_mem*>(p), vi);
+#endif
+}
 
 // The low bytes of the lanes.
 INLINE void store_bytes(int8_t* p, vu v) {

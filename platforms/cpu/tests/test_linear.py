@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from platforms.cpu.tests.instruction_sets import once_each, run_again
 
 from mvllm.plugin_api import OpCase
 from mvllm_cpu import kernels
@@ -188,16 +185,7 @@ def test_declined_with_a_reason_where_another_is_faster():
         assert not reasons("bfloat16", **layer) and not reasons("bfloat16", **head)
 
 
-@pytest.mark.skipif("MVLLM_CPU_ISA" in os.environ, reason="runs this file once per instruction set already")
+@once_each
 @pytest.mark.parametrize("isa", [isa for isa in ISAS.split(", ") if isa != LOADED.isa])
 def test_every_instruction_set(isa):
-    env = dict(os.environ, MVLLM_CPU_ISA=isa)
-    ask = "from mvllm_cpu import kernels; print(kernels.load().isa)"
-    runs = subprocess.run(
-        [sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=True
-    ).stdout.strip()
-    if runs != isa:
-        pytest.skip(f"this processor has no {isa}")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_again(__file__, isa)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
+from platforms.cpu.tests.instruction_sets import once_each, run_again
 
 from mvllm.ops.moe import moe as reference
 from mvllm_cpu import kernels
@@ -146,16 +143,7 @@ def test_packing_takes_the_memory_of_the_loaded_weights_over(op):
     assert [w.data.data_ptr() for w in ready] == [gate_up.data_ptr(), down.data_ptr()]
 
 
-@pytest.mark.skipif("MVLLM_CPU_ISA" in os.environ, reason="runs this file once per instruction set already")
+@once_each
 @pytest.mark.parametrize("isa", [isa for isa in ISAS.split(", ") if isa != LOADED.isa])
 def test_every_instruction_set(isa):
-    env = dict(os.environ, MVLLM_CPU_ISA=isa)
-    ask = "from mvllm_cpu import kernels; print(kernels.load().isa)"
-    runs = subprocess.run(
-        [sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=True
-    ).stdout.strip()
-    if runs != isa:
-        pytest.skip(f"this processor has no {isa}")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_again(__file__, isa)

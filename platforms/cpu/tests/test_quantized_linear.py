@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from platforms.cpu.tests.instruction_sets import once_each, run_again
 
 from mvllm.ops.quantized_linear import quantized_linear as reference
 from mvllm.plugin_api import OpCase, QuantizedWeight
@@ -251,16 +248,7 @@ def test_the_longest_sum_of_bytes_fits(op):
         assert found.item() == sign * -128.0 * 127 * MOST_INT8_COLUMNS
 
 
-@pytest.mark.skipif("MVLLM_CPU_ISA" in os.environ, reason="runs this file once per instruction set already")
+@once_each
 @pytest.mark.parametrize("isa", [isa for isa in QUANTIZED_ISAS.split(", ") if isa != LOADED.quantized_isa])
 def test_every_instruction_set(isa):
-    env = dict(os.environ, MVLLM_CPU_ISA=isa)
-    ask = "from mvllm_cpu import kernels; print(kernels.load().quantized_isa)"
-    runs = subprocess.run(
-        [sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=True
-    ).stdout.strip()
-    if runs != isa:
-        pytest.skip(f"this processor has no {isa}")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_again(__file__, isa, "quantized_isa")
