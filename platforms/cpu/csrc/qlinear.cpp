@@ -1,5 +1,6 @@
 // Products with integer weights: which instruction set runs, packing, and dividing a product over the threads.
 
+#include "entries.h"
 #include "qlinear.h"
 
 #include <omp.h>
@@ -10,6 +11,17 @@
 #include <memory>
 
 namespace mvllm {
+
+// Weak, as in dispatch.cpp.
+#if MVLLM_X86
+extern const QIsa qisa_avx2 __attribute__((weak));
+extern const QIsa qisa_avx2_vnni __attribute__((weak));
+extern const QIsa qisa_avx512 __attribute__((weak));
+extern const QIsa qisa_avx512_vnni __attribute__((weak));
+extern const QIsa qisa_avx512_bf16 __attribute__((weak));
+#endif
+extern const QIsa qisa_generic __attribute__((weak));
+
 namespace {
 
 constexpr int64_t SERIAL_WORK = 1 << 19;   // multiply-adds below which waking other threads costs more than it saves
@@ -44,7 +56,7 @@ const QIsa& choose() {
     const char* asked = std::getenv("MVLLM_CPU_ISA");
     const QIsa* best = nullptr;
     for (const QIsa* isa : best_first) {
-        if (!runs_here(*isa)) continue;
+        if (!isa || !runs_here(*isa)) continue;
         if (!best) best = isa;
         if (asked && !std::strcmp(asked, isa->name)) return *isa;
     }

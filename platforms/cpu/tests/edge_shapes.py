@@ -13,11 +13,14 @@ import sys
 import torch
 from platforms.cpu.tests.dense_attention import make_case, run
 
+from mvllm.plugin_api import QuantizedWeight
 from mvllm.testing.attention_cases import make_spec
 from mvllm_cpu import kernels
 from mvllm_cpu.linear import Linear
+from mvllm_cpu.moe import Moe
 from mvllm_cpu.ops import KernelOps
 from mvllm_cpu.paged_attention import DTYPES, SCALED_DTYPES, PagedAttention
+from mvllm_cpu.quantized_linear import QuantizedLinear
 
 REQUESTS = [(0, 19), (100, 1), (15, 1), (16, 1), (140, 5), (0, 1), (300, 1)]
 FEATURES = {"sliding_window": 20, "soft_cap": 3.0, "sinks": True}
@@ -45,6 +48,37 @@ def linear() -> None:
             op.linear(torch.randn(rows, in_features).to(dtype), packed, bias if rows % 2 else None)
 
 
+def quantized() -> None:
+    op = QuantizedLinear(kernels.load().library)
+    shapes = ((1, 8), (15, 40), (33, 64), (65, 200), (7, 33))
+    kinds = ((8, None, True), (8, None, False), (8, 32, False), (4, 32, False), (4, None, False))
+    for dtype, (out_features, in_features), (bits, group, int8) in itertools.product(DTYPES.values(), shapes, kinds):
+        middle, group_size = 2 ** (bits - 1), group or in_features
+        groups = -(-in_features // group_size)
+        for zeros in (False, True) if not int8 else (False,):
+            weight = QuantizedWeight(
+                torch.randint(1 - middle, middle, (out_features, in_features), dtype=torch.int8),
+                torch.rand(out_features, groups),
+                torch.randint(-middle, middle, (out_features, groups), dtype=torch.int8) if zeros else None,
+                group_size,
+                bits,
+                int8_activations=int8,
+            )
+            packed, bias = op.pack(weight), torch.randn(out_features).to(dtype)
+            for rows in (1, 2, 3, 7, 13):
+                op.quantized_linear(torch.randn(rows, in_features).to(dtype), packed, bias if rows % 2 else None)
+
+
+def experts() -> None:
+    op = Moe(kernels.load().library)
+    for dtype, (hidden, inner) in itertools.product(DTYPES.values(), ((64, 32), (67, 33), (33, 7))):
+        weights = torch.randn(5, 2 * inner, hidden).to(dtype), torch.randn(5, hidden, inner).to(dtype)
+        packed = op.pack(weights)
+        for rows in (0, 1, 3, 40):
+            ids = torch.stack([torch.randperm(5)[:2] for _ in range(rows)]) if rows else torch.empty(0, 2).long()
+            op.moe(torch.randn(rows, hidden).to(dtype), *packed, ids, torch.rand(rows, 2))
+
+
 def elementwise() -> None:
     ops = KernelOps(kernels.load().library)
     for dtype, size, rows in itertools.product(DTYPES.values(), (1, 7, 16, 33, 100), (1, 3, 17)):
@@ -52,6 +86,8 @@ def elementwise() -> None:
         ops.rms_norm(x, weight, 1e-6)
         ops.fused_add_rms_norm(x, torch.randn(rows, size).to(dtype), weight, 1e-6)
         ops.silu_and_mul(torch.randn(rows, 2 * size).to(dtype))
+        ops.argmax(x)
+        ops.embedding(torch.randint(-1, rows + 1, (9,)), x, 0)
         cos_sin = torch.randn(rows, 2 * size)
         query, key = (torch.randn(rows, heads, 2 * size + extra).to(dtype) for heads, extra in ((3, 0), (1, 0)))
         ops.rotary_embedding(torch.arange(rows), query, key, cos_sin)
@@ -77,6 +113,6 @@ def shared_sum() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(2)
-    for name in sys.argv[1:] or ("attention", "linear", "elementwise", "shared_sum"):
+    for name in sys.argv[1:] or ("attention", "linear", "quantized", "experts", "elementwise", "shared_sum"):
         globals()[name]()
     print(kernels.load().isa)

@@ -229,3 +229,48 @@ def test_without_kernels_a_function_stays_itself():
         return x
 
     assert Replay(None).compile(function, dynamic=True) is function
+
+
+def second_stage(block):
+    """A pipeline's second stage: its stream comes as an argument, whose storage it goes on using."""
+
+    def run(stream, positions, plan):
+        ops, linear = block.ops, block.linear
+        x = ops.rms_norm(stream, block.norm, 1e-5)
+        q, k, v = (part.view(len(x), HEADS, -1) for part in linear(x, block.weights["qkv"], None).chunk(3, dim=1))
+        block.attention.write_kv(block.cache, k, v, plan)
+        x = linear(block.attention.forward(q, block.cache, plan), block.weights["out"], None)
+        return ops.fused_add_rms_norm(x, stream, block.norm, 1e-5)[0]
+
+    return run
+
+
+def test_an_argument_may_be_written_to(block, backend):
+    stage = second_stage(block)
+    compiled = backend.compile(stage, dynamic=True)
+    for seed in (0, 1, 2):
+        _, positions, plan = inputs(block, 3, seed)
+        stream = random(3, HIDDEN, seed=seed)
+        found, left = compiled(given := stream.clone(), positions, plan), block.cache[0].clone()
+        expected = stage(other := stream.clone(), positions, plan)
+        assert torch.equal(found, expected) and torch.equal(given, other)
+        assert torch.equal(left, block.cache[0]), "keys of another stream"
+
+
+def test_work_that_no_recording_sees_leaves_the_cache_as_it_should_be(block, backend):
+    """A library of somebody else's: torch does not know of it, and its kernels are not ours."""
+
+    def run(ids, positions, plan):
+        x = block.ops.embedding(ids, block.table)
+        values = (ctypes.c_uint16 * x.numel()).from_address(x.data_ptr())
+        for i in range(x.numel()):
+            values[i] ^= 1 << 15
+        key = x.view(len(ids), HEADS, -1)
+        block.attention.write_kv(block.cache, key, key, plan)
+        return block.linear(x, block.weights["out"], None)
+
+    given = inputs(block, 2, 0)
+    backend.compile(run, dynamic=True)(*given)
+    found = block.cache[0].clone()
+    run(*given)
+    assert torch.equal(found, block.cache[0])

@@ -32,7 +32,8 @@ def runtime(compiler: str) -> Path:
 
 def build(compiler: str, isa: str, folder: Path, *, whole: bool) -> Path:
     """The library with one instruction set, and the portable one where this processor may not have it."""
-    wanted = {f"isa_{isa}"} | ({"isa_generic"} if isa != ISA else set())
+    names = {isa} | ({"generic"} if isa != ISA else set())
+    wanted = {kind + name for kind in ("isa_", "qisa_") for name in names}
     flags = FLAGS if whole else [*FLAGS, "-DMVLLM_SMALL_TILES=1"]
 
     def compile_one(source: Path) -> Path:
@@ -40,7 +41,7 @@ def build(compiler: str, isa: str, folder: Path, *, whole: bool) -> Path:
         subprocess.run([compiler, *flags, "-c", str(source), "-o", str(target)], check=True, timeout=600)
         return target
 
-    sources = [path for path in CSRC.glob("*.cpp") if not path.stem.startswith("isa_") or path.stem in wanted]
+    sources = [path for path in CSRC.glob("*.cpp") if "isa_" not in path.stem or path.stem in wanted]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = [str(path) for path in pool.map(compile_one, sources)]
     library = folder / "sanitized.so"

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 import torch
 
 from mvllm.plugin_api import OpCase, OpProvider, QuantizedWeight
+from mvllm_cpu.memory import Pool
 from mvllm_cpu.ops import PROVIDER, rows_of
 from mvllm_cpu.paged_attention import DTYPE_CODES, DTYPES
+from mvllm_cpu.recording import Kernel
 
 MOST_INT8_COLUMNS = 1 << 16
 """in_features up to which sums of products of bytes stay within 32 bits."""
@@ -66,12 +68,10 @@ class QuantizedLinear:
             *(length, length, length, number),
         )
         self._pack.restype = None
-        self._product = library.mvllm_cpu_qlinear
-        self._product.argtypes = (
-            *(pointer, length, pointer, pointer, pointer, pointer, pointer),
-            *(length, length, length, length, number, number, number),
-        )
-        self._product.restype = None
+        operands = (pointer, length, pointer, pointer, pointer, pointer, pointer)
+        sizes = (length, length, length, length, number, number, number)
+        self._product = Kernel(library, "mvllm_cpu_qlinear", (*operands, *sizes))
+        self._pool = Pool()
 
     def providers(self) -> Sequence[OpProvider]:
         """The one provider."""
@@ -105,9 +105,9 @@ class QuantizedLinear:
         depth = LANE_BITS // bits
         tiles, lanes = -(-out_features // self._tile), -(-in_features // depth)
         packed = PackedQuantizedWeight(
-            torch.zeros(tiles * lanes * self._tile, dtype=torch.int32),
-            torch.zeros(tiles * groups * self._tile),
-            None if zero_points is None else torch.zeros(tiles * groups * self._tile, dtype=torch.int8),
+            self._pool.zeros(tiles * lanes * self._tile, torch.int32),
+            self._pool.zeros(tiles * groups * self._tile, torch.float32),
+            None if zero_points is None else self._pool.zeros(tiles * groups * self._tile, torch.int8),
             out_features,
             in_features,
             weight.group_size,

@@ -195,6 +195,9 @@ class _Compiled:
         return self._backend.run(program, args)
 
     def _record(self, key: Hashable, args: tuple[Any, ...]) -> Any:
+        given = _copies(
+            args
+        )  # the function may reuse the storage of its arguments, and the recording is run on them, too
         with _Watch() as watch:
             result, calls, refusal = recording.record(lambda: self._function(*args))
         self._programs[key] = None
@@ -204,14 +207,19 @@ class _Compiled:
             program = _program(calls, watch.allocated, result, args)
             self._backend.arena(program.arena_bytes)
             self._backend.spoil_arena()
-            again = self._backend.run(program, args)
+            again = self._backend.run(program, _copies(given))
             if not torch.equal(result.view(torch.uint8), again.view(torch.uint8)):
+                self._function(*given)  # what the recording has left in the KV cache is as wrong as its result
                 raise _Cannot("its kernels are not all of its work: the recording gives another result")
         except _Cannot as e:
             logger.debug("Steps of %s are not replayed: %s", key, e)
         else:
             self._programs[key] = program
         return result
+
+
+def _copies(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments)
 
 
 def _key_of(argument: Any) -> Hashable:
