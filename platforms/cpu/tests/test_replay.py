@@ -154,7 +154,7 @@ def refusing(block, backend, function):
         before = block.calls
         results.append(compiled(*args))
         assert torch.equal(results[-1], function(*args))
-        if block.calls - before != 2:
+        if block.calls - before < 2:
             return False
     return True
 
