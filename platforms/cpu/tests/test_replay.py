@@ -165,6 +165,36 @@ def test_what_torch_computes_is_not_replayed(block, backend):
     assert not refusing(block, backend, lambda *args: block(*args))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_copies_that_torch_makes_without_gradients_are_seen(block, backend, rows):
+    """Norms per head copy rows that lie apart; in inference mode torch shows that as one operation, `reshape`."""
+    norm = random(HEAD_SIZE, seed=9)
+
+    def function(ids, positions, plan):
+        x = block.ops.embedding(ids, block.table)
+        q, k, v = (part.view(rows, HEADS, -1) for part in block.linear(x, block.weights["qkv"], None).chunk(3, dim=1))
+        q, k = (block.ops.rms_norm(part, norm, 1e-5) for part in (q, k))
+        block.attention.write_kv(block.cache, k, v, plan)
+        return block.linear(block.attention.forward(q, block.cache, plan), block.weights["out"], None)
+
+    with torch.inference_mode():
+        compiled = backend.compile(function, dynamic=True)
+        for seed in range(4):
+            args = inputs(block, rows, seed)
+            found, stored = compiled(*args), [part.clone() for part in block.cache]
+            assert torch.equal(found, function(*args))
+            assert all(map(torch.equal, stored, block.cache))
+    assert [program is None for program in compiled._programs.values()] == [rows > 1]
+
+
+@pytest.mark.parametrize("copy", [torch.Tensor.contiguous, torch.Tensor.long, lambda x: torch.from_numpy(x.numpy() * 1)])
+def test_temporary_tensors_are_not_pointed_into(block, backend, copy):
+    with torch.inference_mode():
+        compiled = backend.compile(lambda ids: block.ops.embedding(copy(ids[:, 0]), block.table), dynamic=True)
+        compiled(torch.zeros(3, 2, dtype=torch.int32))
+    assert list(compiled._programs.values()) == [None]
+
+
 def test_what_nobody_sees_is_not_replayed(block, backend):
     """Work outside torch and outside the kernels, in another library say, shows by the result."""
 

@@ -118,9 +118,19 @@ class _Watch(TorchDispatchMode):
         name = func.name()
         if name.startswith(("aten::empty", "aten::new_empty")):
             self.allocated.append(result)
-        elif not func.is_view and name not in ("aten::detach", "aten::_unsafe_view"):
+        elif not (func.is_view or name in ("aten::detach", "aten::_unsafe_view")):
             recording.refuse(f"torch computes {name}")
+        elif name == "aten::lift_fresh" or not _is_within(result, args):
+            # Where no gradients are wanted, torch shows `contiguous`, `reshape` and `to` whole, copies or not.
+            recording.refuse(f"torch makes a tensor with {name}")
         return result
+
+
+def _is_within(result: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operation's results lie in the memory of the tensors that it was given."""
+    results = result if isinstance(result, list | tuple) else (result,)
+    given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+    return all(r.untyped_storage().data_ptr() in given for r in results if isinstance(r, torch.Tensor))
 
 
 class Replay(CompileBackend):
