@@ -7,11 +7,13 @@ import ctypes
 import pytest
 import torch
 
-from mvllm.plugin_api import AttentionSpec, BatchLayout
+from mvllm.plugin_api import AttentionSpec, BatchLayout, QuantizedWeight
 from mvllm_cpu import kernels, recording
 from mvllm_cpu.linear import Linear
+from mvllm_cpu.moe import Moe
 from mvllm_cpu.ops import KernelOps
 from mvllm_cpu.paged_attention import PagedAttention
+from mvllm_cpu.quantized_linear import QuantizedLinear
 from mvllm_cpu.replay import MOST_ROWS, Replay
 
 LOADED = kernels.load()
@@ -193,6 +195,32 @@ def test_temporary_tensors_are_not_pointed_into(block, backend, copy):
         compiled = backend.compile(lambda ids: block.ops.embedding(copy(ids[:, 0]), block.table), dynamic=True)
         compiled(torch.zeros(3, 2, dtype=torch.int32))
     assert list(compiled._programs.values()) == [None]
+
+
+@pytest.mark.parametrize("kind", ["quantized_linear", "moe"])
+def test_kernels_that_programs_cannot_call_are_seen(block, backend, kind):
+    """Before the recording is tried: it would store what it makes without them as keys and values."""
+    if kind == "moe":
+        moe = Moe(LOADED.library)
+        packed = moe.pack((random(2, 64, HIDDEN, seed=3), random(2, HIDDEN, 32, seed=4)))
+        chosen = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    else:
+        quantized = QuantizedLinear(LOADED.library)
+        values = torch.arange(HIDDEN * HIDDEN).view(HIDDEN, HIDDEN).remainder(15).sub(7).to(torch.int8)
+        weight = quantized.pack(QuantizedWeight(values, torch.ones(HIDDEN, 1), None, HIDDEN, 4))
+
+    def function(ids, positions, plan):
+        x = block.ops.embedding(ids, block.table)
+        x = moe.moe(x, *packed, *chosen) if kind == "moe" else quantized.quantized_linear(x, weight, None)
+        heads = block.ops.rms_norm(x, block.norm, 1e-5).view(3, HEADS, HEAD_SIZE)
+        block.attention.write_kv(block.cache, heads, heads, plan)
+        return block.linear(block.attention.forward(heads, block.cache, plan), block.weights["out"], None)
+
+    compiled = backend.compile(function, dynamic=True)
+    args = inputs(block, 3, 0)
+    found, stored = compiled(*args), [part.clone() for part in block.cache]
+    assert torch.equal(found, function(*args))
+    assert all(map(torch.equal, stored, block.cache))
 
 
 def test_what_nobody_sees_is_not_replayed(block, backend):

@@ -19,6 +19,7 @@ import torch
 from mvllm.plugin_api import OpCase, OpProvider, QuantizedWeight
 from mvllm_cpu.ops import PROVIDER, rows_of
 from mvllm_cpu.paged_attention import DTYPE_CODES, DTYPES
+from mvllm_cpu.recording import Kernel
 
 MOST_INT8_COLUMNS = 1 << 16
 """in_features up to which sums of products of bytes stay within 32 bits."""
@@ -66,12 +67,11 @@ class QuantizedLinear:
             *(length, length, length, number),
         )
         self._pack.restype = None
-        self._product = library.mvllm_cpu_qlinear
-        self._product.argtypes = (
+        product = (
             *(pointer, length, pointer, pointer, pointer, pointer, pointer),
             *(length, length, length, length, number, number, number),
         )
-        self._product.restype = None
+        self._product = Kernel(library, "mvllm_cpu_qlinear", product)
 
     def providers(self) -> Sequence[OpProvider]:
         """The one provider."""
