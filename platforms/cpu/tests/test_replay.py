@@ -156,7 +156,7 @@ def refusing(block, backend, function):
         before = block.calls
         results.append(compiled(*args))
         assert torch.equal(results[-1], function(*args))
-        if block.calls - before != 2:
+        if block.calls - before < 2:
             return False
     return True
 
@@ -232,6 +232,37 @@ def test_what_nobody_sees_is_not_replayed(block, backend):
         return x
 
     assert refusing(block, backend, function)
+
+
+def test_a_recording_that_fails_leaves_no_keys_and_values(block, backend):
+    """Trying it has stored what it makes without the work that nobody has seen."""
+
+    def function(ids, positions, plan):
+        x = block.ops.embedding(ids, block.table)
+        ctypes.memset(x.data_ptr(), 0x11, x.nbytes)
+        heads = block.ops.rms_norm(x, block.norm, 1e-5).view(3, HEADS, HEAD_SIZE)
+        block.attention.write_kv(block.cache, heads, heads, plan)
+        return block.linear(block.attention.forward(heads, block.cache, plan), block.weights["out"], None)
+
+    compiled = backend.compile(function, dynamic=True)
+    args = inputs(block, 3, 0)
+    found, stored = compiled(*args), [part.clone() for part in block.cache]
+    assert torch.equal(found, function(*args)) and list(compiled._programs.values()) == [None]
+    assert all(map(torch.equal, stored, block.cache))
+
+
+def test_a_function_may_work_in_place(block, backend):
+    """As a later stage of a pipeline does: the hidden states that it is handed are its residual stream."""
+
+    def function(x):
+        y = block.ops.silu_and_mul(block.linear(x, block.weights["up"], None))
+        return block.ops.fused_add_rms_norm(block.linear(y, block.weights["down"], None), x, block.norm, 1e-5)[0]
+
+    compiled = backend.compile(function, dynamic=True)
+    for seed in (0, 1, 2):
+        found, expected = random(2, HIDDEN, seed=seed), random(2, HIDDEN, seed=seed)
+        assert torch.equal(compiled(found), function(expected)) and torch.equal(found, expected)
+    assert None not in compiled._programs.values()
 
 
 def test_a_function_may_refuse(block, backend):

@@ -205,6 +205,7 @@ class _Compiled:
         return self._backend.run(program, args)
 
     def _record(self, key: Hashable, args: tuple[Any, ...]) -> Any:
+        before = _copies(args)  # the function may work in place
         with _Watch() as watch:
             result, calls, refusal = recording.record(lambda: self._function(*args))
         self._programs[key] = None
@@ -214,14 +215,23 @@ class _Compiled:
             program = _program(calls, watch.allocated, result, args)
             self._backend.arena(program.arena_bytes)
             self._backend.spoil_arena()
-            again = self._backend.run(program, args)
+            again = self._backend.run(program, _copies(before))
             if not torch.equal(result.view(torch.uint8), again.view(torch.uint8)):
+                self._function(*before)  # the keys and values that the recording has stored may be wrong too
                 raise _Cannot("its kernels are not all of its work: the recording gives another result")
         except _Cannot as e:
             logger.debug("Steps of %s are not replayed: %s", key, e)
         else:
             self._programs[key] = program
         return result
+
+
+def _copies(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments, of tensors a copy with the same strides."""
+    return tuple(
+        torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).copy_(a) if isinstance(a, torch.Tensor) else a
+        for a in arguments
+    )
 
 
 def _key_of(argument: Any) -> Hashable:
