@@ -265,6 +265,13 @@ def test_a_function_may_work_in_place(block, backend):
     assert None not in compiled._programs.values()
 
 
+def test_a_part_of_what_a_kernel_writes_is_not_replayed(block, backend):
+    """The memory of the result would be too small for the kernel."""
+    compiled = backend.compile(lambda x: block.ops.silu_and_mul(x)[:1], dynamic=True)
+    compiled(random(3, 8))
+    assert list(compiled._programs.values()) == [None]
+
+
 def test_a_function_may_refuse(block, backend):
     def function(*args):
         recording.refuse("it talks to others")

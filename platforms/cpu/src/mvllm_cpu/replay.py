@@ -286,7 +286,7 @@ def _program(calls: list[Call], allocated: list[torch.Tensor], result: Any, argu
             held.append(getattr(value, "_obj", None))
 
     own = next((b for b in buffers if b.address == result.data_ptr()), None)
-    if own is None or own.last < 0:
+    if own is None or own.last < 0 or own.size != result.nbytes:
         raise _Cannot("its result is not what one of its kernels has written")
     arena_bytes = _lay_out([b for b in buffers if b is not own and b.last >= 0])
     patches = [
