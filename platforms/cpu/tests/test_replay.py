@@ -189,7 +189,9 @@ def test_copies_that_torch_makes_without_gradients_are_seen(block, backend, rows
     assert [program is None for program in compiled._programs.values()] == [rows > 1]
 
 
-@pytest.mark.parametrize("copy", [torch.Tensor.contiguous, torch.Tensor.long, lambda x: torch.from_numpy(x.numpy() * 1)])
+@pytest.mark.parametrize(
+    "copy", [torch.Tensor.contiguous, torch.Tensor.long, lambda x: torch.from_numpy(x.numpy() * 1)]
+)
 def test_temporary_tensors_are_not_pointed_into(block, backend, copy):
     with torch.inference_mode():
         compiled = backend.compile(lambda ids: block.ops.embedding(copy(ids[:, 0]), block.table), dynamic=True)
