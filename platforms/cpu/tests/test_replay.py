@@ -147,6 +147,18 @@ def test_other_strides_and_dtypes_are_recorded_on_their_own(block, backend):
     assert block.calls == calls + 4, "the rows were copied by torch"
 
 
+def test_padded_steps_are_recorded_on_their_own(block, backend):
+    """Attention answers zeros for rows that are no tokens."""
+    query = random(3, HEADS, HEAD_SIZE)
+    compiled = backend.compile(lambda x, plan: block.attention.forward(x, block.cache, plan), dynamic=True)
+    compiled(query, block.plan([1, 2, 3]))
+    for _ in range(2):
+        found = compiled(query, block.plan([1, 2]))
+        assert torch.equal(found, block.attention.forward(query, block.cache, block.plan([1, 2])))
+        found.fill_(7)
+        del found
+
+
 def refusing(block, backend, function):
     """Whether `function` is called each time, and gives what it gives."""
     compiled = backend.compile(function, dynamic=True)

@@ -237,7 +237,8 @@ def _copies(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 def _key_of(argument: Any) -> Hashable:
     if isinstance(argument, torch.Tensor):
         return argument.shape, argument.stride(), argument.dtype
-    return cast(Hashable, type(argument))
+    # Rows behind a plan's tokens are padding, which attention treats apart.
+    return type(argument), cast(Hashable, getattr(argument, "num_tokens", None))
 
 
 def _base_of(argument: Any) -> int:
