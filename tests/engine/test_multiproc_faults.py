@@ -157,13 +157,12 @@ def test_a_step_of_nan_ends_its_requests_and_not_the_engine(make: MakeLLM, core:
     assert all(len(tokens) == 12 for tokens in run(llm))
 
 
-RESERVE = (4 << 30) // 10
 WANTED = {"max_num_seqs": 2048, "max_model_len": 256, "memory_utilization": 0.9, "kv_cache_memory_bytes": None}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_rank_with_the_least_memory_decides_how_many_blocks_all_have(make: MakeLLM, rank: int) -> None:
-    poor = make(f"poor@memory:rank={rank},free={RESERVE + (200 << 20)}", **WANTED).llm_engine.cache_summary
+    poor = make(f"poor@memory:rank={rank},free={200 << 20}", **WANTED).llm_engine.cache_summary
     as_many_as_could_be_used = 2048 * 256 // poor.block_size
     assert 0 < poor.num_blocks < as_many_as_could_be_used
     assert poor.total_bytes <= 100 << 20, "half of what is free on that rank: two ranks of one memory share it"
@@ -176,7 +175,7 @@ def test_where_no_rank_is_short_of_memory_all_have_what_could_be_used(make: Make
 
 def test_a_rank_without_room_for_one_sequence_refuses_for_all(make: MakeLLM) -> None:
     with pytest.raises(CacheError, match="max_model_len"):
-        make(f"poor@memory:rank=1,free={RESERVE}", **WANTED)
+        make(f"poor@memory:rank=1,free={16 << 20}", **WANTED)
 
 
 def test_a_step_that_finds_no_memory_ends_the_engine_with_the_reason(make: MakeLLM) -> None:

@@ -7,11 +7,13 @@ import ctypes
 import pytest
 import torch
 
-from mvllm.plugin_api import AttentionSpec, BatchLayout
+from mvllm.plugin_api import AttentionSpec, BatchLayout, QuantizedWeight
 from mvllm_cpu import kernels, recording
 from mvllm_cpu.linear import Linear
+from mvllm_cpu.moe import Moe
 from mvllm_cpu.ops import KernelOps
 from mvllm_cpu.paged_attention import PagedAttention
+from mvllm_cpu.quantized_linear import QuantizedLinear
 from mvllm_cpu.replay import MOST_ROWS, Replay
 
 LOADED = kernels.load()
@@ -145,6 +147,18 @@ def test_other_strides_and_dtypes_are_recorded_on_their_own(block, backend):
     assert block.calls == calls + 4, "the rows were copied by torch"
 
 
+def test_padded_steps_are_recorded_on_their_own(block, backend):
+    """Attention answers zeros for rows that are no tokens."""
+    query = random(3, HEADS, HEAD_SIZE)
+    compiled = backend.compile(lambda x, plan: block.attention.forward(x, block.cache, plan), dynamic=True)
+    compiled(query, block.plan([1, 2, 3]))
+    for _ in range(2):
+        found = compiled(query, block.plan([1, 2]))
+        assert torch.equal(found, block.attention.forward(query, block.cache, block.plan([1, 2])))
+        found.fill_(7)
+        del found
+
+
 def refusing(block, backend, function):
     """Whether `function` is called each time, and gives what it gives."""
     compiled = backend.compile(function, dynamic=True)
@@ -165,6 +179,64 @@ def test_what_torch_computes_is_not_replayed(block, backend):
     assert not refusing(block, backend, lambda *args: block(*args))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_copies_that_torch_makes_without_gradients_are_seen(block, backend, rows):
+    """Norms per head copy rows that lie apart; in inference mode torch shows that as one operation, `reshape`."""
+    norm = random(HEAD_SIZE, seed=9)
+
+    def function(ids, positions, plan):
+        x = block.ops.embedding(ids, block.table)
+        q, k, v = (part.view(rows, HEADS, -1) for part in block.linear(x, block.weights["qkv"], None).chunk(3, dim=1))
+        q, k = (block.ops.rms_norm(part, norm, 1e-5) for part in (q, k))
+        block.attention.write_kv(block.cache, k, v, plan)
+        return block.linear(block.attention.forward(q, block.cache, plan), block.weights["out"], None)
+
+    with torch.inference_mode():
+        compiled = backend.compile(function, dynamic=True)
+        for seed in range(4):
+            args = inputs(block, rows, seed)
+            found, stored = compiled(*args), [part.clone() for part in block.cache]
+            assert torch.equal(found, function(*args))
+            assert all(map(torch.equal, stored, block.cache))
+    assert [program is None for program in compiled._programs.values()] == [rows > 1]
+
+
+@pytest.mark.parametrize(
+    "copy", [torch.Tensor.contiguous, torch.Tensor.long, lambda x: torch.from_numpy(x.numpy() * 1)]
+)
+def test_temporary_tensors_are_not_pointed_into(block, backend, copy):
+    with torch.inference_mode():
+        compiled = backend.compile(lambda ids: block.ops.embedding(copy(ids[:, 0]), block.table), dynamic=True)
+        compiled(torch.zeros(3, 2, dtype=torch.int32))
+    assert list(compiled._programs.values()) == [None]
+
+
+@pytest.mark.parametrize("kind", ["quantized_linear", "moe"])
+def test_kernels_that_programs_cannot_call_are_seen(block, backend, kind):
+    """Before the recording is tried: it would store what it makes without them as keys and values."""
+    if kind == "moe":
+        moe = Moe(LOADED.library)
+        packed = moe.pack((random(2, 64, HIDDEN, seed=3), random(2, HIDDEN, 32, seed=4)))
+        chosen = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    else:
+        quantized = QuantizedLinear(LOADED.library)
+        values = torch.arange(HIDDEN * HIDDEN).view(HIDDEN, HIDDEN).remainder(15).sub(7).to(torch.int8)
+        weight = quantized.pack(QuantizedWeight(values, torch.ones(HIDDEN, 1), None, HIDDEN, 4))
+
+    def function(ids, positions, plan):
+        x = block.ops.embedding(ids, block.table)
+        x = moe.moe(x, *packed, *chosen) if kind == "moe" else quantized.quantized_linear(x, weight, None)
+        heads = block.ops.rms_norm(x, block.norm, 1e-5).view(3, HEADS, HEAD_SIZE)
+        block.attention.write_kv(block.cache, heads, heads, plan)
+        return block.linear(block.attention.forward(heads, block.cache, plan), block.weights["out"], None)
+
+    compiled = backend.compile(function, dynamic=True)
+    args = inputs(block, 3, 0)
+    found, stored = compiled(*args), [part.clone() for part in block.cache]
+    assert torch.equal(found, function(*args))
+    assert all(map(torch.equal, stored, block.cache))
+
+
 def test_what_nobody_sees_is_not_replayed(block, backend):
     """Work outside torch and outside the kernels, in another library say, shows by the result."""
 
@@ -174,6 +246,44 @@ def test_what_nobody_sees_is_not_replayed(block, backend):
         return x
 
     assert refusing(block, backend, function)
+
+
+def test_a_recording_that_fails_leaves_no_keys_and_values(block, backend):
+    """Trying it has stored what it makes without the work that nobody has seen."""
+
+    def function(ids, positions, plan):
+        x = block.ops.embedding(ids, block.table)
+        ctypes.memset(x.data_ptr(), 0x11, x.nbytes)
+        heads = block.ops.rms_norm(x, block.norm, 1e-5).view(3, HEADS, HEAD_SIZE)
+        block.attention.write_kv(block.cache, heads, heads, plan)
+        return block.linear(block.attention.forward(heads, block.cache, plan), block.weights["out"], None)
+
+    compiled = backend.compile(function, dynamic=True)
+    args = inputs(block, 3, 0)
+    found, stored = compiled(*args), [part.clone() for part in block.cache]
+    assert torch.equal(found, function(*args)) and list(compiled._programs.values()) == [None]
+    assert all(map(torch.equal, stored, block.cache))
+
+
+def test_a_function_may_work_in_place(block, backend):
+    """As a later stage of a pipeline does: the hidden states that it is handed are its residual stream."""
+
+    def function(x):
+        y = block.ops.silu_and_mul(block.linear(x, block.weights["up"], None))
+        return block.ops.fused_add_rms_norm(block.linear(y, block.weights["down"], None), x, block.norm, 1e-5)[0]
+
+    compiled = backend.compile(function, dynamic=True)
+    for seed in (0, 1, 2):
+        found, expected = random(2, HIDDEN, seed=seed), random(2, HIDDEN, seed=seed)
+        assert torch.equal(compiled(found), function(expected)) and torch.equal(found, expected)
+    assert None not in compiled._programs.values()
+
+
+def test_a_part_of_what_a_kernel_writes_is_not_replayed(block, backend):
+    """The memory of the result would be too small for the kernel."""
+    compiled = backend.compile(lambda x: block.ops.silu_and_mul(x)[:1], dynamic=True)
+    compiled(random(3, 8))
+    assert list(compiled._programs.values()) == [None]
 
 
 def test_a_function_may_refuse(block, backend):

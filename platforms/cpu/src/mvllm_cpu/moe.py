@@ -15,6 +15,7 @@ import torch
 from mvllm.plugin_api import OpProvider
 from mvllm_cpu.ops import PROVIDER, rows_of, supports
 from mvllm_cpu.paged_attention import DTYPE_CODES
+from mvllm_cpu.recording import Kernel
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,9 @@ class Moe:
         self._pack = library.mvllm_cpu_moe_pack
         self._pack.argtypes = (number, pointer, pointer, length, length, length, number)
         self._pack.restype = None
-        self._moe = library.mvllm_cpu_moe
         sizes = (length, length, length, length, length, number)
-        self._moe.argtypes = (pointer, length, pointer, pointer, pointer, pointer, pointer, *sizes)
-        self._moe.restype = None
+        moe = (pointer, length, pointer, pointer, pointer, pointer, pointer, *sizes)
+        self._moe = Kernel(library, "mvllm_cpu_moe", moe)
 
     def providers(self) -> Sequence[OpProvider]:
         """The one provider."""

@@ -118,9 +118,19 @@ class _Watch(TorchDispatchMode):
         name = func.name()
         if name.startswith(("aten::empty", "aten::new_empty")):
             self.allocated.append(result)
-        elif not func.is_view and name not in ("aten::detach", "aten::_unsafe_view"):
+        elif not (func.is_view or name in ("aten::detach", "aten::_unsafe_view")):
             recording.refuse(f"torch computes {name}")
+        elif name == "aten::lift_fresh" or not _is_within(result, args):
+            # Where no gradients are wanted, torch shows `contiguous`, `reshape` and `to` whole, copies or not.
+            recording.refuse(f"torch makes a tensor with {name}")
         return result
+
+
+def _is_within(result: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operation's results lie in the memory of the tensors that it was given."""
+    results = result if isinstance(result, list | tuple) else (result,)
+    given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+    return all(r.untyped_storage().data_ptr() in given for r in results if isinstance(r, torch.Tensor))
 
 
 class Replay(CompileBackend):
@@ -195,9 +205,7 @@ class _Compiled:
         return self._backend.run(program, args)
 
     def _record(self, key: Hashable, args: tuple[Any, ...]) -> Any:
-        given = _copies(
-            args
-        )  # the function may reuse the storage of its arguments, and the recording is run on them, too
+        before = _copies(args)  # the function may work in place
         with _Watch() as watch:
             result, calls, refusal = recording.record(lambda: self._function(*args))
         self._programs[key] = None
@@ -207,9 +215,9 @@ class _Compiled:
             program = _program(calls, watch.allocated, result, args)
             self._backend.arena(program.arena_bytes)
             self._backend.spoil_arena()
-            again = self._backend.run(program, _copies(given))
+            again = self._backend.run(program, _copies(before))
             if not torch.equal(result.view(torch.uint8), again.view(torch.uint8)):
-                self._function(*given)  # what the recording has left in the KV cache is as wrong as its result
+                self._function(*before)  # the keys and values that the recording has stored may be wrong too
                 raise _Cannot("its kernels are not all of its work: the recording gives another result")
         except _Cannot as e:
             logger.debug("Steps of %s are not replayed: %s", key, e)
@@ -219,13 +227,18 @@ class _Compiled:
 
 
 def _copies(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments)
+    """The arguments, of tensors a copy with the same strides."""
+    return tuple(
+        torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).copy_(a) if isinstance(a, torch.Tensor) else a
+        for a in arguments
+    )
 
 
 def _key_of(argument: Any) -> Hashable:
     if isinstance(argument, torch.Tensor):
         return argument.shape, argument.stride(), argument.dtype
-    return cast(Hashable, type(argument))
+    # Rows behind a plan's tokens are padding, which attention treats apart.
+    return type(argument), cast(Hashable, getattr(argument, "num_tokens", None))
 
 
 def _base_of(argument: Any) -> int:
@@ -274,7 +287,7 @@ def _program(calls: list[Call], allocated: list[torch.Tensor], result: Any, argu
             held.append(getattr(value, "_obj", None))
 
     own = next((b for b in buffers if b.address == result.data_ptr()), None)
-    if own is None or own.last < 0:
+    if own is None or own.last < 0 or own.size != result.nbytes:
         raise _Cannot("its result is not what one of its kernels has written")
     arena_bytes = _lay_out([b for b in buffers if b is not own and b.last >= 0])
     patches = [
