@@ -25,6 +25,13 @@ CHANNEL = {"num_bits": 8, "strategy": "channel", "symmetric": True}
 GROUP = {"num_bits": 4, "strategy": "group", "symmetric": True, "group_size": 32}
 
 
+def nested(depth: int) -> list[Any]:
+    lists: list[Any] = ["x"]
+    for _ in range(depth):
+        lists = [lists]
+    return lists
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("llama-gqa", tmp_path_factory.mktemp("plain"), tokenizer=False)
@@ -70,6 +77,9 @@ def test_what_the_tests_write_is_supported_and_may_be_asked_for_by_its_name(sche
         ({"quant_method": "gptq", "bits": 3}, r"'bits' is 3, but only 4 or 8 is supported"),
         ({"quant_method": "gptq"}, r"lacks the key 'bits'"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, r"'marlin', but only 'gptq' or 'gptq_v2'"),
+        ({"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": {"x": 1}}, r"should be a list of texts"),
+        ({"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": [["x", 1]]}, r"should be a list of texts"),
+        ({"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": nested(500)}, r"list of texts"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}}, r"no regular expression"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:x": {"bits": 2}}}, r"dynamic '\+:x': 'bits' is 2"),
         (compressed(CHANNEL, "float-quantized"), r"'format' is 'float-quantized', but only 'int-quantized'"),
@@ -84,6 +94,7 @@ def test_what_the_tests_write_is_supported_and_may_be_asked_for_by_its_name(sche
         (compressed(CHANNEL, "int-quantized", {**PER_TOKEN, "symmetric": False}), r"'symmetric' is False"),
         (compressed(GROUP, kv_cache_scheme={"num_bits": 8}), r"'kv_cache_scheme' asks for a quantized KV cache"),
         (compressed(GROUP, sparsity_config={"format": "sparse-24-bitmask"}), r"asks for sparse weights"),
+        (compressed(GROUP, sparsity_config="dense"), r"asks for sparse weights"),
         (compressed(GROUP, ignore=["re:("]), r"no regular expression"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, r"lacks the key 'config_groups'"),
     ],
