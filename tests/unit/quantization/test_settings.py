@@ -14,11 +14,13 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ConfigError, ModelError
 from mvllm.layers.matrix_layout import MatrixLayout, Part
+from mvllm.layers.quantization import awq
 from mvllm.layers.quantization.interface import PackedFormat, QuantizationMethod, format_of_all
 from mvllm.layers.quantization.registry import quantization_method, supported_methods
 from mvllm.models.support import check_quantization
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.paged_driver import make_context, read_config
+from tests.helpers.plugins import prepend, write_metadata
 from tests.helpers.quantized_zoo import PER_TOKEN, SCHEMES, compressed
 
 CHANNEL = {"num_bits": 8, "strategy": "channel", "symmetric": True}
@@ -102,6 +104,17 @@ def test_what_the_tests_write_is_supported_and_may_be_asked_for_by_its_name(sche
 def test_what_is_not_supported_is_refused_by_its_key(settings: dict[str, Any], words: str, folder: Path) -> None:
     with pytest.raises(ModelError, match=words):
         check_quantization(config_of(folder, settings))
+
+
+@pytest.mark.parametrize("stored", ["Acme_Bits", "acme_bits", "acme-bits"])
+@pytest.mark.parametrize("asked", [None, "acme_bits"])
+def test_a_plugins_method_is_found_however_its_name_is_spelled(
+    stored: str, asked: str | None, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_metadata(tmp_path, "acme-extras", "[mvllm.quantization]\nacme_bits = tests.helpers.acme_bits:AWQ\n")
+    prepend(monkeypatch, [str(path)])
+    monkeypatch.setitem(sys.modules, "tests.helpers.acme_bits", awq)
+    assert isinstance(method_of(folder, {**SCHEMES["awq"].config, "quant_method": stored}, quantization=asked), awq.AWQ)
 
 
 def test_names_that_do_not_fit_are_refused_with_the_remedy(folder: Path) -> None:

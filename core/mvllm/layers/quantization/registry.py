@@ -11,7 +11,7 @@ import importlib
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
-from mvllm.config.quantization import stored_quantization
+from mvllm.config.quantization import method_name, stored_quantization
 from mvllm.errors import ConfigError, ModelError
 from mvllm.layers.quantization.interface import QuantizationMethod
 from mvllm.logging import get_logger
@@ -58,12 +58,13 @@ def quantization_method(config: ModelConfig) -> QuantizationMethod | None:
 def _resolve(name: str, stored_as: str | None) -> type[QuantizationMethod]:
     if name in _METHODS:
         for rival in doors.installed(doors.QUANTIZATION):
-            if rival.name == name:
+            if method_name(rival.name) == name:
                 logger.warning("%s offers %s, which core has itself: core's runs.", rival, name)
         module, _, attribute = _METHODS[name].partition(":")
         method: type[QuantizationMethod] = getattr(importlib.import_module(module), attribute)
         return method
-    source = doors.find(doors.QUANTIZATION, name)
+    spelled = {source.name for source in doors.installed(doors.QUANTIZATION) if method_name(source.name) == name}
+    source = doors.find(doors.QUANTIZATION, min(spelled, default=name))
     if source is None:
         if stored_as is None:
             raise ConfigError(
