@@ -277,7 +277,10 @@ class ModelRunner:
         for row in range(num_rows):
             history.set_row(row, [0], 1)
             state.set_row(row, params, eos_token_ids=[], request_id="profile", num_prompt_tokens=1)
-        self._sampler.sample(logits, np.arange(num_rows), state, history)
+        sampler = Sampler(argmax=self._argmax)
+        # As steps will: where none may wait for the device, a whole batch goes through the filters at a time.
+        sampler.may_look = not keeps_tokens_on_device(self._config, self._platform.capabilities)
+        sampler.sample(logits, np.arange(num_rows), state, history)
 
     def _backend_for(self, spec: AttentionSpec) -> AttentionBackend:
         if spec not in self._backends:
