@@ -223,6 +223,7 @@ class ModelRunner:
             block_size=block_size,
             runtime=self._runtime,
             shapes=ask(self._platform, "shapes", returns=ShapePolicy),
+            with_prompt_lens=self.model.uses_prompt_lens,
         )
         hidden = self._forward(inputs, self._pipeline.placeholder(len(inputs.token_ids)))
         if self._pipeline.is_last:
@@ -257,6 +258,7 @@ class ModelRunner:
                 pages=shape.pages,
                 block_size=block_size,
                 runtime=self._runtime,
+                with_prompt_lens=self.model.uses_prompt_lens,
             )
             hidden = self._forward(inputs, self._pipeline.placeholder(shape.tokens))
             self._runtime.step_mark()
