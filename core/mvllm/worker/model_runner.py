@@ -109,7 +109,7 @@ class ModelRunner:
             dtype=dtype,
             device=self._runtime.device,
             ops=OpTable.resolve(
-                [*installed_providers(self._config.op_providers), *ask(self._platform, "ops", returns=Sequence)]
+                ask(self._platform, "ops", returns=Sequence), installed_providers(self._config.op_providers)
             ),
             attention=self._backend_for,
             tp=self._tp,
