@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,6 +116,23 @@ def test_a_plugins_method_is_found_however_its_name_is_spelled(
     prepend(monkeypatch, [str(path)])
     monkeypatch.setitem(sys.modules, "tests.helpers.acme_bits", awq)
     assert isinstance(method_of(folder, {**SCHEMES["awq"].config, "quant_method": stored}, quantization=asked), awq.AWQ)
+
+
+@pytest.mark.parametrize("error", [KeyError("bits"), SystemExit(3)])
+def test_a_plugins_method_that_fails_over_its_settings_is_named(
+    error: BaseException, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(awq.AWQ):
+        @classmethod
+        def of(cls, settings: HFConfig) -> awq.AWQ:
+            raise error
+
+    path = write_metadata(tmp_path, "acme-extras", "[mvllm.quantization]\nacme = tests.helpers.acme_bits:AWQ\n")
+    prepend(monkeypatch, [str(path)])
+    monkeypatch.setitem(sys.modules, "tests.helpers.acme_bits", SimpleNamespace(AWQ=Broken))
+    with pytest.raises(ConfigError, match=rf"Broken failed over .*{type(error).__name__}") as caught:
+        check_quantization(config_of(folder, {"quant_method": "acme"}))
+    assert caught.value.__cause__ is error
 
 
 def test_names_that_do_not_fit_are_refused_with_the_remedy(folder: Path) -> None:
