@@ -29,7 +29,12 @@ def stored_quantization(hf_config: HFConfig) -> tuple[str, HFConfig] | None:
             f"{where} says that the checkpoint is quantized, but its 'quant_method' is {name or 'not named'!r}. Take "
             "the unquantized checkpoint of the same model; quantization='int8' or 'int4' quantizes it while it loads."
         )
-    return name.lower().replace("_", "-"), HFConfig(values, where)
+    return method_name(name), HFConfig(values, where)
+
+
+def method_name(text: str) -> str:
+    """A method's name as it is compared: checkpoints write `compressed-tensors` and `compressed_tensors`."""
+    return text.lower().replace("_", "-")
 
 
 def settle_quantization(hf_config: HFConfig, asked: str | None) -> str | None:
@@ -41,9 +46,9 @@ def settle_quantization(hf_config: HFConfig, asked: str | None) -> str | None:
     """
     stored = stored_quantization(hf_config)
     if stored is None:
-        return asked
+        return None if asked is None else method_name(asked)
     name, settings = stored
-    if asked not in (None, name):
+    if asked is not None and method_name(asked) != name:
         raise ConfigError(
             f"quantization is {asked!r}, but the weights of this checkpoint are stored as {name!r} already "
             f"({settings.source}). Leave quantization out, or take the unquantized checkpoint of the same model."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ def decode_config(data: bytes) -> EngineConfig:
 
 def _to_plain(value: Any) -> Any:
     if isinstance(value, HFConfig):
-        return {"values": value.as_dict(), "source": value.source}
+        # As the file has it: JSON knows integers of any size and any text, msgpack does not.
+        return {"json": json.dumps(value.as_dict()), "source": value.source}
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"A {type(value).__name__} in the configuration cannot travel to another process.")
@@ -35,7 +37,7 @@ def _to_plain(value: Any) -> Any:
 
 def _from_plain(kind: type, value: Any) -> Any:
     if kind is HFConfig:
-        return HFConfig(value["values"], value["source"])
+        return HFConfig(json.loads(value["json"]), value["source"])
     if issubclass(kind, Path):
         return Path(value)
     raise TypeError(f"A {kind.__name__} in the configuration cannot come from another process.")

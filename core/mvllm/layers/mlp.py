@@ -33,7 +33,12 @@ class GatedMLP(nn.Module):
         self._act: Activation | None = gated_activation(ctx, hidden_act, size)
         if ACTIVATIONS[hidden_act] == "silu" and not self.gate_up.quantized:
             fused = ctx.op("linear_silu_and_mul", in_features=hidden_size, size=size, bias=bias)
-            if fused.provider != REFERENCE:
+            parts = (
+                ctx.op("linear", in_features=hidden_size, out_features=2 * size, bias=bias),
+                ctx.op("silu_and_mul", size=size),
+            )
+            bypasses = not fused.asked_for and any(part.asked_for for part in parts)  # what the user wants to have run
+            if fused.provider != REFERENCE and not bypasses:
                 self.gate_up.fuse(fused)
                 self._act = None
 

@@ -23,7 +23,7 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, first: int | None = None)
         return F.embedding(ids, weight)
     local = ids - first
     here = (local >= 0) & (local < weight.shape[0])
-    return F.embedding(local.where(here, 0), weight) * here.unsqueeze(-1)
+    return F.embedding(local.where(here, 0), weight).masked_fill_(~here.unsqueeze(-1), 0)
 
 
 EMBEDDING = OpSchema(

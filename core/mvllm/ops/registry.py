@@ -29,11 +29,13 @@ class ResolvedOp:
         function: What to call.
         provider: Its provider's name, or `reference`.
         prepare: Turns the loaded weight into what `function` wants in its place; None keeps it.
+        asked_for: The user asked for this provider; nothing else may take its place.
     """
 
     function: Callable[..., Any]
     provider: str
     prepare: Callable[[Any], Any] | None = None
+    asked_for: bool = False
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)
@@ -65,17 +67,18 @@ class OpTable:
     """The operations of one worker. Made by `resolve`."""
 
     _providers: dict[str, list[OpProvider]] = field(default_factory=dict)
+    _asked_for: tuple[OpProvider, ...] = ()
     _resolved: dict[tuple[Any, ...], tuple[ResolvedOp, OpRow]] = field(default_factory=dict)
 
     @classmethod
-    def resolve(cls, providers: Sequence[OpProvider] = ()) -> OpTable:
-        """A table in which `providers` stand before the references.
+    def resolve(cls, providers: Sequence[OpProvider] = (), asked_for: Sequence[OpProvider] = ()) -> OpTable:
+        """A table in which `asked_for`, by the user, then `providers` stand before the references.
 
         Raises:
             ContractError: A provider names an operation that there is none of.
         """
-        table = cls()
-        for provider in providers:
+        table = cls(_asked_for=tuple(asked_for))
+        for provider in (*asked_for, *providers):
             if provider.op not in SCHEMAS:
                 raise ContractError(
                     f"Op provider {provider.name!r} replaces {provider.op!r}, which is not an operation of this core. "
@@ -116,7 +119,8 @@ class OpTable:
         for provider in self._providers.get(case.op, ()):
             reasons = provider.supports(case)
             if not reasons:
-                chosen = ResolvedOp(provider.function, provider.name, provider.prepare)
+                asked_for = any(provider is asked for asked in self._asked_for)
+                chosen = ResolvedOp(provider.function, provider.name, provider.prepare, asked_for)
                 break
             declined.append((provider.name, tuple(reasons)))
         candidates = self._candidates(case.op)

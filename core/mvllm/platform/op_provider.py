@@ -36,8 +36,9 @@ class OpProvider:
         supports: Returns the reasons why a case is not supported; empty when it is.
         priority: Among several that support a case, the highest is taken.
         prepare: For operations with a weight: turns the loaded weight into the form that `function` wants in its place
-            (packed, say), once, after loading; the original is dropped, so its memory may be reused. Takes and returns
-            a tuple where there are several weights (`moe`). None keeps the weight as it is.
+            (packed, say), once, after loading; the original is dropped, so its memory may be reused, but for that of
+            `linear`: the weight of a tied head stays the token embedding's. Takes and returns a tuple where there are
+            several weights (`moe`). None keeps the weight as it is.
     """
 
     op: str

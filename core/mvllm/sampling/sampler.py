@@ -84,7 +84,14 @@ class Sampler:
             peaks, token_ids = self._argmax(logits)
             return SamplerOutput(token_ids, peaks)
         size = max(1, _ELEMENTS_AT_ONCE // logits.shape[1]) if self.may_look else len(rows)
-        batch = partial(_Batch, state=state, history=history, staging=self._staging, may_look=self.may_look)
+        batch = partial(
+            _Batch,
+            state=state,
+            history=history,
+            staging=self._staging,
+            argmax=self._argmax,
+            may_look=self.may_look,
+        )
         if len(rows) <= size:
             whole = batch(logits, rows, flags=flags, mask=mask)
             token_ids, peaks = whole.choose()
@@ -124,6 +131,7 @@ class _Batch:
         flags: np.ndarray,
         mask: torch.Tensor | None,
         staging: StepStaging | None,
+        argmax: Argmax,
         may_look: bool,
     ) -> None:
         self.logits, self.rows, self.state, self.history, self.mask = logits, rows, state, history, mask
@@ -134,7 +142,7 @@ class _Batch:
         is_edited = is_blocked | is_penalized | (mask is not None)
         is_plain = ~(is_edited | is_random)
 
-        self.may_look = may_look
+        self.argmax, self.may_look = argmax, may_look
         self.upload = upload = Upload(staging)
         self.plain, self.work = upload.select(is_plain), upload.select(~is_plain)
         in_work = self.work.indices
@@ -150,7 +158,7 @@ class _Batch:
         token_ids = torch.zeros(num_rows, dtype=torch.int64, device=self.logits.device)
         peaks = torch.zeros(num_rows, dtype=torch.float32, device=self.logits.device)
         if len(self.plain):
-            values, ids = self.plain.take(self.logits).max(dim=1)
+            values, ids = self.argmax(self.plain.take(self.logits))  # which of equal ones, it decides for all batches
             token_ids, peaks = self.plain.put(token_ids, ids), self.plain.put(peaks, values.float())
         if len(self.work):
             ids, values = self._choose_work(self._edited_logits())

@@ -109,7 +109,7 @@ class ModelRunner:
             dtype=dtype,
             device=self._runtime.device,
             ops=OpTable.resolve(
-                [*installed_providers(self._config.op_providers), *ask(self._platform, "ops", returns=Sequence)]
+                ask(self._platform, "ops", returns=Sequence), installed_providers(self._config.op_providers)
             ),
             attention=self._backend_for,
             tp=self._tp,
@@ -223,6 +223,7 @@ class ModelRunner:
             block_size=block_size,
             runtime=self._runtime,
             shapes=ask(self._platform, "shapes", returns=ShapePolicy),
+            with_prompt_lens=self.model.uses_prompt_lens,
         )
         hidden = self._forward(inputs, self._pipeline.placeholder(len(inputs.token_ids)))
         if self._pipeline.is_last:
@@ -257,6 +258,7 @@ class ModelRunner:
                 pages=shape.pages,
                 block_size=block_size,
                 runtime=self._runtime,
+                with_prompt_lens=self.model.uses_prompt_lens,
             )
             hidden = self._forward(inputs, self._pipeline.placeholder(shape.tokens))
             self._runtime.step_mark()
@@ -277,7 +279,10 @@ class ModelRunner:
         for row in range(num_rows):
             history.set_row(row, [0], 1)
             state.set_row(row, params, eos_token_ids=[], request_id="profile", num_prompt_tokens=1)
-        self._sampler.sample(logits, np.arange(num_rows), state, history)
+        sampler = Sampler(argmax=self._argmax)
+        # As steps will: where none may wait for the device, a whole batch goes through the filters at a time.
+        sampler.may_look = not keeps_tokens_on_device(self._config, self._platform.capabilities)
+        sampler.sample(logits, np.arange(num_rows), state, history)
 
     def _backend_for(self, spec: AttentionSpec) -> AttentionBackend:
         if spec not in self._backends:

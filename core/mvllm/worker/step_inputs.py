@@ -195,7 +195,14 @@ class StepInputBuilder:
 
 
 def profile_inputs(
-    *, max_tokens: int, max_rows: int, max_model_len: int, block_size: int, runtime: DeviceRuntime, shapes: ShapePolicy
+    *,
+    max_tokens: int,
+    max_rows: int,
+    max_model_len: int,
+    block_size: int,
+    runtime: DeviceRuntime,
+    shapes: ShapePolicy,
+    with_prompt_lens: bool = False,
 ) -> StepInputs:
     """Inputs of the largest step that the limits allow, its tokens in requests of about equal length.
 
@@ -212,6 +219,7 @@ def profile_inputs(
         pages=ShapePolicy.pad(-(-query_len // block_size), shapes.pages),
         block_size=block_size,
         runtime=runtime,
+        with_prompt_lens=with_prompt_lens,
     )
 
 
@@ -224,6 +232,7 @@ def dry_inputs(
     pages: int,
     block_size: int,
     runtime: DeviceRuntime,
+    with_prompt_lens: bool = False,
 ) -> StepInputs:
     """Inputs of a step of given sizes, its tokens shared out evenly, that reads block 0 and writes nothing."""
     query_len = -(-num_tokens // num_requests)
@@ -255,6 +264,7 @@ def dry_inputs(
         positions=runtime.from_numpy((np.arange(padded_tokens) % query_len).astype(np.int32)),
         logits_at=runtime.from_numpy(np.maximum(starts[1:] - 1, 0)),
         layout=layout,
+        prompt_lens=runtime.from_numpy(np.zeros(padded_tokens, dtype=np.int32)) if with_prompt_lens else None,
     )
 
 

@@ -66,9 +66,10 @@ class Worker:
         utilization = self._config.cache.memory_utilization
         assert utilization is not None, "settled before start"
         unified = self._platform.capabilities.unified_memory
-        ours = before.free + before.used_by_me if unified else before.total
-        reserve = int(ours * (1 - utilization))
         sharers = self._ctx.local_world_size if unified else 1
+        # The others of this machine are no other programs: they have taken about as much as this one.
+        ours = min(before.total, before.free + sharers * before.used_by_me) if unified else before.total
+        reserve = int(ours * (1 - utilization))
         return (before.free - reserve) // sharers - peak
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:

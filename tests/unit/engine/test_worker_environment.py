@@ -5,6 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mvllm.config.engine_config import ParallelConfig
+from mvllm.engine.worker_environment import worker_environment
+from mvllm.platform.topology import LaunchTopology
 
 PROGRAM = """
 import os, sys
@@ -53,3 +62,29 @@ def test_workers_elsewhere_get_theirs_another_way() -> None:
 
 def test_too_late_when_torch_is_loaded() -> None:
     assert seen("uni", "torch") == "None False"
+
+
+@pytest.fixture
+def platform(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Wants two variables, the second of which no environment takes."""
+    monkeypatch.delenv("ACME_THREADS", raising=False)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    variables: dict[str, Any] = {"ACME_THREADS": "2", "ACME_PAGES": 1}
+    topology = LaunchTopology(1, 1, ("uni",), (variables,))
+    return SimpleNamespace(topology=lambda parallel: topology, variables=variables, spec=SimpleNamespace(name="acme"))
+
+
+def test_nothing_stays_of_variables_that_cannot_all_be_set(platform: Any) -> None:
+    with pytest.raises(TypeError), worker_environment(ParallelConfig(), platform):
+        pass
+    assert "ACME_THREADS" not in os.environ
+
+
+def test_a_start_that_ends_leaves_the_variables_of_another_that_goes_on(platform: Any) -> None:
+    del platform.variables["ACME_PAGES"]
+    with ExitStack() as second:
+        with worker_environment(ParallelConfig(), platform):
+            platform.variables["ACME_THREADS"] = "3"  # too late: the other one's is in force
+            second.enter_context(worker_environment(ParallelConfig(), platform))
+        assert os.environ["ACME_THREADS"] == "2"
+    assert "ACME_THREADS" not in os.environ

@@ -42,6 +42,12 @@ def test_the_configuration_arrives_as_it_was_sent() -> None:
     assert isinstance(received.model.path, type(config.model.path))
 
 
+@pytest.mark.parametrize("value", [int(1e30), -(2**70), "\ud800", {"deep": [None, True, 1.5, float("inf")]}])
+def test_whatever_a_config_json_holds_beside_what_is_read_travels_too(value: object) -> None:
+    config = EngineArgs.from_kwargs(model="demo", hf_overrides={"model_max_length": value}).create_engine_config()
+    assert decode_config(encode_config(config)).model.hf_config.get("model_max_length") == value
+
+
 def test_bytes_of_something_else_are_not_a_configuration() -> None:
     with pytest.raises(msgspec.ValidationError):
         decode_config(msgspec.msgpack.encode({"model": "demo"}))

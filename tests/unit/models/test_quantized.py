@@ -195,6 +195,18 @@ def test_rows_of_zeros_and_rows_of_one_sign_stay_what_they_are() -> None:
                 torch.testing.assert_close(near, floats)
 
 
+@pytest.mark.parametrize("damaged", [float("nan"), float("inf")])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_rounding_does_not_hide_a_damaged_weight(damaged: float, symmetric: bool) -> None:
+    from mvllm.layers.quantization.rounded_matrix import round_rows
+
+    floats = torch.tensor([[0.1, damaged, 0.2, 0.3], [0.1, 0.1, 0.2, 0.3]])
+    zero_points = None if symmetric else torch.zeros(2, 2, dtype=torch.int8)
+    weight = QuantizedWeight(torch.zeros(2, 4, dtype=torch.int8), torch.zeros(2, 2), zero_points, 2, 8)
+    round_rows(floats, weight, slice(0, 2))
+    assert weight.dequantize().sum(dim=1).isfinite().tolist() == [False, True]
+
+
 def give_rounded_weights(reference: PreTrainedModel, model: CausalLM, *, int8_inputs: bool) -> None:
     """Puts the weights that the engine has rounded into transformers' model."""
     for layer in model.modules():

@@ -51,6 +51,13 @@ def test_embedding_takes_both_kinds_of_integers(ids_dtype: torch.dtype) -> None:
     torch.testing.assert_close(reference("embedding")(ids, table), table[[6, 0, 6, 3]])
 
 
+def test_embedding_gives_zeros_for_rows_elsewhere_whatever_its_own_are() -> None:
+    table = torch.full((2, 3), float("nan"))
+    found = reference("embedding")(torch.tensor([3, 4, 6]), table, 4)
+    assert found.isnan().any(dim=1).tolist() == [False, True, False]
+    assert not found[0].any() and not found[2].any()
+
+
 def test_rotary_embedding_turns_each_pair_by_its_angle_and_leaves_the_rest() -> None:
     angles = torch.rand(9, 3, dtype=torch.float64) * 6
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1).float()

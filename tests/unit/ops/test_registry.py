@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from mvllm.errors import ContractError
 from mvllm.layers.linear import ColumnParallelLinear
+from mvllm.layers.mlp import GatedMLP
 from mvllm.ops.catalogue import SCHEMAS
 from mvllm.ops.registry import REFERENCE, OpTable
 from mvllm.platform.op_provider import OpCase, OpProvider
@@ -104,3 +107,25 @@ def test_every_schema_describes_itself() -> None:
     for name, schema in SCHEMAS.items():
         assert schema.name == name and schema.summary and schema.facts
         assert set(schema.may_overwrite) <= set(schema.parameters)
+
+
+@pytest.mark.parametrize(
+    ("asked_for", "runs"),
+    [
+        (None, "fused"),
+        ("rms_norm", "fused"),
+        ("linear", "mine"),
+        ("silu_and_mul", "platform's"),
+        ("linear_silu_and_mul", "mine"),
+    ],
+)
+def test_what_the_user_asked_for_is_not_bypassed_by_the_platforms_fused_operation(
+    asked_for: str | None, runs: str
+) -> None:
+    of_platform = [provide(op, "platform's") for op in ("linear", "silu_and_mul")]
+    of_platform.append(provide("linear_silu_and_mul", "fused"))
+    asked = [] if asked_for is None else [provide(asked_for, "mine")]
+    ctx = replace(make_context(), ops=OpTable.resolve(of_platform, asked))
+    mlp = GatedMLP(ctx, "mlp", 4, 8, "silu", bias=False)
+    assert mlp.gate_up(torch.zeros(1, 4)) == runs
+    assert (mlp._act is not None) == (asked_for in ("linear", "silu_and_mul"))

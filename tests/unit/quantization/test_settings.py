@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,15 +15,24 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ConfigError, ModelError
 from mvllm.layers.matrix_layout import MatrixLayout, Part
+from mvllm.layers.quantization import awq
 from mvllm.layers.quantization.interface import PackedFormat, QuantizationMethod, format_of_all
 from mvllm.layers.quantization.registry import quantization_method, supported_methods
 from mvllm.models.support import check_quantization
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.paged_driver import make_context, read_config
+from tests.helpers.plugins import prepend, write_metadata
 from tests.helpers.quantized_zoo import PER_TOKEN, SCHEMES, compressed
 
 CHANNEL = {"num_bits": 8, "strategy": "channel", "symmetric": True}
 GROUP = {"num_bits": 4, "strategy": "group", "symmetric": True, "group_size": 32}
+
+
+def nested(depth: int) -> list[Any]:
+    lists: list[Any] = ["x"]
+    for _ in range(depth):
+        lists = [lists]
+    return lists
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +80,9 @@ def test_what_the_tests_write_is_supported_and_may_be_asked_for_by_its_name(sche
         ({"quant_method": "gptq", "bits": 3}, r"'bits' is 3, but only 4 or 8 is supported"),
         ({"quant_method": "gptq"}, r"lacks the key 'bits'"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, r"'marlin', but only 'gptq' or 'gptq_v2'"),
+        ({"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": {"x": 1}}, r"should be a list of texts"),
+        ({"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": [["x", 1]]}, r"should be a list of texts"),
+        ({"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": nested(500)}, r"list of texts"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}}, r"no regular expression"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:x": {"bits": 2}}}, r"dynamic '\+:x': 'bits' is 2"),
         (compressed(CHANNEL, "float-quantized"), r"'format' is 'float-quantized', but only 'int-quantized'"),
@@ -84,6 +97,7 @@ def test_what_the_tests_write_is_supported_and_may_be_asked_for_by_its_name(sche
         (compressed(CHANNEL, "int-quantized", {**PER_TOKEN, "symmetric": False}), r"'symmetric' is False"),
         (compressed(GROUP, kv_cache_scheme={"num_bits": 8}), r"'kv_cache_scheme' asks for a quantized KV cache"),
         (compressed(GROUP, sparsity_config={"format": "sparse-24-bitmask"}), r"asks for sparse weights"),
+        (compressed(GROUP, sparsity_config="dense"), r"asks for sparse weights"),
         (compressed(GROUP, ignore=["re:("]), r"no regular expression"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, r"lacks the key 'config_groups'"),
     ],
@@ -91,6 +105,34 @@ def test_what_the_tests_write_is_supported_and_may_be_asked_for_by_its_name(sche
 def test_what_is_not_supported_is_refused_by_its_key(settings: dict[str, Any], words: str, folder: Path) -> None:
     with pytest.raises(ModelError, match=words):
         check_quantization(config_of(folder, settings))
+
+
+@pytest.mark.parametrize("stored", ["Acme_Bits", "acme_bits", "acme-bits"])
+@pytest.mark.parametrize("asked", [None, "acme_bits"])
+def test_a_plugins_method_is_found_however_its_name_is_spelled(
+    stored: str, asked: str | None, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_metadata(tmp_path, "acme-extras", "[mvllm.quantization]\nacme_bits = tests.helpers.acme_bits:AWQ\n")
+    prepend(monkeypatch, [str(path)])
+    monkeypatch.setitem(sys.modules, "tests.helpers.acme_bits", awq)
+    assert isinstance(method_of(folder, {**SCHEMES["awq"].config, "quant_method": stored}, quantization=asked), awq.AWQ)
+
+
+@pytest.mark.parametrize("error", [KeyError("bits"), SystemExit(3)])
+def test_a_plugins_method_that_fails_over_its_settings_is_named(
+    error: BaseException, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(awq.AWQ):
+        @classmethod
+        def of(cls, settings: HFConfig) -> awq.AWQ:
+            raise error
+
+    path = write_metadata(tmp_path, "acme-extras", "[mvllm.quantization]\nacme = tests.helpers.acme_bits:AWQ\n")
+    prepend(monkeypatch, [str(path)])
+    monkeypatch.setitem(sys.modules, "tests.helpers.acme_bits", SimpleNamespace(AWQ=Broken))
+    with pytest.raises(ConfigError, match=rf"Broken failed over .*{type(error).__name__}") as caught:
+        check_quantization(config_of(folder, {"quant_method": "acme"}))
+    assert caught.value.__cause__ is error
 
 
 def test_names_that_do_not_fit_are_refused_with_the_remedy(folder: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mvllm.messages.sampling_params import SamplingParams
+from mvllm.sampling.sampler import Sampler
 from tests.unit.sampling.builders import Bench, Sampled, random_logits, sample_batch
 
 VOCAB = 300
@@ -217,3 +218,14 @@ def test_the_logits_are_left_as_they_are():
     sample_batch(logits, [SPICY, SPICY, SPICY])
     sample_batch(logits, [Sampled()] * 3)
     assert torch.equal(logits, before)
+
+
+def test_the_platform_decides_between_equal_logits_whoever_else_is_in_the_batch() -> None:
+    def last_of_equals(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, places = x.flip(1).max(dim=1)
+        return values, x.shape[1] - 1 - places
+
+    greedy, random = Sampled(SamplingParams(temperature=0.0)), Sampled(SamplingParams(temperature=1.0, seed=3))
+    logits, sampler = torch.zeros(3, VOCAB, dtype=torch.bfloat16), Sampler(argmax=last_of_equals)
+    assert sample_batch(logits[:1], [greedy], sampler=sampler).tolist() == [VOCAB - 1]
+    assert sample_batch(logits, [greedy, random, greedy], sampler=sampler).tolist()[::2] == [VOCAB - 1] * 2

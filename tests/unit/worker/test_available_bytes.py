@@ -46,7 +46,8 @@ def available(*, unified_memory: bool, local_world_size: int, utilization: float
         (False, 1, 700 - 250 - 50),
         (False, 4, 700 - 250 - 50),  # each has a device with memory of its own
         (True, 1, 700 - 200 - 50),  # a quarter of the 800 that other programs leave
-        (True, 3, 500 // 3 - 50),  # all of this machine have the same 500, and each has its own step
+        (True, 2, (700 - 225) // 2 - 50),  # a quarter of 900, for both have taken 100; and each has its own step
+        (True, 9, (700 - 250) // 9 - 50),  # never of more than there is
     ],
 )
 def test_workers_that_have_one_memory_share_it(unified_memory: bool, local_world_size: int, expected: int) -> None:

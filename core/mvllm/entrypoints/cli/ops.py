@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = choose_platform(args.platform)
     with enter_phase(Phase.WORKER):
         names = [name.strip() for name in (args.op_providers or "").split(",") if name.strip()]
-        table = OpTable.resolve([*installed_providers(names), *chosen.platform.ops()])
+        table = OpTable.resolve(chosen.platform.ops(), installed_providers(names))
     rows = table.describe()
     print(f"Operations on platform {chosen}.")
     print("Providers are asked in this order; the first that supports a case runs it.\n")

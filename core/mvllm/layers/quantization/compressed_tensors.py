@@ -69,7 +69,8 @@ class CompressedTensors(QuantizationMethod):
             ("transform_config", "transformed weights"),
         ):
             value = settings.get(key)
-            if value and not (key == "sparsity_config" and value.get("format") == "dense"):
+            is_dense = key == "sparsity_config" and isinstance(value, dict) and value.get("format") == "dense"
+            if value and not is_dense:
                 raise ModelError(f"{settings.source}: {key!r} asks for {what}, which is not supported. {REMEDY}")
         groups = settings.require("config_groups", dict)
         return cls(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
@@ -60,7 +60,7 @@ class GPTQ(QuantizationMethod):
         return cls(
             _without_useless_order(format),
             head=choice(settings, ("lm_head",), (True, False), default=False),
-            only=_flat(settings.get("modules_in_block_to_quantize")),
+            only=_names_in_blocks(settings, "modules_in_block_to_quantize"),
             floats=names(settings, "modules_to_not_convert"),
             dynamic=_dynamic(settings, format),
         )
@@ -124,10 +124,14 @@ def _changed(changes: HFConfig, format: PackedFormat) -> PackedFormat:
     )
 
 
-def _flat(blocks: Any) -> tuple[str, ...]:
+def _names_in_blocks(settings: HFConfig, key: str) -> tuple[str, ...]:
     """`[["self_attn.q_proj"], ["mlp.up_proj"]]` as one list; a text alone stands for itself."""
-    if blocks is None:
-        return ()
-    if isinstance(blocks, str):
-        return (blocks,)
-    return tuple(name for block in blocks for name in _flat(block)) if isinstance(blocks, list) else ()
+    blocks = settings.get(key, [])
+    listed = [blocks] if isinstance(blocks, str) else blocks
+    if isinstance(listed, list):
+        found = [name for block in listed for name in (block if isinstance(block, list) else [block])]
+        if all(isinstance(name, str) for name in found):
+            return tuple(found)
+    raise ModelError(
+        f"{settings.source}: {key!r} should be a list of texts, or of lists of texts, found {blocks!r:.200}."
+    )

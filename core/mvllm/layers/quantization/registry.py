@@ -11,8 +11,8 @@ import importlib
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
-from mvllm.config.quantization import stored_quantization
-from mvllm.errors import ConfigError, ModelError
+from mvllm.config.quantization import method_name, stored_quantization
+from mvllm.errors import ConfigError, ModelError, MvllmError
 from mvllm.layers.quantization.interface import QuantizationMethod
 from mvllm.logging import get_logger
 from mvllm.platform import doors
@@ -45,25 +45,38 @@ def quantization_method(config: ModelConfig) -> QuantizationMethod | None:
     stored = stored_quantization(config.hf_config)
     method = _resolve(config.quantization, stored_as=None if stored is None else stored[1].source)
     if stored is not None:
-        return method.of(stored[1])
+        return _made(method, stored[1])
     if not method.quantizes_on_load:
         raise ConfigError(
             f"quantization is {config.quantization!r}, which is a way to store weights, but {config.hf_config.source} "
             "names no quantization: the checkpoint is not quantized. Leave quantization out, or quantize while loading "
             "with quantization='int8' or 'int4'."
         )
-    return method.of(HFConfig({}, f"quantization={config.quantization!r}"))
+    return _made(method, HFConfig({}, f"quantization={config.quantization!r}"))
+
+
+def _made(method: type[QuantizationMethod], settings: HFConfig) -> QuantizationMethod:
+    try:
+        return method.of(settings)
+    except (MvllmError, KeyboardInterrupt):
+        raise
+    except BaseException as e:  # a plugin may raise anything, SystemExit included
+        raise ConfigError(
+            f"{settings.source}: the quantization method {method.__module__}:{method.__qualname__} failed over these "
+            f"settings: {type(e).__name__}: {e}. Ask its author, or take the unquantized checkpoint of the same model."
+        ) from e
 
 
 def _resolve(name: str, stored_as: str | None) -> type[QuantizationMethod]:
     if name in _METHODS:
         for rival in doors.installed(doors.QUANTIZATION):
-            if rival.name == name:
+            if method_name(rival.name) == name:
                 logger.warning("%s offers %s, which core has itself: core's runs.", rival, name)
         module, _, attribute = _METHODS[name].partition(":")
         method: type[QuantizationMethod] = getattr(importlib.import_module(module), attribute)
         return method
-    source = doors.find(doors.QUANTIZATION, name)
+    spelled = {source.name for source in doors.installed(doors.QUANTIZATION) if method_name(source.name) == name}
+    source = doors.find(doors.QUANTIZATION, min(spelled, default=name))
     if source is None:
         if stored_as is None:
             raise ConfigError(

@@ -72,7 +72,8 @@ def round_rows(floats: torch.Tensor, weight: QuantizedWeight, rows: slice) -> No
     """Fills rows of `weight` with the nearest that it can hold to `floats` [rows, in_features], float32.
 
     Without zero points a group's scale is its largest magnitude over the largest integer, with them the span from its
-    smallest to its largest value (zero between them, so that it stays exact) over the number of steps.
+    smallest to its largest value (zero between them, so that it stays exact) over the number of steps. The scale of a
+    group with a NaN is NaN, so that a damaged checkpoint is told by its logits, as without rounding.
     """
     largest = 2 ** (weight.bits - 1) - 1
     for group, start in enumerate(range(0, floats.shape[1], weight.group_size)):
@@ -81,11 +82,11 @@ def round_rows(floats: torch.Tensor, weight: QuantizedWeight, rows: slice) -> No
         if weight.zero_points is None:
             zeros = torch.zeros(values.shape[0], 1)
             scales = values.abs().amax(dim=1, keepdim=True) / largest
-            scales = scales.where(scales > 0, 1.0)
+            scales = scales.where(scales != 0, 1.0)
         else:
             low, high = values.amin(dim=1, keepdim=True).clamp(max=0), values.amax(dim=1, keepdim=True).clamp(min=0)
             scales = (high - low) / (2 * largest + 1)
-            scales = scales.where(scales > 0, 1.0)
+            scales = scales.where(scales != 0, 1.0)
             zeros = (-largest - 1 - low / scales).round().clamp(-largest - 1, largest)
             weight.zero_points[rows, group] = zeros[:, 0].to(torch.int8)
         lowest = -largest if weight.zero_points is None else -largest - 1
