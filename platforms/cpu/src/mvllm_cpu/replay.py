@@ -111,6 +111,11 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.allocated: list[torch.Tensor] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch imports its compiler, for a second, to keep it from looking at us."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
