@@ -48,4 +48,4 @@ class StartPhases:
         """Tokens have come."""
         if _FIRST_ANSWER not in self.seconds and self._first_request is not None:
             self.seconds[_FIRST_ANSWER] = time.perf_counter() - self._first_request
-            logger.info("First token %.3f s after the first request", self.seconds[_FIRST_ANSWER])
+            logger.debug("First token %.3f s after the first request", self.seconds[_FIRST_ANSWER])
