@@ -1,34 +1,17 @@
 """The example device with one thing broken, many times over: what the conformance suite must find, and name.
 
-A mutant is an edit of one line or two in a copy of the device's sources, so it is there in every process that imports
-them. `python -m tests.conformance.mutants FOLDER` examines all of them, with numbers behind it only those:
-
-    one process imports torch ──fork──> the suite on a copy of the device ──> its JSON report
-                              ──fork──> the suite on the next copy        ──> ...
+A mutant is an edit of one line or two of the device's sources; `mutant_runs.py` makes the copies and examines them.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import sys
-import time
-import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-from tests.helpers.plugins import EXAMPLE_SOURCE, write_metadata
-
-PACKAGE = "mvllm_example_device"
 ALWAYS = ("PLG-02", "CFG-02", "DEV-02", "DEV-04", "MEM-01", "KVL-01", "KVL-02", "ATT-05", "OPS-02")
 """Clauses that every mutant is examined against, beside the one that names its fault."""
 COMMUNICATION = ("COM-01", "COM-02")
 """The same for those whose fault is in the communicator, whose ranks are processes of their own."""
-AT_ONCE = 2
-"""Mutants that are examined side by side."""
 
 
 @dataclass(frozen=True)
@@ -496,7 +479,7 @@ MUTANTS = (
     ),
 )
 
-_FURTHER_EDITS = {
+FURTHER_EDITS = {
     "memory that was given back is used again before the copy of it is made": (
         "runtime.py",
         "        try:\n            return torch.empty(shape, dtype",
@@ -523,104 +506,3 @@ _FURTHER_EDITS = {
     ),
 }
 """Mutants whose fault takes a second edit."""
-
-
-def plant(mutant: Mutant, folder: Path) -> Path:
-    """A copy of the device with the fault in it, installed in `folder`.
-
-    Raises:
-        AssertionError: The text that it changes is not there once.
-    """
-    write_metadata(folder, "mvllm-example-device", f"[mvllm.platforms]\nexample = {PACKAGE}.plugin\n")
-    package = folder / PACKAGE
-    shutil.copytree(EXAMPLE_SOURCE / PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    (package / "_device.so").symlink_to(EXAMPLE_SOURCE / PACKAGE / "_device.so")
-    edits = [(mutant.file, mutant.old, mutant.new)] if mutant.file else []
-    if mutant.name in _FURTHER_EDITS:
-        edits.append(_FURTHER_EDITS[mutant.name])
-    for file, old, new in edits:
-        source = (package / file).read_text(encoding="utf-8")
-        assert source.count(old) == 1, f"{mutant.name}: {file} has {old!r} {source.count(old)} times, not once"
-        (package / file).write_text(source.replace(old, new), encoding="utf-8")
-    return folder
-
-
-_QUICKLY = ("-ra", "--assert=plain", "-p", "pytest_timeout")
-"""Nobody reads what is compared in a mutant's output: rewriting the suite's assertions would be a third of its time."""
-
-
-def examine(mutant: Mutant, clauses: tuple[str, ...], folder: Path) -> None:
-    """Runs the suite on what was planted in `folder` and ends the process; report.json and output.txt say the rest."""
-    from mvllm.testing.run import Settings, run
-
-    sink = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(sink, 1)
-    os.dup2(sink, 2)
-    os.environ |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **mutant.environment}
-    sys.path.insert(0, str(folder))
-    try:
-        run(Settings("example", folder / "report.json", only=",".join(clauses), quick=True, further=_QUICKLY))
-        sys.stdout.flush()
-    except BaseException:  # whoever looks for the report will say that it is missing
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(0)
-
-
-def failing(folder: Path) -> list[str]:
-    """The clauses that failed, in the order of the contract's page.
-
-    Raises:
-        AssertionError: The suite came to no end.
-    """
-    path = folder / "report.json"
-    assert path.exists(), (folder / "output.txt").read_text(encoding="utf-8", errors="replace")[-3000:]
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["clauses"]
-    return [name for name, clause in found.items() if clause["status"] == "failed"]
-
-
-def unchanged() -> list[tuple[Mutant, tuple[str, ...]]]:
-    """The device as it is, against all that any mutant is examined against, under the same variables."""
-    runs: dict[tuple[tuple[str, str], ...], set[str]] = {}
-    for mutant in MUTANTS:
-        runs.setdefault(tuple(mutant.environment.items()), set()).update(mutant.clauses)
-    return [
-        (Mutant(f"unchanged {dict(variables) or ''}".strip(), "", environment=dict(variables)), tuple(sorted(clauses)))
-        for variables, clauses in runs.items()
-    ]
-
-
-def main(folder: Path, chosen: Collection[int] | None = None) -> None:
-    """Examines them, each in `folder`/number, the unchanged first.
-
-    Args:
-        chosen: Places in MUTANTS; None for all.
-    """
-    import pytest  # noqa: F401  (these are imported before the forks, once for all)
-    import torch  # noqa: F401
-    from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401
-
-    import mvllm.entrypoints.llm
-    import mvllm.worker.worker  # noqa: F401
-
-    running: set[int] = set()
-    first = len(unchanged())
-    for number, (mutant, clauses) in enumerate([*unchanged(), *((m, m.clauses) for m in MUTANTS)]):
-        if number >= first and chosen is not None and number - first not in chosen:
-            continue
-        home = plant(mutant, folder / str(number))
-        while len(running) >= AT_ONCE:
-            running.discard(os.wait()[0])
-        started = os.fork()
-        if started == 0:
-            examine(mutant, clauses, home)
-        running.add(started)
-    while running:
-        running.discard(os.wait()[0])
-
-
-if __name__ == "__main__":
-    begun = time.monotonic()
-    main(Path(sys.argv[1]), {int(number) for number in sys.argv[2:]} or None)
-    print(f"{time.monotonic() - begun:.0f} seconds")

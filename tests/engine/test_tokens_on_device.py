@@ -61,6 +61,12 @@ def generate(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
+def events_of(llm: LLM, log: Path) -> dict[int, list[tuple[str, int]]]:
+    """What each rank noted, once all have ended: the caller has its tokens before the other ranks are through."""
+    llm.llm_engine.shutdown()
+    return read_log(log)
+
+
 def waits_before_launch(events: list[tuple[str, int]]) -> list[int]:
     """Steps whose tokens were waited for before the next step had been launched, though there was one."""
     at = {event: i for i, event in reversed(list(enumerate(events)))}
@@ -82,7 +88,7 @@ def test_a_step_is_launched_before_the_tokens_of_the_last_are_waited_for(
     ]
     params = [SamplingParams(max_tokens=20, ignore_eos=True, **kind) for kind in kinds]
     tokens = generate(llm, params)
-    logs = read_log(log)
+    logs = events_of(llm, log)
     assert len(logs) == EXECUTORS[executor].get("tensor_parallel_size", 1)
     for events in logs.values():
         assert [step for event, step in events if event == "launched"] == list(range(20))
@@ -101,7 +107,7 @@ def test_only_a_batch_with_penalties_waits_and_does_so_while_the_device_computes
         SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, repetition_penalty=1.5),
     ]
     tokens = generate(llm, params)
-    for events in read_log(log).values():
+    for events in events_of(llm, log).values():
         assert waits_before_launch(events) == [0, 1, 2, 3], "the penalized request samples in steps 0 to 4"
         for step in range(4):
             assert events.index(("submitted", step + 1)) < events.index(("waited", step))

@@ -2,28 +2,60 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 once_each = pytest.mark.skipif("MVLLM_CPU_ISA" in os.environ, reason="runs this file once per instruction set already")
 
 
+_AVX2 = {"avx2", "fma", "f16c", "bmi2"}
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+NEEDS = {
+    "generic": set[str](),
+    "avx2": _AVX2,
+    "avx2_vnni": _AVX2 | {"avx_vnni"},
+    "avx512": _AVX512,
+    "avx512_vnni": _AVX512 | {"avx512_vnni"},
+    "avx512_bf16": _AVX512 | {"avx512_vnni", "avx512_bf16"},
+}
+"""What the kernel's list of the processor's features has to name for each instruction set."""
+
+
+@functools.cache
+def features() -> set[str]:
+    """Of this processor, asked of the kernel and not of the library under test."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
+
+
+def skip_unless_had(isa: str) -> None:
+    """Skips where the processor does not have it. Where it does, not running with it is a failure."""
+    missing = sorted(NEEDS[isa] - features())
+    if missing:
+        pytest.skip(f"this processor has no {isa}: no {', '.join(missing)}")
+
+
 def run_again(file: str, isa: str, attribute: str = "isa") -> None:
-    """Passes if `file` does with the instruction set forced; skips where the processor does not have it.
+    """Passes if `file` does with the instruction set forced.
 
     Args:
         file: The file of tests.
         isa: As `MVLLM_CPU_ISA` takes it.
         attribute: Of the opened kernels: where they say what they run with.
     """
+    skip_unless_had(isa)
     env = dict(os.environ, MVLLM_CPU_ISA=isa)
     ask = f"from mvllm_cpu import kernels; print(kernels.load().{attribute})"
     runs = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=True)
-    if runs.stdout.strip() != isa:
-        pytest.skip(f"this processor has no {isa}")
+    assert runs.stdout.strip() == isa
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]

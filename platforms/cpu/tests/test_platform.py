@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -222,6 +223,13 @@ class TestDevice:
 
 
 class TestKernels:
+    @pytest.mark.skipif(os.environ.get("MVLLM_CPU_KERNELS") == "0", reason="MVLLM_CPU_KERNELS=0 asks for none")
+    @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler to build them with")
+    def test_they_are_there_wherever_a_compiler_is(self):
+        """Tests of kernels skip themselves without any: this one says that they must not."""
+        loaded = kernels.load()
+        assert loaded.library is not None, loaded.reason
+
     def test_attention_falls_back_to_the_reference_without_kernels(self, platform, monkeypatch):
         case = make_case(make_spec(dtype="bfloat16"), [(30, 1), (0, 40)])
         fast = run(platform.attention_backend(case.spec), case, poison=False)

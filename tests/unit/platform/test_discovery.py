@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from dataclasses import replace
 
 import pytest
 
+from mvllm import plugin_api
 from mvllm.errors import ContractError, PlatformError
 from mvllm.platform import choose, discovery
 from mvllm.platform.discovery import PluginSource, check_contract, check_torch, discover, load_attribute
@@ -148,15 +150,19 @@ class TestTorch:
         assert candidate.failure is None
 
 
+def import_a_name_of_another_core() -> None:
+    from mvllm.plugin_api import DeviceWarp  # type: ignore[attr-defined]  # noqa: F401
+
+
 class TestAnotherContract:
     """A plugin that asks for what is not there is stale or too new, and not merely broken."""
 
     @pytest.mark.parametrize(
         "act",
         [
-            lambda: exec("from mvllm.plugin_api import DeviceWarp"),
-            lambda: exec("import mvllm.device_warp"),
-            lambda: exec("from mvllm import plugin_api; plugin_api.DeviceWarp"),
+            import_a_name_of_another_core,
+            lambda: importlib.import_module("mvllm.device_warp"),
+            lambda: plugin_api.DeviceWarp,  # type: ignore[attr-defined]
             lambda: PlatformSpec("acme", "Acme", CONTRACT, "x:y", "x:z", warp=9),  # type: ignore[call-arg]
             lambda: ProbeResult(True),  # type: ignore[call-arg]
         ],
