@@ -426,7 +426,7 @@ class AsyncLLM:
         self._phases.note_request()
         children = fan_out(request.core, self._core_ids)
         state = self._output_processor.add_request(request, children, key=children[0].request_id)
-        stream = RequestStream(state, self._drop)
+        stream = RequestStream(state, self._show, self._drop)
         self._streams[state] = stream
         self._by_id.setdefault(state.request_id, []).append(state)
         self._num_sequences += len(children)
@@ -458,6 +458,16 @@ class AsyncLLM:
         self.metrics.record(taken)
         for state in taken.finished:
             self._forget(state)
+
+    def _show(self, state: RequestState) -> RequestOutput | None:
+        """What a caller gets who has come for more."""
+        output, broken = self._output_processor.show(state)
+        if broken and state in self._streams:
+            self._client.abort_requests(broken)
+            if state.num_unfinished == 0:
+                self.metrics.finish(state)
+                self._forget(state)
+        return output
 
     def _end(self, states: Sequence[RequestState]) -> None:
         """Ends requests with what they have."""
