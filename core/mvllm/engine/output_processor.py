@@ -1,7 +1,7 @@
 """Turns what the engine core says about sequences into what callers see of requests.
 
-The idea: one `_Sequence` per sequence collects token ids, text and log-probabilities; one `_Request` owns its n
-sequences and says when it is worth showing. A request that only wants its final result (`FINAL_ONLY`) costs one
+The idea: one `_Sequence` per sequence collects token ids, text and log-probabilities; one `RequestState` owns its n
+sequences and says what there is to show. A request that only wants its final result (`FINAL_ONLY`) costs one
 `list.extend` per step; without stop strings its text is decoded once, at the end.
 """
 
@@ -42,6 +42,26 @@ class ProcessedOutputs:
     num_new_tokens: int = 0
 
 
+@dataclass(slots=True)
+class TakenOutputs:
+    """What one step has changed.
+
+    Attributes:
+        requests: Those with something to show that had nothing to show before.
+        requests_to_abort, num_new_tokens: As in ProcessedOutputs.
+        started: Requests whose first token this is.
+        finished: Requests that have ended.
+        gaps: How many tokens came how long after the one before, in seconds; the newest of each output.
+    """
+
+    requests: list[RequestState] = field(default_factory=list)
+    requests_to_abort: list[str] = field(default_factory=list)
+    num_new_tokens: int = 0
+    started: list[RequestState] = field(default_factory=list)
+    finished: list[RequestState] = field(default_factory=list)
+    gaps: dict[float, int] = field(default_factory=dict)
+
+
 class OutputProcessor:
     """Follows all requests of one engine from the front end's side.
 
@@ -51,50 +71,76 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, RequestState] = {}
         self._sequences: dict[str, _Sequence] = {}
 
-    def add_request(self, request: ProcessedRequest, children: Sequence[EngineCoreRequest]) -> None:
-        """Follows a request, whose sequences run in the engine core under the ids of `children`."""
-        entry = _Request(request, self._tokenizer)
+    def add_request(
+        self, request: ProcessedRequest, children: Sequence[EngineCoreRequest], key: str | None = None
+    ) -> RequestState:
+        """Follows a request, whose sequences run in the engine core under the ids of `children`.
+
+        Args:
+            key: What the request is called here; by default the caller's id, which then has to be unique.
+        """
+        entry = RequestState(request, self._tokenizer, key)
         entry.sequences = [
             _Sequence(entry, index, child.request_id, request.params, self._tokenizer)
             for index, child in enumerate(children)
         ]
         entry.num_unfinished = len(entry.sequences)
-        self._requests[entry.request_id] = entry
+        self._requests[entry.key] = entry
         self._sequences.update((sequence.core_id, sequence) for sequence in entry.sequences)
+        return entry
 
     def process(self, core_outputs: EngineCoreOutputs) -> ProcessedOutputs:
-        """Takes in one step's outputs. Sequences that are not followed (any more) are passed over."""
-        result = ProcessedOutputs()
+        """Takes in one step's outputs and shows what they mean, at once. Unknown sequences are passed over."""
+        taken = self.take(core_outputs)
+        shown = [output for request in taken.requests if (output := request.show()) is not None]
+        return ProcessedOutputs(shown, taken.requests_to_abort, taken.num_new_tokens)
+
+    def take(self, core_outputs: EngineCoreOutputs) -> TakenOutputs:
+        """Takes in one step's outputs. Sequences that are not followed (any more) are passed over.
+
+        What requests have to show is left to `RequestState.show`; until that is called, what comes adds up.
+        """
+        taken = TakenOutputs()
         now = time.monotonic()
-        touched: dict[str, _Request] = {}
+        sequences, gaps = self._sequences, taken.gaps
         for output in core_outputs.outputs:
-            sequence = self._sequences.get(output.request_id)
+            sequence = sequences.get(output.request_id)
             if sequence is None:
                 continue
-            result.num_new_tokens += len(output.new_token_ids)
             request = sequence.request
+            num_new = len(output.new_token_ids)
+            if num_new:
+                taken.num_new_tokens += num_new
+                last = sequence.last_token_time
+                if last:
+                    gaps[last] = gaps.get(last, 0) + 1
+                sequence.last_token_time = now
+                if request.metrics.first_token_time is None:
+                    taken.started.append(request)
             try:
                 request.note(output, now)
                 sequence.take(output)
             except Exception as e:  # noqa: BLE001  (a tokenizer may raise anything; only this sequence ends of it)
                 sequence.fail(e)
             if sequence.finish_reason is not None:
-                request.num_unfinished -= 1
-                del self._sequences[output.request_id]
+                del sequences[output.request_id]
                 if output.finish_reason is None:
-                    result.requests_to_abort.append(output.request_id)
-            if sequence.finish_reason is not None or not request.final_only:
-                touched[request.request_id] = request
-        for request_id, request in touched.items():
-            if request.num_unfinished == 0:
-                del self._requests[request_id]
-            shown = request.show(now)
-            if shown is not None:
-                result.request_outputs.append(shown)
-        return result
+                    taken.requests_to_abort.append(output.request_id)
+                request.num_unfinished -= 1
+                if request.num_unfinished == 0:
+                    request.metrics.finished_time = now
+                    del self._requests[request.key]
+                    taken.finished.append(request)
+            elif request.final_only:
+                continue
+            if not request.has_news:
+                request.has_news = True
+                taken.requests.append(request)
+        taken.gaps = {now - last: count for last, count in gaps.items()}
+        return taken
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
         """Stops following requests; unknown ids are ignored.
@@ -109,6 +155,16 @@ class OutputProcessor:
                 core_ids += [s.core_id for s in request.sequences if self._sequences.pop(s.core_id, None) is not None]
         return core_ids
 
+    def end_requests(self, requests: Iterable[RequestState]) -> tuple[TakenOutputs, list[str]]:
+        """Ends requests with what they have, for the reason `abort`; those that have ended are passed over.
+
+        Returns:
+            As `take`; and the core ids of their sequences that were still running.
+        """
+        running = [s for request in requests for s in request.sequences if s.core_id in self._sequences]
+        ends = [EngineCoreOutput(s.core_id, [], FinishReason.ABORT) for s in running]
+        return self.take(EngineCoreOutputs(outputs=ends)), [s.core_id for s in running]
+
     def has_request(self, request_id: str) -> bool:
         """Whether a request of this id is under way."""
         return request_id in self._requests
@@ -119,13 +175,25 @@ class OutputProcessor:
         return len(self._requests)
 
 
-class _Request:
-    """A request as its caller sees it."""
+class RequestState:
+    """A request as its caller sees it.
 
-    def __init__(self, request: ProcessedRequest, tokenizer: Tokenizer | None) -> None:
+    Attributes:
+        request_id: As the caller calls it.
+        key: As the OutputProcessor calls it.
+        num_unfinished: Sequences that have not ended.
+        has_news: Whether `show` may have something to show that it has not shown.
+        final_only: Whether it shows nothing before its end.
+        metrics: When things happened.
+    """
+
+    def __init__(self, request: ProcessedRequest, tokenizer: Tokenizer | None, key: str | None = None) -> None:
         self.request_id = request.core.request_id
+        self.key = key or self.request_id
+        self.params = request.params
         self.sequences: list[_Sequence] = []
         self.num_unfinished = 0
+        self.has_news = False
         self.kind = request.params.output_kind
         self.final_only = self.kind == RequestOutputKind.FINAL_ONLY
         self._prompt = request.prompt
@@ -135,15 +203,30 @@ class _Request:
         self._prompt_logprobs: list[PositionLogprobMap | None] | None = None
         self._prompt_logprobs_shown = False
         self._num_cached_tokens: int | None = None
-        self._metrics = RequestMetrics(arrival_time=request.core.arrival_time)
+        self.metrics = RequestMetrics(arrival_time=request.core.arrival_time)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._prompt_token_ids)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose KV came from the prefix cache."""
+        return self._num_cached_tokens or 0
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens so far, over all sequences."""
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
 
     def note(self, output: EngineCoreOutput, now: float) -> None:
         """Takes in what concerns the request as a whole."""
-        metrics = self._metrics
+        metrics = self.metrics
         if output.new_token_ids:
             metrics.last_token_time = now
             if metrics.first_token_time is None:
-                metrics.first_token_time = now
+                metrics.first_token_time = output.first_token_time or now
         if self._num_cached_tokens is None:
             # Later sequences of the request find the prompt in the cache because of the first, which is not news.
             self._num_cached_tokens = output.num_cached_tokens
@@ -151,16 +234,17 @@ class _Request:
         if output.prompt_logprobs is not None and self._wants_prompt_logprobs:
             self._prompt_logprobs = [None, *(_as_map(p, self._tokenizer) for p in output.prompt_logprobs)]
 
-    def show(self, now: float) -> RequestOutput | None:
-        """What the caller gets after this step, if anything."""
+    def show(self) -> RequestOutput | None:
+        """What the caller gets now, if anything: all there is, or all that was not shown yet."""
+        self.has_news = False
         try:
-            return self._show(now)
+            return self._show()
         except Exception as e:  # noqa: BLE001  (text is decoded here only where it has waited for the end)
             for sequence in self.sequences:
                 sequence.fail(e)
-            return self._show(now)
+            return self._show()
 
-    def _show(self, now: float) -> RequestOutput | None:
+    def _show(self) -> RequestOutput | None:
         finished = self.num_unfinished == 0
         if self.final_only:
             if not finished:
@@ -172,8 +256,6 @@ class _Request:
             shown = [sequence.show_all() for sequence in self.sequences]
         if not shown and not finished:
             return None
-        if finished:
-            self._metrics.finished_time = now
         return RequestOutput(
             self.request_id,
             self._prompt,
@@ -181,7 +263,7 @@ class _Request:
             self._prompt_logprobs_to_show(),
             shown,
             finished,
-            self._metrics.snapshot(),
+            self.metrics.snapshot(),
             self._num_cached_tokens or 0,
         )
 
@@ -199,7 +281,7 @@ class _Sequence:
     """One sequence: its tokens, its text, and whether it has ended."""
 
     def __init__(
-        self, request: _Request, index: int, core_id: str, params: SamplingParams, tokenizer: Tokenizer | None
+        self, request: RequestState, index: int, core_id: str, params: SamplingParams, tokenizer: Tokenizer | None
     ) -> None:
         self.request = request
         self.index = index
@@ -208,6 +290,7 @@ class _Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
+        self.last_token_time = 0.0
         self._tokenizer = tokenizer if params.detokenize else None
         self._wants_logprobs = params.logprobs is not None
         self._logprobs: list[PositionLogprobMap] = []
