@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -61,6 +62,7 @@ def build_routes(state: ServerState, models: ServedModels, metrics: HTTPMetrics,
     for kind in (APIError, MvllmError, Exception):
         app.add_exception_handler(kind, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(RequestValidationError, _answer_wrong_query)
     return app
 
 
@@ -77,3 +79,9 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
         response.headers.update(error.headers or {})
         return response
     return error_response(APIError(error.status_code, str(error.detail)))
+
+
+async def _answer_wrong_query(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    name = str(error.errors()[0]["loc"][-1])
+    return error_response(APIError(400, f"The parameter {ascii(name[:40])} has no acceptable value.", param=name[:40]))

@@ -10,9 +10,9 @@ from typing import Any, cast
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.outputs import CompletionOutput, RequestOutput
 from mvllm.entrypoints.chat_template import render_chat
-from mvllm.entrypoints.openai import generation
 from mvllm.entrypoints.openai.errors import as_api_error
 from mvllm.entrypoints.openai.events import DONE, ChunkFrame, encode, error_event
+from mvllm.entrypoints.openai.generation import Generation, failed_in_engine
 from mvllm.entrypoints.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from mvllm.entrypoints.openai.params import chat_params
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest, TokenizeRequest
@@ -114,8 +114,13 @@ class ChatCall:
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._params = chat_params(request, engine.model_config.generation_defaults)
-        self._names = TokenNames(engine.tokenizer, bool(request.return_tokens_as_token_ids))
+        self._names = TokenNames(
+            engine.tokenizer,
+            as_ids=bool(request.return_tokens_as_token_ids),
+            skip_special=self._params.skip_special_tokens,
+        )
         self._usage = UsageCounter()
+        self._generation: Generation | None = None
         if request.tools and request.tool_choice != "none":
             raise RequestError(
                 "tools are not supported, since this server does not find calls in what the model writes; send "
@@ -123,9 +128,29 @@ class ChatCall:
                 parameter="tools",
             )
 
+    async def start(self) -> None:
+        """Hands the request to the engine.
+
+        Raises:
+            RequestError: It is not acceptable.
+            UnavailableError, EngineDeadError: The engine does not take it.
+        """
+        prompt = await self._prompts.prompt(self._request)
+        if self._request.cache_salt is not None:
+            prompt["cache_salt"] = self._request.cache_salt
+        self._generation = await Generation.start(
+            self._engine, self._id, [cast(PromptType, prompt)], self._params, self._request.priority
+        )
+
+    def close(self) -> None:
+        """Ends the request in the engine, if that goes on with it."""
+        if self._generation is not None:
+            self._generation.close()
+
     async def answer(self) -> bytes:
         """The whole answer."""
-        [output] = await generation.collect(self._engine, await self._call())
+        assert self._generation is not None
+        [output] = await self._generation.collect()
         self._usage.take(0, output)
         answer: dict[str, Any] = {
             **self._head("chat.completion"),
@@ -136,7 +161,8 @@ class ChatCall:
         return encode(answer)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The answer's events. What is raised before the first one is for the caller; later ones are events."""
+        """The answer's events; an error is one of them."""
+        assert self._generation is not None
         request = self._request
         options = request.stream_options
         include = options is not None and bool(options.include_usage)
@@ -145,9 +171,8 @@ class ChatCall:
         plain = not (request.logprobs or request.return_token_ids or continuous)
         before = [b'{"index":%d,"delta":{"content":' % i for i in range(self._params.n)]
         begun: set[int] = set()
-        call = await self._call()
         try:
-            async for _, output in generation.stream(self._engine, call):
+            async for _, output in self._generation.outputs():
                 self._usage.take(0, output)
                 for sequence in output.outputs:
                     index = sequence.index
@@ -164,21 +189,13 @@ class ChatCall:
                     if sequence.finish_reason is not None:
                         yield frame.chunk(self._closing(sequence))
                         if sequence.finish_reason == "error":
-                            raise generation.failed_in_engine(sequence.error)
-        except Exception as e:
-            if not begun:
-                raise
+                            raise failed_in_engine(sequence.error)
+        except Exception as e:  # noqa: BLE001  (logged where it is not an answer)
             yield error_event(as_api_error(e))
             return
         if include:
             yield frame.with_usage(b"", self._usage.as_json())
         yield DONE
-
-    async def _call(self) -> generation.Call:
-        prompt = await self._prompts.prompt(self._request)
-        if self._request.cache_salt is not None:
-            prompt["cache_salt"] = self._request.cache_salt
-        return generation.Call(self._id, [cast(PromptType, prompt)], self._params, self._request.priority or 0)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}

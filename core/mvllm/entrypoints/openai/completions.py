@@ -9,9 +9,9 @@ from typing import Any, cast
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.outputs import CompletionOutput, RequestOutput
-from mvllm.entrypoints.openai import generation
 from mvllm.entrypoints.openai.errors import as_api_error
 from mvllm.entrypoints.openai.events import DONE, ChunkFrame, encode, error_event
+from mvllm.entrypoints.openai.generation import Generation, failed_in_engine
 from mvllm.entrypoints.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
 from mvllm.entrypoints.openai.params import completion_params
 from mvllm.entrypoints.openai.protocol import CompletionRequest
@@ -46,14 +46,36 @@ class CompletionCall:
         self._created = int(time.time())
         self._prompt_only = bool(request.echo) and request.max_tokens == 0
         self._params = completion_params(request, engine.model_config.generation_defaults)
-        self._names = TokenNames(engine.tokenizer, bool(request.return_tokens_as_token_ids))
+        self._names = TokenNames(
+            engine.tokenizer,
+            as_ids=bool(request.return_tokens_as_token_ids),
+            skip_special=self._params.skip_special_tokens,
+        )
         self._usage = UsageCounter()
+        self._generation: Generation | None = None
+
+    async def start(self) -> None:
+        """Hands the request to the engine.
+
+        Raises:
+            RequestError: It is not acceptable.
+            UnavailableError, EngineDeadError: The engine does not take it.
+        """
+        prompts = await self._make_prompts()
+        self._generation = await Generation.start(
+            self._engine, self._id, prompts, self._params, self._request.priority
+        )
+
+    def close(self) -> None:
+        """Ends the request in the engine, if that goes on with it."""
+        if self._generation is not None:
+            self._generation.close()
 
     async def answer(self) -> bytes:
         """The whole answer."""
-        outputs = await generation.collect(self._engine, await self._call())
-        choices = []
-        for position, output in enumerate(outputs):
+        assert self._generation is not None
+        choices: list[dict[str, Any]] = []
+        for position, output in enumerate(await self._generation.collect()):
             self._usage.take(position, output)
             choices += [self._choice(position, output, sequence) for sequence in output.outputs]
         return encode(
@@ -65,41 +87,39 @@ class CompletionCall:
         )
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The answer's events. What is raised before the first one is for the caller; later ones are events."""
+        """The answer's events; an error is one of them."""
+        assert self._generation is not None
         options = self._request.stream_options
         include = options is not None and bool(options.include_usage)
         continuous = include and options is not None and bool(options.continuous_usage_stats)
         frame = ChunkFrame(self._head(), with_usage=include)
         pieces: dict[int, _ChoicePieces] = {}
-        call = await self._call()
-        begun = False
         try:
-            async for position, output in generation.stream(self._engine, call):
+            async for position, output in self._generation.outputs():
                 self._usage.take(position, output)
                 for sequence in output.outputs:
                     index = position * self._params.n + sequence.index
                     choice = pieces.get(index)
                     if choice is None:
                         choice = pieces[index] = _ChoicePieces(self, index)
-                    begun = True
                     encoded = choice.piece(output, sequence)
+                    if not encoded:
+                        continue
                     if continuous:
                         usage = self._usage.as_json(without_completion=self._prompt_only)
                         yield frame.with_usage(encoded, usage)
                     else:
                         yield frame.chunk(encoded)
                     if sequence.finish_reason == "error":
-                        raise generation.failed_in_engine(sequence.error)
-        except Exception as e:
-            if not begun:
-                raise
+                        raise failed_in_engine(sequence.error)
+        except Exception as e:  # noqa: BLE001  (logged where it is not an answer)
             yield error_event(as_api_error(e))
             return
         if include:
             yield frame.with_usage(b"", self._usage.as_json(without_completion=self._prompt_only))
         yield DONE
 
-    async def _call(self) -> generation.Call:
+    async def _make_prompts(self) -> list[PromptType]:
         prompts = _prompts(self._request.prompt)
         if len(prompts) * self._params.n > MAX_PROMPTS:
             raise RequestError(
@@ -117,7 +137,7 @@ class CompletionCall:
                 made.append(cast(PromptType, {"prompt": prompt, **salt}))
             else:
                 made.append(cast(PromptType, {"prompt_token_ids": prompt, **salt}))
-        return generation.Call(self._id, made, self._params, self._request.priority or 0)
+        return made
 
     def _head(self) -> dict[str, Any]:
         return {"id": self._id, "object": "text_completion", "created": self._created, "model": self._model}
@@ -149,8 +169,10 @@ class _ChoicePieces:
         self._before = b'{"index":%d,"text":' % index
 
     def piece(self, output: RequestOutput, sequence: CompletionOutput) -> bytes:
-        """The next piece, encoded."""
+        """The next piece, encoded; empty where nothing in it would be new."""
         if self._plain and sequence.finish_reason is None:
+            if not sequence.text:
+                return b""
             return self._before + encode(sequence.text) + b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
         return encode(self.build(output, sequence))
 

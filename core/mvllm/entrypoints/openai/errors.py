@@ -6,10 +6,12 @@ that it happened, and under which request id the log tells more.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 from starlette.responses import Response
 
-from mvllm.errors import EngineDeadError, RequestError
+from mvllm.errors import EngineDeadError, QueueFullError, RequestError, UnavailableError
 from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
@@ -75,6 +77,11 @@ def as_api_error(error: BaseException) -> APIError:
     if isinstance(error, RequestError):
         code = "context_length_exceeded" if "max_model_len" in str(error) and error.parameter == "prompt" else None
         return APIError(400, str(error), param=error.parameter, code=code)
+    if isinstance(error, UnavailableError):
+        retry_after = math.ceil(error.retry_after)
+        if isinstance(error, QueueFullError):
+            return APIError(429, str(error), code="queue_full", retry_after=retry_after)
+        return APIError(503, str(error), code="unavailable", retry_after=retry_after)
     if isinstance(error, EngineDeadError):
         return APIError(500, "The engine has stopped; the server is going down.", code="engine_dead")
     logger.error("A request failed.", exc_info=error)

@@ -1,17 +1,13 @@
-"""One HTTP request's way through the engine: a request of its own for each prompt, and all of them end together.
-
-Whoever leaves early, by an error or a cancellation, closes the generators, and the engine drops what still runs.
-"""
+"""One HTTP request's way through the engine: a request of its own for each prompt, and all of them end together."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.outputs import RequestOutput
+from mvllm.engine.request_stream import RequestStream
 from mvllm.entrypoints.openai.errors import APIError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
@@ -19,107 +15,99 @@ from mvllm.messages.sampling_params import SamplingParams
 
 logger = get_logger(__name__)
 
+_Item = tuple[int, RequestOutput | Exception | None]
 
-@dataclass(frozen=True)
-class Call:
-    """What the engine is asked for on behalf of one HTTP request.
 
-    Attributes:
-        call_id: The id that the answer has; the engine's requests are called after it.
-        prompts: One or several.
-        params: The same for all of them.
-        priority: Lower is served earlier.
+class Generation:
+    """The engine's requests for one HTTP request. To be closed, however it ends.
+
+    Args:
+        streams: Their outputs, by prompt.
     """
 
-    call_id: str
-    prompts: Sequence[PromptType]
-    params: SamplingParams
-    priority: int = 0
+    def __init__(self, streams: Sequence[RequestStream]) -> None:
+        self._streams = streams
 
-    def generators(self, engine: AsyncLLM) -> list[AsyncGenerator[RequestOutput, None]]:
-        """One for each prompt; nothing happens before they are iterated."""
-        return [
-            engine.generate(prompt, self.params, f"{self.call_id}-{i}", priority=self.priority)
-            for i, prompt in enumerate(self.prompts)
-        ]
+    @classmethod
+    async def start(
+        cls,
+        engine: AsyncLLM,
+        call_id: str,
+        prompts: Sequence[PromptType],
+        params: SamplingParams,
+        priority: int | None,
+    ) -> Generation:
+        """Hands all prompts to the engine, or none.
 
+        Args:
+            call_id: What the engine's requests are called.
+            params: The same for all prompts.
 
-async def collect(engine: AsyncLLM, call: Call) -> list[RequestOutput]:
-    """The final output of each prompt, in order.
+        Raises:
+            RequestError: A prompt or a setting is not acceptable.
+            UnavailableError: The engine takes no more requests now.
+            EngineDeadError: The engine has stopped.
+        """
+        return cls(await engine.add_requests(prompts, [params] * len(prompts), call_id, priority=priority or 0))
 
-    Raises:
-        RequestError: One of the prompts or the settings is not acceptable; the others are dropped.
-        APIError: A sequence failed in the engine.
-    """
-    generators = call.generators(engine)
-    if len(generators) == 1:
-        outputs = [await _last(generators[0])]
-    else:
-        tasks = [asyncio.create_task(_last(generator)) for generator in generators]
+    async def collect(self) -> list[RequestOutput]:
+        """The final output of each prompt, in order.
+
+        Raises:
+            APIError: A sequence failed in the engine.
+            EngineDeadError: The engine has stopped.
+        """
+        outputs = []
+        for stream in self._streams:  # one after the other: what comes for the later ones is kept for us
+            output: RequestOutput | None = None
+            async for output in stream:
+                pass
+            if output is None:
+                raise APIError(503, "The request was dropped before it had begun.", code="aborted", retry_after=1)
+            for sequence in output.outputs:
+                if sequence.finish_reason == "error":
+                    raise failed_in_engine(sequence.error)
+            outputs.append(output)
+        return outputs
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """What is new about each prompt, with the prompt's position, until all have ended."""
+        if len(self._streams) == 1:
+            async for output in self._streams[0]:
+                yield 0, output
+            return
+        # Each of the tasks waits until its last piece has been taken; the engine joins what comes meanwhile.
+        queue: asyncio.Queue[_Item] = asyncio.Queue(1)
+        tasks = [asyncio.create_task(_feed(queue, i, stream)) for i, stream in enumerate(self._streams)]
+        num_open = len(tasks)
         try:
-            outputs = list(await asyncio.gather(*tasks))
+            while num_open:
+                position, item = await queue.get()
+                if item is None:
+                    num_open -= 1
+                elif isinstance(item, Exception):
+                    raise item
+                else:
+                    yield position, item
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-    for output in outputs:
-        for sequence in output.outputs:
-            if sequence.finish_reason == "error":
-                raise failed_in_engine(sequence.error)
-    return outputs
+
+    def close(self) -> None:
+        """Drops what has not ended. Idempotent."""
+        for stream in self._streams:
+            stream.close()
 
 
-async def stream(engine: AsyncLLM, call: Call) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """What is new about each prompt, with the prompt's position, until all have ended."""
-    generators = call.generators(engine)
-    if len(generators) == 1:
-        async with contextlib.aclosing(generators[0]) as outputs:
-            async for output in outputs:
-                yield 0, output
-        return
-    # As many as there are prompts: each waits until its last piece has been taken, and the engine joins what comes
-    # meanwhile.
-    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(1)
-    tasks = [asyncio.create_task(_feed(queue, i, generator)) for i, generator in enumerate(generators)]
-    num_open = len(tasks)
+async def _feed(queue: asyncio.Queue[_Item], position: int, stream: RequestStream) -> None:
     try:
-        while num_open:
-            position, item = await queue.get()
-            if item is None:
-                num_open -= 1
-            elif isinstance(item, BaseException):
-                raise item
-            else:
-                yield position, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _feed(
-    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]],
-    position: int,
-    generator: AsyncGenerator[RequestOutput, None],
-) -> None:
-    try:
-        async with contextlib.aclosing(generator) as outputs:
-            async for output in outputs:
-                await queue.put((position, output))
+        async for output in stream:
+            await queue.put((position, output))
     except Exception as e:  # noqa: BLE001  (raised where the queue is read)
         await queue.put((position, e))
     else:
         await queue.put((position, None))
-
-
-async def _last(generator: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
-    last: RequestOutput | None = None
-    async with contextlib.aclosing(generator) as outputs:
-        async for last in outputs:
-            pass
-    if last is None:
-        raise APIError(503, "The request was dropped before it had begun.", code="aborted", retry_after=1)
-    return last
 
 
 def failed_in_engine(reason: str | None) -> APIError:

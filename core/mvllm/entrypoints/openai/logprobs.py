@@ -15,15 +15,21 @@ class TokenNames:
     Args:
         tokenizer: The model's.
         as_ids: Call them `token_id:<id>`, which is never ambiguous.
+        skip_special: Whether special tokens are left out of the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool, skip_special: bool) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
+        self._left_out = tokenizer.special_ids if skip_special else frozenset()
 
     def name(self, token_id: int) -> str:
         """What the token is called."""
         return f"token_id:{token_id}" if self._as_ids else self._tokenizer.token_text(token_id)
+
+    def length_in_text(self, token_id: int) -> int:
+        """Characters that it adds to the text; none where it is left out."""
+        return 0 if token_id in self._left_out else len(self._tokenizer.token_text(token_id))
 
     def raw(self, token_id: int) -> list[int]:
         """The bytes that it stands for, which may be a part of a character."""
@@ -53,7 +59,7 @@ class CompletionLogprobs:
             token = self._names.name(token_id)
             tokens.append(token)
             offsets.append(self._offset)
-            self._offset += len(token)
+            self._offset += self._names.length_in_text(token_id)
             if position is None:
                 values.append(None)
                 tops.append(None)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Protocol
 
 from fastapi import APIRouter
@@ -39,6 +38,12 @@ _CLIENT_GONE = 499  # nobody reads it but the log
 
 class StreamableCall(Protocol):
     """A request that can be answered at once or piece by piece."""
+
+    async def start(self) -> None:
+        """Hands the request to the engine."""
+
+    def close(self) -> None:
+        """Ends it there."""
 
     async def answer(self) -> bytes:
         """The whole answer."""
@@ -121,6 +126,9 @@ class Routes:
         admin.add_api_route(
             "/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"], summary="Forget cached prefixes."
         )
+        admin.add_api_route("/sleep", self.sleep, methods=["POST"], summary="Free the KV cache and take no requests.")
+        admin.add_api_route("/wake_up", self.wake_up, methods=["POST"], summary="Take requests again.")
+        admin.add_api_route("/is_sleeping", self.is_sleeping, methods=["GET"], summary="Whether the engine sleeps.")
         admin.add_api_route("/server_info", self.server_info, methods=["GET"], summary="What runs here.")
         return [health, api, more, admin]
 
@@ -227,6 +235,23 @@ class Routes:
         self._require_admin(request)
         return _json({"reset": await self._state.engine.reset_prefix_cache()})
 
+    async def sleep(self, request: Request, level: int = 1) -> Response:
+        """Puts the engine to sleep; requests under way are aborted."""
+        self._require_admin(request)
+        await self._state.engine.sleep(level)
+        return _json({"is_sleeping": True})
+
+    async def wake_up(self, request: Request) -> Response:
+        """Wakes the engine up."""
+        self._require_admin(request)
+        await self._state.engine.wake_up()
+        return _json({"is_sleeping": False})
+
+    async def is_sleeping(self, request: Request) -> Response:
+        """Whether the engine sleeps."""
+        self._require_admin(request)
+        return _json({"is_sleeping": self._state.engine.is_asleep})
+
     async def server_info(self, request: Request) -> Response:
         """What runs here."""
         self._require_admin(request)
@@ -256,23 +281,27 @@ class Routes:
     ) -> Response:
         engine = self._state.engine
         body = await self._bodies.read(request)
+        call, wants_stream = make_call(engine, body)
         self._state.enter()
-        streaming = False
+
+        def end() -> None:
+            call.close()
+            self._state.leave()
+
+        streams = False
         try:
-            call, stream = make_call(engine, body)
-            if not stream:
-                return Response(await _connected(request, call.answer()), media_type="application/json")
-            events = call.stream()
-            first = await _connected(request, anext(events))
-            streaming = True
-            return EventStream(first, events, self._settings.send_timeout, self._state.leave)
+            async with while_connected(request.receive):
+                await call.start()
+                answer = b"" if wants_stream else await call.answer()
+            if not wants_stream:
+                return Response(answer, media_type="application/json")
+            streams = True
+            return EventStream(call.stream(), self._settings.send_timeout, end)
         except ClientGone:
             return Response(status_code=_CLIENT_GONE)
-        except asyncio.CancelledError:
-            raise
         finally:
-            if not streaming:
-                self._state.leave()
+            if not streams:
+                end()
 
     def _require_admin(self, request: Request) -> None:
         if request_role(request.scope) < Role.ADMIN:
@@ -290,13 +319,14 @@ class Routes:
         engine = self._state.loaded_engine
         if engine is None or self._state.phase is Phase.DEAD:
             return {}
-        return {}
-
-
-async def _connected(request: Request, work: Awaitable[bytes]) -> bytes:
-    async with while_connected(request.receive):
-        return await work
-    raise AssertionError  # for type checkers: the context swallows nothing
+        load = engine.load
+        return {
+            "num_requests_running": load.num_running,
+            "num_requests_waiting": load.num_waiting,
+            "kv_cache_usage": load.kv_cache_usage,
+            "prompt_tokens_per_second": load.prompt_tokens_per_second,
+            "generation_tokens_per_second": load.generation_tokens_per_second,
+        }
 
 
 def _json(value: dict[str, Any], status: int = 200) -> Response:

@@ -118,6 +118,6 @@ class ServerState:
             return dead
         if self.phase is not Phase.READY:
             return f"the server is {self.phase.value}"
-        if self._engine is not None and self._engine.is_sleeping():
+        if self._engine is not None and self._engine.is_asleep:
             return "the engine sleeps"
         return None

@@ -26,6 +26,7 @@ class ServerSettings:
         heartbeat_timeout: Seconds without a sign of life after which the engine is taken for hung.
         shutdown_timeout: Seconds that requests under way get after SIGTERM.
         access_log: Whether each answer gets a line in the log.
+        metrics_prefixes: What names of metrics begin with; with several, each is shown under all.
         docs: Whether there are `/docs` and `/openapi.json`.
     """
 
@@ -44,4 +45,5 @@ class ServerSettings:
     heartbeat_timeout: float = 60.0
     shutdown_timeout: float = 30.0
     access_log: bool = True
+    metrics_prefixes: tuple[str, ...] = ("mvllm:",)
     docs: bool = True

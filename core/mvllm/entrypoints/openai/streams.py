@@ -61,22 +61,19 @@ class EventStream(Response):
     """Server-sent events, written as they come.
 
     Args:
-        first: What has come already: the engine has accepted the request.
-        rest: What is still to come. Closed at the end, whatever the end is.
+        events: What is written. Closed at the end, whatever the end is.
         send_timeout: Seconds that the client may leave a full buffer unread.
         on_end: Called at the end.
     """
 
     def __init__(
         self,
-        first: bytes,
-        rest: AsyncGenerator[bytes, None],
+        events: AsyncGenerator[bytes, None],
         send_timeout: float,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        self._first = first
+        self._events = events
         self._on_end = on_end
-        self._rest = rest
         self._send_timeout = send_timeout
         self._waiting_since: float | None = None
         self.background = None
@@ -88,22 +85,21 @@ class EventStream(Response):
         assert task is not None
         loop = asyncio.get_running_loop()
         stalled = False
+        look_every = self._send_timeout / 2
 
         def look() -> None:
             nonlocal timer, stalled
-            since = self._waiting_since
-            if since is not None and loop.time() - since > self._send_timeout:
+            if self._waiting_since is not None and loop.time() - self._waiting_since > self._send_timeout:
                 stalled = True
                 task.cancel()
             else:
-                timer = loop.call_later(self._send_timeout / 2, look)
+                timer = loop.call_later(look_every, look)
 
-        timer = loop.call_later(self._send_timeout / 2, look)
+        timer: asyncio.TimerHandle = loop.call_later(look_every, look)
         try:
-            async with while_connected(receive), contextlib.aclosing(self._rest) as rest:
+            async with while_connected(receive), contextlib.aclosing(self._events) as events:
                 await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
-                await send({"type": "http.response.body", "body": self._first, "more_body": True})
-                async for piece in rest:
+                async for piece in events:
                     self._waiting_since = loop.time()
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                     self._waiting_since = None
