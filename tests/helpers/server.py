@@ -19,7 +19,7 @@ import psutil
 from tests.helpers.processes import TAG, new_tag, tagged, wait_until
 
 START_SECONDS = 180
-SMALL = ("--kv-cache-memory-bytes", str(64 << 20), "--no-use-tqdm-on-load")
+SMALL = ("--kv-cache-memory-bytes", str(64 << 20))
 
 
 class ServerProcess:

@@ -24,6 +24,7 @@ from mvllm.messages.sampling_params import SamplingParams, validate_for_model
 MAX_CACHE_SALT_LENGTH = 256
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _PRIORITY_LIMIT = 2**31
+_JUDGED_BY_TOKENS = 1 << 20  # characters
 
 
 @dataclass(slots=True)
@@ -126,7 +127,7 @@ class InputProcessor:
         """Returns `text`.
 
         Raises:
-            RequestError: There is no tokenizer, or `text` cannot be written as UTF-8.
+            RequestError: There is no tokenizer, `text` cannot be written as UTF-8, or it is far too long for the model.
         """
         if self._tokenizer is None:
             raise RequestError(
@@ -134,6 +135,7 @@ class InputProcessor:
                 "Pass {'prompt_token_ids': [...]}.",
                 parameter="prompt",
             )
+        self._check_text_length(text)
         try:
             text.encode()
         except UnicodeEncodeError as e:
@@ -194,6 +196,20 @@ class InputProcessor:
                 parameter="prompt",
             )
         return values
+
+    def _check_text_length(self, text: str) -> None:
+        """Refuses a text that cannot fit before minutes are spent on tokenizing it.
+
+        Some tokenizers drop characters or make one token of many unknown ones, so only long texts are judged by length.
+        """
+        assert self._tokenizer is not None
+        limit = self._model.max_model_len
+        if len(text) > max(_JUDGED_BY_TOKENS, limit * self._tokenizer.longest_token):
+            raise RequestError(
+                f"The prompt has {len(text)} characters, which is more than the {limit} tokens (max_model_len) that "
+                f"prompt and output together may have can stand for. Shorten the prompt.",
+                parameter="prompt",
+            )
 
     def _check_length(self, length: int) -> None:
         limit = self._model.max_model_len

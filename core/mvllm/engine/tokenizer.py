@@ -85,6 +85,11 @@ class Tokenizer:
         return max(len(self.hf), max(self.hf.get_vocab().values(), default=-1) + 1)
 
     @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token."""
+        return max((len(piece) for piece in self.hf.get_vocab()), default=1)
+
+    @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids that `skip_special_tokens` leaves out of the text."""
         if self._fast is not None:

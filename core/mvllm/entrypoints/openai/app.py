@@ -19,6 +19,7 @@ from mvllm.entrypoints.openai.routes import Routes
 from mvllm.entrypoints.openai.served_models import ServedModels
 from mvllm.entrypoints.openai.server_state import ServerState
 from mvllm.entrypoints.openai.settings import ServerSettings
+from mvllm.entrypoints.openai.streams import CLIENT_GONE, ClientGone
 from mvllm.errors import MvllmError
 from mvllm.version import __version__
 
@@ -59,11 +60,16 @@ def build_routes(state: ServerState, models: ServedModels, metrics: HTTPMetrics,
             return HTMLResponse(docs_page(app))
 
         app.add_api_route("/docs", docs, methods=["GET"], include_in_schema=False)
+    app.add_exception_handler(ClientGone, _answer_nobody)
     for kind in (APIError, MvllmError, Exception):
         app.add_exception_handler(kind, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(RequestValidationError, _answer_wrong_query)
     return app
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import Request
 
 from mvllm.entrypoints.openai.errors import APIError
+from mvllm.entrypoints.openai.streams import ClientGone
 from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
@@ -40,6 +41,7 @@ class BodyReader:
 
         Raises:
             APIError: It is too long (413), not JSON by its header (415), or does not come (408).
+            ClientGone: The client left.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
@@ -55,7 +57,7 @@ class BodyReader:
             except TimeoutError:
                 raise APIError(408, f"The body did not come within {self._timeout:g} s.", close=True) from None
             if message["type"] == "http.disconnect":
-                raise asyncio.CancelledError
+                raise ClientGone
             piece = message.get("body", b"")
             length += len(piece)
             if length > self.max_bytes:
@@ -88,7 +90,7 @@ class BodyDecoder(Generic[T]):
         except RecursionError:
             raise APIError(400, "The body is nested too deeply.") from None
         except UnicodeDecodeError as e:
-            raise APIError(400, f"The body is not valid UTF-8: byte 0x{e.object[e.start]:02X}.") from None
+            raise APIError(400, f"The body is not valid UTF-8: byte {e.object[e.start]}.") from None
         except (msgspec.DecodeError, ValueError) as e:
             reason = str(e) if isinstance(e, msgspec.DecodeError) else "a number is too long"
             raise APIError(400, f"The body is not valid JSON: {reason}.") from None

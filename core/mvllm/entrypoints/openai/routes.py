@@ -29,12 +29,9 @@ from mvllm.entrypoints.openai.protocol import (
 from mvllm.entrypoints.openai.served_models import ServedModels
 from mvllm.entrypoints.openai.server_state import Phase, ServerState
 from mvllm.entrypoints.openai.settings import ServerSettings
-from mvllm.entrypoints.openai.streams import ClientGone, EventStream, while_connected
+from mvllm.entrypoints.openai.streams import EventStream, while_connected
 from mvllm.errors import RequestError
 from mvllm.version import __version__
-
-_CLIENT_GONE = 499  # nobody reads it but the log
-
 
 class StreamableCall(Protocol):
     """A request that can be answered at once or piece by piece."""
@@ -79,11 +76,11 @@ class Routes:
         """All routes; those for administrators carry the tag `admin`."""
         health = APIRouter(tags=["health"])
         for path in ("/health", "/health/live", "/ping"):
-            health.add_api_route(path, self.live, methods=["GET", "HEAD"], summary="Whether the server works.")
+            health.add_api_route(path, self.live, methods=["GET"], summary="Whether the server works.")
+            health.add_api_route(path, self.live, methods=["HEAD"], include_in_schema=False)
         health.add_api_route("/ping", self.live, methods=["POST"], summary="Whether the server works.")
-        health.add_api_route(
-            "/health/ready", self.readiness, methods=["GET", "HEAD"], summary="Whether it takes requests."
-        )
+        health.add_api_route("/health/ready", self.readiness, methods=["GET"], summary="Whether it takes requests.")
+        health.add_api_route("/health/ready", self.readiness, methods=["HEAD"], include_in_schema=False)
 
         api = APIRouter(tags=["OpenAI"])
         api.add_api_route(
@@ -297,8 +294,6 @@ class Routes:
                 return Response(answer, media_type="application/json")
             streams = True
             return EventStream(call.stream(), self._settings.send_timeout, end)
-        except ClientGone:
-            return Response(status_code=_CLIENT_GONE)
         finally:
             if not streams:
                 end()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -112,6 +113,7 @@ class _Server:
         self._models = ServedModels(names, self._args.model)
         app = build_app(state, self._models, HTTPMetrics(registry), settings)
         config: dict[str, Any] = {"app": app, "timeout_graceful_shutdown": 2, **protocol_settings()}
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # anybody can send what is no HTTP
         self._http = _HTTP(uvicorn.Config(**config))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -24,6 +24,10 @@ _HEADERS = [
 ]
 
 
+CLIENT_GONE = 499
+"""The status of an answer that nobody is there to read; for the log."""
+
+
 class ClientGone(Exception):
     """There is nobody to answer."""
 
