@@ -331,34 +331,27 @@ class AsyncLLM:
         return await self._client.call("reset_prefix_cache")
 
     async def sleep(self, level: int = 1) -> None:
-        """Aborts all requests, forgets all cached prefixes and takes no requests until `wake_up`.
+        """Aborts all requests, forgets what the KV cache holds, and takes no requests until `wake_up`.
+
+        Weights and the memory of the KV cache stay claimed: waking up takes no time.
 
         Args:
-            level: 1, which also gives back the memory of the KV cache; weights stay where they are.
+            level: 1; levels that give memory back are not offered.
 
         Raises:
             RequestError: There is no such level.
         """
         if level != 1:
-            raise RequestError(
-                f"level must be 1 (free the KV cache, keep the weights); got {level!r}.", parameter="level"
-            )
+            raise RequestError(f"There is only level 1 of sleep; got {level!r}.", parameter="level")
         self._require_alive()
-        if not self._is_sleeping:
-            self._is_sleeping = True  # before anything is waited for: nothing new gets in
-            await self.abort_all()
-            try:
-                await self._client.call("sleep")
-            except Exception:
-                self._is_sleeping = False
-                raise
+        self._is_sleeping = True  # before anything is waited for: nothing new gets in
+        self._end(list(self._streams))
+        await self._client.call("reset_prefix_cache")
 
     async def wake_up(self) -> None:
-        """Makes ready what `sleep` gave back, and takes requests again."""
+        """Takes requests again."""
         self._require_alive()
-        if self._is_sleeping:
-            await self._client.call("wake_up")
-            self._is_sleeping = False
+        self._is_sleeping = False
 
     async def is_sleeping(self) -> bool:
         """As `is_asleep`."""
@@ -433,7 +426,7 @@ class AsyncLLM:
         self._phases.note_request()
         children = fan_out(request.core, self._core_ids)
         state = self._output_processor.add_request(request, children, key=children[0].request_id)
-        stream = RequestStream(state, self._drop)
+        stream = RequestStream(state, self._show, self._drop)
         self._streams[state] = stream
         self._by_id.setdefault(state.request_id, []).append(state)
         self._num_sequences += len(children)
@@ -465,6 +458,16 @@ class AsyncLLM:
         self.metrics.record(taken)
         for state in taken.finished:
             self._forget(state)
+
+    def _show(self, state: RequestState) -> RequestOutput | None:
+        """What a caller gets who has come for more."""
+        output, broken = self._output_processor.show(state)
+        if broken and state in self._streams:
+            self._client.abort_requests(broken)
+            if state.num_unfinished == 0:
+                self.metrics.finish(state)
+                self._forget(state)
+        return output
 
     def _end(self, states: Sequence[RequestState]) -> None:
         """Ends requests with what they have."""

@@ -161,7 +161,7 @@ class AsyncMPClient:
         if self._aborted:
             self._flush_soon()
 
-    async def call(self, method: str, *arguments: int) -> bool:
+    async def call(self, method: str) -> bool:
         """Calls a method of the core (see CallCore) and returns whether it succeeded, where it says so.
 
         Raises:
@@ -175,7 +175,7 @@ class AsyncMPClient:
         call_id = self._num_calls
         answer = self._calls[call_id] = self._loop.create_future()
         try:
-            self._send(CallCore(call_id, method, list(arguments)))
+            self._send(CallCore(call_id, method))
             return bool(await answer)
         finally:
             self._calls.pop(call_id, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.vocabulary import check_tokenizer
@@ -54,8 +54,7 @@ class FrontEnd(Generic[Client]):
                     self._load_tokenizer(config)
                     self.client = client
                 else:
-                    assert chosen is not None
-                    self.client = make_client(config, chosen, self._load_tokenizer)
+                    self.client = make_client(config, cast(ChosenPlatform, chosen), self._load_tokenizer)
         except BaseException:
             self.stat_loggers.close()
             raise

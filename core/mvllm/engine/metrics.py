@@ -174,8 +174,9 @@ class EngineMetrics:
     def _time(self, request: RequestState, num_generated: int) -> None:
         metrics = request.metrics
         arrived, scheduled = metrics.arrival_time, metrics.first_scheduled_time
-        first, last, ended = metrics.first_token_time, metrics.last_token_time, metrics.finished_time
-        if ended is None or scheduled is None or first is None or last is None:
+        first, ended = metrics.first_token_time, metrics.finished_time
+        last = max(sequence.last_token_time for sequence in request.sequences)
+        if ended is None or scheduled is None or first is None:
             return  # dropped on the way: how long it would have taken is not known
         self.e2e_latency.observe(ended - arrived)
         self.queue_time.observe(scheduled - arrived)

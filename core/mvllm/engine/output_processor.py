@@ -95,8 +95,13 @@ class OutputProcessor:
     def process(self, core_outputs: EngineCoreOutputs) -> ProcessedOutputs:
         """Takes in one step's outputs and shows what they mean, at once. Unknown sequences are passed over."""
         taken = self.take(core_outputs)
-        shown = [output for request in taken.requests if (output := request.show()) is not None]
-        return ProcessedOutputs(shown, taken.requests_to_abort, taken.num_new_tokens)
+        result = ProcessedOutputs([], taken.requests_to_abort, taken.num_new_tokens)
+        for request in taken.requests:
+            shown, broken = self.show(request)
+            result.requests_to_abort += broken
+            if shown is not None:
+                result.request_outputs.append(shown)
+        return result
 
     def take(self, core_outputs: EngineCoreOutputs) -> TakenOutputs:
         """Takes in one step's outputs. Sequences that are not followed (any more) are passed over.
@@ -106,41 +111,75 @@ class OutputProcessor:
         taken = TakenOutputs()
         now = time.monotonic()
         sequences, gaps = self._sequences, taken.gaps
+        num_new_tokens = 0
         for output in core_outputs.outputs:
             sequence = sequences.get(output.request_id)
             if sequence is None:
                 continue
-            request = sequence.request
-            num_new = len(output.new_token_ids)
-            if num_new:
-                taken.num_new_tokens += num_new
-                last = sequence.last_token_time
+            request, last = sequence.request, sequence.last_token_time
+            new = output.new_token_ids
+            if new:
+                num_new_tokens += len(new)
+                sequence.last_token_time = now
                 if last:
                     gaps[last] = gaps.get(last, 0) + 1
-                sequence.last_token_time = now
-                if request.metrics.first_token_time is None:
+                elif request.metrics.first_token_time is None:
                     taken.started.append(request)
-            try:
-                request.note(output, now)
-                sequence.take(output)
-            except Exception as e:  # noqa: BLE001  (a tokenizer may raise anything; only this sequence ends of it)
-                sequence.fail(e)
-            if sequence.finish_reason is not None:
-                del sequences[output.request_id]
-                if output.finish_reason is None:
-                    taken.requests_to_abort.append(output.request_id)
-                request.num_unfinished -= 1
-                if request.num_unfinished == 0:
-                    request.metrics.finished_time = now
-                    del self._requests[request.key]
-                    taken.finished.append(request)
-            elif request.final_only:
+            if last and sequence.only_grows and output.finish_reason is None:
+                sequence.token_ids += new  # the usual case, once per token: all else waits until it is shown
+            elif not self._take_with_care(sequence, output, now, taken):
                 continue
             if not request.has_news:
                 request.has_news = True
                 taken.requests.append(request)
+        taken.num_new_tokens = num_new_tokens
         taken.gaps = {now - last: count for last, count in gaps.items()}
         return taken
+
+    def _take_with_care(self, sequence: _Sequence, output: EngineCoreOutput, now: float, taken: TakenOutputs) -> bool:
+        """Takes in an output that may be a sequence's first or last, or more than tokens; whether there is news."""
+        request = sequence.request
+        try:
+            request.note(output, now)
+            sequence.take(output)
+        except Exception as e:  # noqa: BLE001  (a tokenizer may raise anything; only this sequence ends of it)
+            sequence.fail(e)
+        if sequence.finish_reason is None:
+            return not request.final_only
+        if output.finish_reason is None:
+            taken.requests_to_abort.append(sequence.core_id)
+        if self._end(sequence, now):
+            taken.finished.append(request)
+        return True
+
+    def _end(self, sequence: _Sequence, now: float) -> bool:
+        """Stops following a sequence that has ended; returns whether its request has, too."""
+        del self._sequences[sequence.core_id]
+        request = sequence.request
+        request.num_unfinished -= 1
+        if request.num_unfinished == 0:
+            self._finish(request, now)
+        return request.num_unfinished == 0
+
+    def _finish(self, request: RequestState, now: float) -> None:
+        request.metrics.finished_time = now
+        self._requests.pop(request.key, None)
+
+    def show(self, request: RequestState) -> tuple[RequestOutput | None, list[str]]:
+        """What the caller gets now, if anything: all there is, or all that was not shown yet.
+
+        Returns:
+            It, and the core ids of sequences that end here, because their tokens cannot be turned into text.
+        """
+        output = request.show()
+        if not request.broken:
+            return output, []
+        broken, request.broken = request.broken, []
+        for core_id in broken:
+            self._sequences.pop(core_id, None)
+        if request.num_unfinished == 0:
+            self._finish(request, time.monotonic())
+        return output, broken
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
         """Stops following requests; unknown ids are ignored.
@@ -183,6 +222,7 @@ class RequestState:
         key: As the OutputProcessor calls it.
         num_unfinished: Sequences that have not ended.
         has_news: Whether `show` may have something to show that it has not shown.
+        broken: Core ids of sequences that `show` has found to be no text, which the OutputProcessor still follows.
         final_only: Whether it shows nothing before its end.
         metrics: When things happened.
     """
@@ -194,6 +234,7 @@ class RequestState:
         self.sequences: list[_Sequence] = []
         self.num_unfinished = 0
         self.has_news = False
+        self.broken: list[str] = []
         self.kind = request.params.output_kind
         self.final_only = self.kind == RequestOutputKind.FINAL_ONLY
         self._prompt = request.prompt
@@ -223,10 +264,8 @@ class RequestState:
     def note(self, output: EngineCoreOutput, now: float) -> None:
         """Takes in what concerns the request as a whole."""
         metrics = self.metrics
-        if output.new_token_ids:
-            metrics.last_token_time = now
-            if metrics.first_token_time is None:
-                metrics.first_token_time = output.first_token_time or now
+        if output.new_token_ids and metrics.first_token_time is None:
+            metrics.first_token_time = output.first_token_time or now
         if self._num_cached_tokens is None:
             # Later sequences of the request find the prompt in the cache because of the first, which is not news.
             self._num_cached_tokens = output.num_cached_tokens
@@ -237,25 +276,19 @@ class RequestState:
     def show(self) -> RequestOutput | None:
         """What the caller gets now, if anything: all there is, or all that was not shown yet."""
         self.has_news = False
-        try:
-            return self._show()
-        except Exception as e:  # noqa: BLE001  (text is decoded here only where it has waited for the end)
-            for sequence in self.sequences:
-                sequence.fail(e)
-            return self._show()
-
-    def _show(self) -> RequestOutput | None:
-        finished = self.num_unfinished == 0
+        sequences = self.sequences
         if self.final_only:
-            if not finished:
+            if self.num_unfinished:
                 return None
-            shown = [sequence.show_all() for sequence in self.sequences]
+            shown = [sequence.show_all() for sequence in sequences]
         elif self.kind == RequestOutputKind.DELTA:
-            shown = [sequence.show_new() for sequence in self.sequences if sequence.has_news]
+            shown = [sequence.show_new() for sequence in sequences if sequence.has_news]
         else:
-            shown = [sequence.show_all() for sequence in self.sequences]
+            shown = [sequence.show_all() for sequence in sequences]
+        finished = self.num_unfinished == 0  # as of now: text that cannot be decoded is an end, too
         if not shown and not finished:
             return None
+        self.metrics.last_token_time = max([sequence.last_token_time for sequence in sequences]) or None
         return RequestOutput(
             self.request_id,
             self._prompt,
@@ -295,9 +328,9 @@ class _Sequence:
         self._wants_logprobs = params.logprobs is not None
         self._logprobs: list[PositionLogprobMap] = []
         self._cumulative_logprob = 0.0
-        self._text = _make_text(params, self._tokenizer, request.final_only)
+        self._text = _make_text(params, self._tokenizer, request.final_only, self.token_ids)
+        self.only_grows = not self._wants_logprobs and (self._text is None or isinstance(self._text, _TextWhenAsked))
         self._num_tokens_shown = 0
-        self._num_chars_shown = 0
         self._end_shown = False
 
     def take(self, output: EngineCoreOutput) -> None:
@@ -330,20 +363,33 @@ class _Sequence:
 
     def show_all(self) -> CompletionOutput:
         """Everything so far. Later steps do not change what was shown."""
-        text = self._text.visible(ended=self.finish_reason is not None) if self._text is not None else ""
+        text = self._written(new=False)
         logprobs = list(self._logprobs) if self._wants_logprobs else None
         return self._completion(text, list(self.token_ids), logprobs)
 
     def show_new(self) -> CompletionOutput:
         """What has come since the last call."""
-        text = self._text.visible(ended=self.finish_reason is not None) if self._text is not None else ""
+        text = self._written(new=True)
         start = self._num_tokens_shown
         logprobs = self._logprobs[start:] if self._wants_logprobs else None
-        shown = self._completion(text[self._num_chars_shown :], self.token_ids[start:], logprobs)
+        shown = self._completion(text, self.token_ids[start:], logprobs)
         self._num_tokens_shown = len(self.token_ids)
-        self._num_chars_shown = len(text)
         self._end_shown = self.finish_reason is not None
         return shown
+
+    def _written(self, *, new: bool) -> str:
+        """The text that may be shown; only what was not, if `new`. Ends the sequence if there is no having it."""
+        if self._text is None:
+            return ""
+        ended = self.finish_reason is not None
+        try:
+            return self._text.new(ended=ended) if new else self._text.visible(ended=ended)
+        except Exception as e:  # noqa: BLE001  (a tokenizer may raise anything; only this sequence ends of it)
+            if not ended:
+                self.request.num_unfinished -= 1
+                self.request.broken.append(self.core_id)
+            self.fail(e)
+            return ""
 
     def _completion(
         self, text: str, token_ids: list[int], logprobs: list[PositionLogprobMap] | None
@@ -361,18 +407,15 @@ class _Sequence:
 
 
 class _Text:
-    """The text of a sequence that is decoded as it grows, with stop strings."""
+    """The text of a sequence that is decoded as it grows, because stop strings are looked for."""
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer) -> None:
-        self._detokenizer = IncrementalDetokenizer(
-            tokenizer,
-            skip_special_tokens=params.skip_special_tokens,
-            spaces_between_special_tokens=params.spaces_between_special_tokens,
-        )
+        self._detokenizer = _make_detokenizer(params, tokenizer)
         self._include_stop = params.include_stop_str_in_output
-        self._stop = StopStrings(params.stop or (), self._include_stop) if params.stop else None
+        self._stop = StopStrings(params.stop or (), self._include_stop)
         self._min_tokens = params.min_tokens
         self._text = ""
+        self._num_shown = 0
 
     def take(self, new: Sequence[int], num_before: int, ended: FinishReason | None) -> tuple[int, str | None]:
         """Decodes new tokens up to the first stop string.
@@ -385,13 +428,10 @@ class _Text:
             How many of `new` belong to the sequence, and the stop string that was found.
         """
         shown = _without_end_token(new, ended, self._include_stop)
-        if self._stop is None:
-            self._text += self._detokenizer.append(shown)
-        else:
-            for i, token_id in enumerate(shown, start=1):
-                stop = self._grow(self._detokenizer.append((token_id,)), checked=num_before + i > self._min_tokens)
-                if stop is not None:
-                    return i, stop
+        for i, token_id in enumerate(shown, start=1):
+            stop = self._grow(self._detokenizer.append((token_id,)), checked=num_before + i > self._min_tokens)
+            if stop is not None:
+                return i, stop
         if ended is not None:
             stop = self._grow(self._detokenizer.finish(), checked=num_before + len(new) > self._min_tokens)
             if stop is not None:
@@ -400,15 +440,21 @@ class _Text:
 
     def visible(self, *, ended: bool) -> str:
         """The text that may be shown: all of it at the end, before that nothing that may begin a stop string."""
-        if self._stop is None or ended:
+        if ended:
             return self._text
         held = self._stop.held_back(self._text)
         return self._text[:-held] if held else self._text
 
+    def new(self, *, ended: bool) -> str:
+        """What has become visible since the last call."""
+        text = self.visible(ended=ended)
+        shown, self._num_shown = self._num_shown, len(text)
+        return text[shown:]
+
     def _grow(self, piece: str, *, checked: bool) -> str | None:
         settled = len(self._text)
         self._text += piece
-        if self._stop is None or not checked or not piece:
+        if not checked or not piece:
             return None
         found = self._stop.find(self._text, settled)
         if found is None:
@@ -416,6 +462,40 @@ class _Text:
         stop, length = found
         self._text = self._text[:length]
         return stop
+
+
+class _TextWhenAsked:
+    """The text of a sequence in which nothing is looked for: decoded when it is asked for, many tokens at once if it is
+    asked for seldom.
+
+    Args:
+        token_ids: The sequence's, which grows.
+    """
+
+    def __init__(self, params: SamplingParams, tokenizer: Tokenizer, token_ids: list[int]) -> None:
+        self._detokenizer = _make_detokenizer(params, tokenizer)
+        self._include_stop = params.include_stop_str_in_output
+        self._token_ids = token_ids
+        self._num_decoded = 0
+        self._without_last = False
+        self._text = ""
+
+    def take(self, new: Sequence[int], num_before: int, ended: FinishReason | None) -> tuple[int, str | None]:
+        """Notes whether the last token is part of the text; see `_Text.take`."""
+        self._without_last = ended == FinishReason.STOP and not self._include_stop
+        return len(new), None
+
+    def visible(self, *, ended: bool) -> str:
+        """All that is settled; at the end, all."""
+        self._text += self.new(ended=ended)
+        return self._text
+
+    def new(self, *, ended: bool) -> str:
+        """What has become visible since the last call."""
+        ids = self._token_ids[self._num_decoded : -1 if self._without_last else None]
+        self._num_decoded = len(self._token_ids)
+        piece = self._detokenizer.append(ids)
+        return piece + self._detokenizer.finish() if ended else piece
 
 
 class _TextAtEnd:
@@ -432,6 +512,10 @@ class _TextAtEnd:
         self._token_ids += new if ended is None else _without_end_token(new, ended, self._include_stop)
         return len(new), None
 
+    def new(self, *, ended: bool) -> str:
+        """The whole text; asked for once."""
+        return self.visible(ended=ended)
+
     def visible(self, *, ended: bool) -> str:
         """The whole text."""
         return self._tokenizer.decode(
@@ -441,10 +525,22 @@ class _TextAtEnd:
         )
 
 
-def _make_text(params: SamplingParams, tokenizer: Tokenizer | None, final_only: bool) -> _Text | _TextAtEnd | None:
+def _make_text(
+    params: SamplingParams, tokenizer: Tokenizer | None, final_only: bool, token_ids: list[int]
+) -> _Text | _TextWhenAsked | _TextAtEnd | None:
     if tokenizer is None:
         return None
-    return _TextAtEnd(params, tokenizer) if final_only and not params.stop else _Text(params, tokenizer)
+    if params.stop:
+        return _Text(params, tokenizer)
+    return _TextAtEnd(params, tokenizer) if final_only else _TextWhenAsked(params, tokenizer, token_ids)
+
+
+def _make_detokenizer(params: SamplingParams, tokenizer: Tokenizer) -> IncrementalDetokenizer:
+    return IncrementalDetokenizer(
+        tokenizer,
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+    )
 
 
 def _without_end_token(new: Sequence[int], ended: FinishReason | None, include: bool) -> Sequence[int]:

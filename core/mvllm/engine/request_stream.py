@@ -19,17 +19,24 @@ class RequestStream:
 
     Args:
         state: The request.
+        show: Makes its next output.
         drop: Ends the request in the engine; called when it is closed before its end.
 
     Attributes:
         request_id: As it was given.
     """
 
-    __slots__ = ("_drop", "_error", "_has_ended", "_state", "_waiter", "request_id")
+    __slots__ = ("_drop", "_error", "_has_ended", "_show", "_state", "_waiter", "request_id")
 
-    def __init__(self, state: RequestState, drop: Callable[[RequestState], None]) -> None:
+    def __init__(
+        self,
+        state: RequestState,
+        show: Callable[[RequestState], RequestOutput | None],
+        drop: Callable[[RequestState], None],
+    ) -> None:
         self.request_id = state.request_id
         self._state = state
+        self._show = show
         self._drop = drop
         self._waiter: asyncio.Future[None] | None = None
         self._error: EngineDeadError | None = None
@@ -51,7 +58,7 @@ class RequestStream:
         """
         while not self._has_ended:
             if self._state.has_news:
-                output = self._state.show()
+                output = self._show(self._state)
                 if output is not None:
                     self._has_ended = output.finished
                     return output

@@ -44,7 +44,8 @@ class StatsLine:
         queries, hits = stats.prefix_cache_queries - self._queries, stats.prefix_cache_hits - self._hits
         self._queries, self._hits = stats.prefix_cache_queries, stats.prefix_cache_hits
         logger.info(
-            "Prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, KV cache %.1f %%, prefix hits %.1f %%",
+            "Prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, KV cache %.1f %%, "
+            "prefix hits %.1f %%",
             load.prompt_tokens_per_second,
             load.generation_tokens_per_second,
             load.num_running,

@@ -37,13 +37,11 @@ class CallCore(msgspec.Struct, tag=3, array_like=True, frozen=True):
 
     Attributes:
         id: Given back in the result.
-        method: `reset_prefix_cache`, `check_health`, `sleep` or `wake_up`.
-        arguments: Of the method, by position.
+        method: `reset_prefix_cache` or `check_health`.
     """
 
     id: int
     method: str
-    arguments: list[int] = []
 
 
 class StopCore(msgspec.Struct, tag=4, array_like=True, frozen=True):
