@@ -89,8 +89,17 @@ class ServerProcess:
         return {process.pid for process in tagged(self.tag)}
 
     def engine_core(self) -> psutil.Process:
-        [core] = [p for p in psutil.Process(self.process.pid).children(recursive=True) if "EngineCore" in p.cmdline()]
+        wait_until(self._engine_cores, START_SECONDS, lambda: self.log)
+        [core] = self._engine_cores()
         return core
+
+    def _engine_cores(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "EngineCore" in process.cmdline():
+                    found.append(process)
+        return found
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -153,5 +162,3 @@ def head_of(method: str, path: str, *headers: str) -> bytes:
 def raw_post(path: str, body: bytes, *headers: str) -> bytes:
     """A whole request by hand."""
     return head_of("POST", path, "Content-Type: application/json", f"Content-Length: {len(body)}", *headers) + body
-
-

@@ -98,7 +98,9 @@ def test_log_likelihoods_of_a_prompt_are_those_of_llm(client: httpx.Client) -> N
     choices = client.post("/v1/completions", json=ask).json()["choices"]
     for choice, output, prompt in zip(choices, expected, prompts, strict=True):
         lists = choice["logprobs"]
-        assert len({len(lists[name]) for name in lists}) == 1 and len(lists["tokens"]) == len(output.prompt_token_ids) + 1
+        assert (
+            len({len(lists[name]) for name in lists}) == 1 and len(lists["tokens"]) == len(output.prompt_token_ids) + 1
+        )
         assert lists["token_logprobs"][0] is None and lists["top_logprobs"][0] is None
         assert output.prompt_logprobs is not None
         for token_id, position, value in zip(
@@ -223,7 +225,14 @@ def test_metrics_have_short_lists_of_labels(client: httpx.Client, server: Server
 
 def test_chunks_of_characters_are_whole_characters(client: httpx.Client) -> None:
     """Whatever bytes the model makes, pieces are text, and add up to the text of the whole answer."""
-    ask = {"model": "demo", "prompt": "Ωδ ü 猫 🦊", "temperature": 1.5, "seed": 3, "max_tokens": 200, "ignore_eos": True}
+    ask = {
+        "model": "demo",
+        "prompt": "Ωδ ü 猫 🦊",
+        "temperature": 1.5,
+        "seed": 3,
+        "max_tokens": 200,
+        "ignore_eos": True,
+    }
     whole = client.post("/v1/completions", json=ask).json()["choices"][0]["text"]
     chunks = events(client.post("/v1/completions", json={**ask, "stream": True}))
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole

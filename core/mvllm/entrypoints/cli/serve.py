@@ -27,7 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("server")
     where.add_argument("--host", default=defaults.host, help=f"Address to listen at. Default: {defaults.host}.")
     where.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help=f"Port to listen at; 0 takes a free one. Default: {DEFAULT_PORT}."
+        "--port",
+        type=int,
+        default=DEFAULT_PORT,
+        help=f"Port to listen at; 0 takes a free one. Default: {DEFAULT_PORT}.",
     )
     where.add_argument("--uds", metavar="PATH", help="Listen at a Unix domain socket instead, open to this user only.")
     where.add_argument(
@@ -169,7 +172,8 @@ def hide_keys(argv: Sequence[str]) -> None:
         environment[variable] = "\n".join([*keys, *filter(None, [environment.get(variable)])])
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, "-m", "mvllm.entrypoints.cli.main", *kept[1:]], environment)
+    command = [sys.executable, "-P", "-m", "mvllm.entrypoints.cli.main", *kept[1:]]
+    os.execve(sys.executable, command, environment)  # noqa: S606  (this program itself)
 
 
 def _engine(args: argparse.Namespace) -> EngineArgs:
@@ -212,12 +216,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
 
 
 def _keys(given: Sequence[str], files: Sequence[str], variable: str) -> list[str]:
-    value = os.environ.pop(variable, None)  # so that no child process inherits it
-    lines = [None] if value is None else value.split("\n")
-    keys: list[str] = []
-    for line in lines:
-        keys += read_keys(given, files, variable, line)
-    return list(dict.fromkeys(keys))
+    return read_keys(given, files, variable, os.environ.pop(variable, None))  # no child process inherits it
 
 
 def _template(given: str | None) -> str | None:

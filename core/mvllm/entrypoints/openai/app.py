@@ -90,4 +90,4 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
 async def _answer_wrong_query(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     name = str(error.errors()[0]["loc"][-1])
-    return error_response(APIError(400, f"The parameter {ascii(name[:40])} has no acceptable value.", param=name[:40]))
+    return error_response(APIError(400, f"The parameter {name[:40]!a} has no acceptable value.", param=name[:40]))

@@ -61,9 +61,7 @@ class ChatPrompts:
                 parameter="chat_template",
             )
         if len(request.chat_template or "") > MAX_TEMPLATE_LENGTH:
-            raise RequestError(
-                f"chat_template may have {MAX_TEMPLATE_LENGTH} characters.", parameter="chat_template"
-            )
+            raise RequestError(f"chat_template may have {MAX_TEMPLATE_LENGTH} characters.", parameter="chat_template")
         if foreign:
             text = await self._text_work.run_foreign(lambda: self._render(request))
             return await self._text_work.run(lambda: self._tokenize(text))

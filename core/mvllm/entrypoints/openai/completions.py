@@ -62,9 +62,7 @@ class CompletionCall:
             UnavailableError, EngineDeadError: The engine does not take it.
         """
         prompts = await self._make_prompts()
-        self._generation = await Generation.start(
-            self._engine, self._id, prompts, self._params, self._request.priority
-        )
+        self._generation = await Generation.start(self._engine, self._id, prompts, self._params, self._request.priority)
 
     def close(self) -> None:
         """Ends the request in the engine, if that goes on with it."""
@@ -192,9 +190,7 @@ class _ChoicePieces:
         if self._logprobs is not None:
             if self._echo and first:
                 prompt_ids, prompt_positions = output.prompt_token_ids, output.prompt_logprobs or []
-                choice["logprobs"] = self._logprobs.piece(
-                    [*prompt_ids, *token_ids], [*prompt_positions, *positions]
-                )
+                choice["logprobs"] = self._logprobs.piece([*prompt_ids, *token_ids], [*prompt_positions, *positions])
             else:
                 choice["logprobs"] = self._logprobs.piece(token_ids, positions)
         if self._call._request.prompt_logprobs is not None and first:

@@ -60,8 +60,8 @@ class Generation:
         outputs = []
         for stream in self._streams:  # one after the other: what comes for the later ones is kept for us
             output: RequestOutput | None = None
-            async for output in stream:
-                pass
+            async for latest in stream:
+                output = latest
             if output is None:
                 raise APIError(503, "The request was dropped before it had begun.", code="aborted", retry_after=1)
             for sequence in output.outputs:

@@ -65,7 +65,7 @@ def read_keys(given: Sequence[str], files: Sequence[str], variable: str, value: 
     Args:
         given: Keys themselves.
         files: Files with one key per line; lines that begin with # are left out.
-        variable, value: The environment variable that may hold one, and what it holds.
+        variable, value: The environment variable that may hold some, one per line, and what it holds.
 
     Raises:
         ConfigError: One cannot be a key, or a file cannot be read. An empty key never means an open door.
@@ -81,7 +81,7 @@ def read_keys(given: Sequence[str], files: Sequence[str], variable: str, value: 
             raise ConfigError(f"The file of API keys {name!r} holds no key. Write one per line.")
         keys += found
     if value is not None:
-        keys.append(_checked(value, variable))
+        keys += [_checked(key, variable) for key in value.split("\n")]
     return list(dict.fromkeys(keys))
 
 

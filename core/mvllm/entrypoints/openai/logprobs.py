@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes that clients read: four parallel lists (completions), a list of objects (chat)."""
+"""Log-probabilities in the shapes that clients read: four parallel lists (completions), a list of objects (chat)."""
 
 from __future__ import annotations
 

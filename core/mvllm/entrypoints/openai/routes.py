@@ -33,6 +33,7 @@ from mvllm.entrypoints.openai.streams import EventStream, while_connected
 from mvllm.errors import RequestError
 from mvllm.version import __version__
 
+
 class StreamableCall(Protocol):
     """A request that can be answered at once or piece by piece."""
 

@@ -190,7 +190,9 @@ class _Server:
             chat_template=settings.chat_template,
             trust_request_chat_template=settings.trust_request_chat_template,
         )
-        self._registry.register(EngineCollector(engine, model_name=self._models.name, prefixes=settings.metrics_prefixes))
+        self._registry.register(
+            EngineCollector(engine, model_name=self._models.name, prefixes=settings.metrics_prefixes)
+        )
         state.ready(engine, text_work, prompts)
         seconds = time.monotonic() - state.started
         logger.info("Ready at %s after %.1f s, as model %s.", url_of(self._listener), seconds, self._models.name)
@@ -230,9 +232,7 @@ class _Server:
         try:
             deadline = time.monotonic() + timeout
             while not (idle.done() or again.done() or engine.errored) and (left := deadline - time.monotonic()) > 0:
-                await asyncio.wait(
-                    [idle, again], timeout=min(left, _LOOK_SECONDS), return_when=asyncio.FIRST_COMPLETED
-                )
+                await asyncio.wait([idle, again], timeout=min(left, _LOOK_SECONDS), return_when=asyncio.FIRST_COMPLETED)
         finally:
             idle.cancel()
             again.cancel()

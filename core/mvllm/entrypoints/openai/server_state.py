@@ -1,7 +1,7 @@
 """Where the server is in its life, and what it therefore answers.
 
-    LOADING ── the engine is ready ──> READY ── SIGTERM ──> DRAINING ──> end, exit status 0
-       └─────────────── the engine fails ──> DEAD ──> end, exit status 1
+LOADING ── the engine is ready ──> READY ── SIGTERM ──> DRAINING ──> end, exit status 0
+   └─────────────── the engine fails ──> DEAD ──> end, exit status 1
 """
 
 from __future__ import annotations

@@ -90,16 +90,17 @@ class EventStream(Response):
         loop = asyncio.get_running_loop()
         stalled = False
         look_every = self._send_timeout / 2
+        timers: list[asyncio.TimerHandle] = []
 
         def look() -> None:
-            nonlocal timer, stalled
+            nonlocal stalled
             if self._waiting_since is not None and loop.time() - self._waiting_since > self._send_timeout:
                 stalled = True
                 task.cancel()
             else:
-                timer = loop.call_later(look_every, look)
+                timers[:] = [loop.call_later(look_every, look)]
 
-        timer: asyncio.TimerHandle = loop.call_later(look_every, look)
+        timers.append(loop.call_later(look_every, look))
         try:
             async with while_connected(receive), contextlib.aclosing(self._events) as events:
                 await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
@@ -116,5 +117,5 @@ class EventStream(Response):
             logger.info("A client has read nothing for %g s; its request is dropped.", self._send_timeout)
             scope.get("mvllm.abort", lambda: None)()  # closing would wait for it to read the rest
         finally:
-            timer.cancel()
+            timers[0].cancel()
             self._on_end()

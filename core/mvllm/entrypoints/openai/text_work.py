@@ -7,6 +7,7 @@ thread of its own, and is ended there when its time is up.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import threading
 from collections.abc import Callable
@@ -101,10 +102,8 @@ class _Job:
             pass
 
     def _tell(self, tell: Callable[[Any], None], value: Any) -> None:
-        try:
+        with contextlib.suppress(RuntimeError):  # the loop is closed; nobody waits
             self._loop.call_soon_threadsafe(tell, value)
-        except RuntimeError:
-            pass  # the loop is closed; nobody waits
 
     def _succeed(self, value: Any) -> None:
         if not self.done.done():
