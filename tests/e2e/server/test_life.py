@@ -97,13 +97,17 @@ def test_a_full_queue_is_429_and_sigterm_lets_requests_finish(tmp_path: Path) ->
     assert_nothing_left(server.tag, before)
 
 
-def test_a_second_signal_aborts_what_is_under_way(tmp_path: Path) -> None:
-    arguments = ["demo", "--port", "0", "--shutdown-timeout", "600", *SMALL]
+def test_a_hung_engine_is_seen_and_a_second_signal_aborts_what_waits_for_it(tmp_path: Path) -> None:
+    arguments = ["demo", "--port", "0", "--shutdown-timeout", "600", "--heartbeat-timeout", "1", *SMALL]
     with ServerProcess(tmp_path, *arguments) as server, server.client() as client:
         server.wait_ready()
         core = server.engine_core()
         core.suspend()
+        assert client.get("/health/live").status_code == 200  # it has nothing to do
         with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream:
+            wait_until(lambda: client.get("/health/live").status_code == 503, 60, "it has, and does nothing")
+            assert "no sign of life" in client.get("/health").json()["status"]
+            assert client.get("/health/ready").status_code == 503
             server.signal(signal.SIGTERM)
             server.wait_for_log("SIGTERM: no new requests")
             server.signal(signal.SIGTERM)
@@ -132,3 +136,13 @@ def test_when_the_engine_dies_requests_fail_and_the_status_says_so(tmp_path: Pat
         assert server.wait() == 1
     assert "signal" in server.log and "EngineCore" in server.log
     assert_nothing_left(server.tag, before)
+
+
+def test_when_the_server_is_killed_nothing_is_left(tmp_path: Path) -> None:
+    before = shared_memory_names()
+    with ServerProcess(tmp_path, "demo", "--port", "0", *SMALL) as server:
+        server.wait_ready()
+        assert len(server.pids()) > 1
+        server.process.kill()
+        server.wait()
+        assert_nothing_left(server.tag, before)
