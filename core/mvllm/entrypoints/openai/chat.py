@@ -1,0 +1,269 @@
+"""`POST /v1/chat/completions`: the model writes the next message of a conversation."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any, cast
+
+from mvllm.engine.async_llm import AsyncLLM
+from mvllm.engine.outputs import CompletionOutput, RequestOutput
+from mvllm.entrypoints.chat_template import render_chat
+from mvllm.entrypoints.openai.errors import as_api_error
+from mvllm.entrypoints.openai.events import DONE, ChunkFrame, encode, error_event
+from mvllm.entrypoints.openai.generation import Generation, failed_in_engine
+from mvllm.entrypoints.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from mvllm.entrypoints.openai.params import chat_params
+from mvllm.entrypoints.openai.protocol import ChatCompletionRequest, TokenizeRequest
+from mvllm.entrypoints.openai.text_work import MAX_TEMPLATE_LENGTH, TextWork
+from mvllm.entrypoints.openai.usage import UsageCounter
+from mvllm.errors import RequestError
+from mvllm.messages.inputs import PromptType, TokensPrompt
+
+
+class ChatPrompts:
+    """Turns conversations into prompts.
+
+    Args:
+        engine: What the prompts are for.
+        text_work: Where templates run.
+        chat_template: Template in place of the tokenizer's own, from the server's settings.
+        trust_request_chat_template: Whether requests may bring their own.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        text_work: TextWork,
+        *,
+        chat_template: str | None = None,
+        trust_request_chat_template: bool = False,
+    ) -> None:
+        self._engine = engine
+        self._text_work = text_work
+        self._chat_template = chat_template
+        self._trust = trust_request_chat_template
+
+    async def prompt(self, request: ChatCompletionRequest | TokenizeRequest) -> TokensPrompt:
+        """The prompt of a request's conversation, as text and as token ids.
+
+        Raises:
+            RequestError: The conversation or the template is not acceptable.
+        """
+        if request.messages is None:
+            raise RequestError("messages is missing.", parameter="messages")
+        foreign = request.chat_template is not None
+        if foreign and not self._trust:
+            raise RequestError(
+                "chat_template is refused, since a template is a program: this server uses the model's own. Start it "
+                "with --trust-request-chat-template to permit others.",
+                parameter="chat_template",
+            )
+        if len(request.chat_template or "") > MAX_TEMPLATE_LENGTH:
+            raise RequestError(f"chat_template may have {MAX_TEMPLATE_LENGTH} characters.", parameter="chat_template")
+        if foreign:
+            text = await self._text_work.run_foreign(lambda: self._render(request))
+            return await self._text_work.run(lambda: self._tokenize(text))
+        return await self._text_work.run(lambda: self._tokenize(self._render(request)))
+
+    def _render(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
+        tokenizer, messages = self._engine.tokenizer, request.messages or []
+        go_on = bool(request.continue_final_message)
+        extra = dict(request.chat_template_kwargs or {})
+        effort = getattr(request, "reasoning_effort", None)
+        if effort is not None:
+            extra.setdefault("reasoning_effort", effort)
+        return render_chat(
+            tokenizer,
+            messages,
+            chat_template=request.chat_template or self._chat_template,
+            add_generation_prompt=not go_on if request.add_generation_prompt is None else request.add_generation_prompt,
+            continue_final_message=go_on,
+            tools=_tools(request),
+            chat_template_kwargs=extra,
+        )
+
+    def _tokenize(self, text: str) -> TokensPrompt:
+        self._engine.input_processor.check_text(text)
+        # The template has written the special tokens already.
+        ids = self._engine.tokenizer.encode(text, add_special_tokens=False)
+        return TokensPrompt(prompt_token_ids=ids, prompt=text)
+
+
+class ChatCall:
+    """One request for the next message.
+
+    Args:
+        engine: What answers it.
+        prompts: Makes the prompt.
+        model: The model's name in the answer.
+        request: As it was sent.
+
+    Raises:
+        RequestError: On construction: a setting is not acceptable.
+    """
+
+    def __init__(self, engine: AsyncLLM, prompts: ChatPrompts, model: str, request: ChatCompletionRequest) -> None:
+        self._engine = engine
+        self._prompts = prompts
+        self._model = model
+        self._request = request
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._params = chat_params(request, engine.model_config.generation_defaults)
+        self._names = TokenNames(
+            engine.tokenizer,
+            as_ids=bool(request.return_tokens_as_token_ids),
+            skip_special=self._params.skip_special_tokens,
+        )
+        self._usage = UsageCounter()
+        self._generation: Generation | None = None
+        if request.tools and request.tool_choice != "none":
+            raise RequestError(
+                "tools are not supported, since this server does not find calls in what the model writes; send "
+                "tool_choice 'none' to show them to the model all the same.",
+                parameter="tools",
+            )
+
+    async def start(self) -> None:
+        """Hands the request to the engine.
+
+        Raises:
+            RequestError: It is not acceptable.
+            UnavailableError, EngineDeadError: The engine does not take it.
+        """
+        prompt = await self._prompts.prompt(self._request)
+        if self._request.cache_salt is not None:
+            prompt["cache_salt"] = self._request.cache_salt
+        self._generation = await Generation.start(
+            self._engine, self._id, [cast(PromptType, prompt)], self._params, self._request.priority
+        )
+
+    def close(self) -> None:
+        """Ends the request in the engine, if that goes on with it."""
+        if self._generation is not None:
+            self._generation.close()
+
+    async def answer(self) -> bytes:
+        """The whole answer."""
+        assert self._generation is not None
+        [output] = await self._generation.collect()
+        self._usage.take(0, output)
+        answer: dict[str, Any] = {
+            **self._head("chat.completion"),
+            "choices": [self._choice(sequence) for sequence in output.outputs],
+            "usage": self._usage.as_json(),
+        }
+        self._add_prompt(answer, output)
+        return encode(answer)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The answer's events; an error is one of them."""
+        assert self._generation is not None
+        request = self._request
+        options = request.stream_options
+        include = options is not None and bool(options.include_usage)
+        continuous = include and options is not None and bool(options.continuous_usage_stats)
+        frame = ChunkFrame(self._head("chat.completion.chunk"), with_usage=include)
+        plain = not (request.logprobs or request.return_token_ids or continuous)
+        before = [b'{"index":%d,"delta":{"content":' % i for i in range(self._params.n)]
+        begun: set[int] = set()
+        try:
+            async for _, output in self._generation.outputs():
+                self._usage.take(0, output)
+                for sequence in output.outputs:
+                    index = sequence.index
+                    if index not in begun:
+                        begun.add(index)
+                        yield frame.chunk(self._opening(index, output))
+                    if sequence.text or not plain:
+                        if plain:
+                            content = encode(sequence.text)
+                            yield frame.chunk(before[index] + content + b'},"logprobs":null,"finish_reason":null}')
+                        elif sequence.text or sequence.token_ids:
+                            piece = encode(self._piece(sequence))
+                            yield frame.with_usage(piece, self._usage.as_json()) if continuous else frame.chunk(piece)
+                    if sequence.finish_reason is not None:
+                        yield frame.chunk(self._closing(sequence))
+                        if sequence.finish_reason == "error":
+                            raise failed_in_engine(sequence.error)
+        except Exception as e:  # noqa: BLE001  (logged where it is not an answer)
+            yield error_event(as_api_error(e))
+            return
+        if include:
+            yield frame.with_usage(b"", self._usage.as_json())
+        yield DONE
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+    def _choice(self, sequence: CompletionOutput) -> dict[str, Any]:
+        content = sequence.text
+        if self._request.echo and self._request.messages:
+            content = _text_of(self._request.messages[-1]) + content
+        choice: dict[str, Any] = {
+            "index": sequence.index,
+            "message": {"role": "assistant", "content": content, "refusal": None},
+            "logprobs": self._logprobs(sequence),
+            "finish_reason": sequence.finish_reason,
+            "stop_reason": sequence.stop_reason,
+        }
+        if self._request.return_token_ids:
+            choice["token_ids"] = sequence.token_ids
+        return choice
+
+    def _opening(self, index: int, output: RequestOutput) -> bytes:
+        """The first piece of a choice: who speaks."""
+        content = _text_of(self._request.messages[-1]) if self._request.echo and self._request.messages else ""
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": {"role": "assistant", "content": content},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        self._add_prompt(choice, output)
+        return encode(choice)
+
+    def _piece(self, sequence: CompletionOutput) -> dict[str, Any]:
+        piece: dict[str, Any] = {
+            "index": sequence.index,
+            "delta": {"content": sequence.text},
+            "logprobs": self._logprobs(sequence),
+            "finish_reason": None,
+        }
+        if self._request.return_token_ids:
+            piece["token_ids"] = sequence.token_ids
+        return piece
+
+    def _closing(self, sequence: CompletionOutput) -> bytes:
+        """The last piece of a choice: why it ended."""
+        return encode(
+            {
+                "index": sequence.index,
+                "delta": {},
+                "logprobs": None,
+                "finish_reason": sequence.finish_reason,
+                "stop_reason": sequence.stop_reason,
+            }
+        )
+
+    def _logprobs(self, sequence: CompletionOutput) -> dict[str, Any] | None:
+        if not self._request.logprobs or sequence.logprobs is None:
+            return None
+        return chat_logprobs(self._names, sequence.token_ids, sequence.logprobs, self._request.top_logprobs or 0)
+
+    def _add_prompt(self, target: dict[str, Any], output: RequestOutput) -> None:
+        if self._request.prompt_logprobs is not None:
+            target["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [])
+        if self._request.return_token_ids:
+            target["prompt_token_ids"] = output.prompt_token_ids
+
+
+def _tools(request: ChatCompletionRequest | TokenizeRequest) -> list[dict[str, Any]] | None:
+    return request.tools
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
