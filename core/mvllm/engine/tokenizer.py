@@ -12,6 +12,7 @@ from typing import Any
 
 from mvllm.config.hf_config import read_json_object
 from mvllm.config.model import ModelConfig
+from mvllm.engine.plain_tokenizer import PlainTokenizer, read_plain
 from mvllm.errors import ModelError, RequestError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
@@ -29,13 +30,26 @@ class Tokenizer:
     text decoded in one go.
 
     Args:
-        hf: The tokenizer as `transformers` made it; what `LLM.get_tokenizer` hands out.
+        hf: Makes the tokenizer of `transformers`, where it is wanted.
+        plain: The same, read from its file. It serves until `hf` is wanted, for chat templates or by the user; from
+            then on that one does, so that what a user changes in it counts.
     """
 
-    def __init__(self, hf: Any) -> None:
-        self.hf = hf
-        self._fast: Any = getattr(hf, "backend_tokenizer", None) if getattr(hf, "is_fast", False) else None
+    def __init__(self, hf: Callable[[], Any], plain: PlainTokenizer | None = None) -> None:
+        self._make_hf = hf
+        self._plain = plain
+        self._fast: Any = plain.fast if plain is not None else None
+        if plain is None and getattr(self.hf, "is_fast", False):
+            self._fast = getattr(self.hf, "backend_tokenizer", None)
         self._token_texts: dict[int, str] = {}
+
+    @cached_property
+    def hf(self) -> Any:
+        """The tokenizer as `transformers` makes it."""
+        hf = self._make_hf()
+        if self._plain is not None:
+            self._fast, self._plain = hf.backend_tokenizer, None
+        return hf
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`."""
@@ -69,6 +83,9 @@ class Tokenizer:
 
     def _encode(self, texts: list[str], add_special_tokens: bool) -> Sequence[Any]:
         """Token ids, or encodings that have them. No length limit of the tokenizer's own: max_model_len counts."""
+        if (plain := self._plain) is not None:
+            found: Sequence[Any] = plain.fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            return found
         if self._encodes_by_backend and self._is_unset():
             encodings: Sequence[Any] = self._fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
             return encodings
@@ -104,7 +121,7 @@ class Tokenizer:
             return 0
         if b"Removed" in fast.pre_tokenizer.__getstate__():
             return 0
-        lengths = [len(token) for token in self.hf.get_vocab()]
+        lengths = [len(token) for token in fast.get_vocab()]
         if lengths.count(1) < 256:  # bytes that are no token may be left out
             return 0
         swallows = any(token.lstrip or token.rstrip for token in fast.get_added_tokens_decoder().values())
@@ -137,7 +154,8 @@ class Tokenizer:
     @cached_property
     def length(self) -> int:
         """One more than the greatest token id."""
-        return max(len(self.hf), max(self.hf.get_vocab().values(), default=-1) + 1)
+        vocab = self._fast.get_vocab() if self._fast is not None else self.hf.get_vocab()
+        return max(len(vocab), max(vocab.values(), default=-1) + 1)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -149,9 +167,8 @@ class Tokenizer:
     @cached_property
     def byte_ids(self) -> frozenset[int]:
         """Ids of tokens that stand for one raw byte (`<0x0A>`). What a run of them means is known only at its end."""
-        vocab = self.hf.get_vocab()
-        names = (f"<0x{byte:02X}>" for byte in range(256))
-        found = frozenset(vocab[name] for name in names if name in vocab)
+        id_of = self._fast.token_to_id if self._fast is not None else self.hf.get_vocab().get
+        found = frozenset(i for byte in range(256) if (i := id_of(f"<0x{byte:02X}>")) is not None)
         return found if len(found) == 256 else frozenset()
 
     @cached_property
@@ -162,6 +179,8 @@ class Tokenizer:
     @property
     def eos_token_id(self) -> int | None:
         """The end-of-sequence token, if there is one."""
+        if (plain := self._plain) is not None:
+            return plain.eos_token_id
         value = self.hf.eos_token_id
         return value if isinstance(value, int) else None
 
@@ -182,13 +201,20 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
     if config.tokenizer is None:
         return None
     folder = Path(config.tokenizer)
-    local = folder.is_dir()
-    if local:
+    plain = None
+    if folder.is_dir():
         _require_files(folder)
+        plain = read_plain(folder, _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json"))
+    return Tokenizer(lambda: _from_transformers(config, folder), plain)
+
+
+def _from_transformers(config: ModelConfig, folder: Path) -> Any:
+    """The tokenizer as `transformers` makes it."""
+    local = folder.is_dir()
     with _no_device_backends():
         transformers = importlib.import_module("transformers")
         try:
-            hf = transformers.AutoTokenizer.from_pretrained(
+            return transformers.AutoTokenizer.from_pretrained(
                 str(config.tokenizer),
                 config=_small_config(transformers, folder) if local else None,
                 revision=None if local else config.revision,
@@ -197,7 +223,6 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
             )
         except Exception as e:
             raise _unreadable(config, folder if local else None, e) from e
-    return Tokenizer(hf)
 
 
 @contextlib.contextmanager

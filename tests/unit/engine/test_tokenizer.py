@@ -88,7 +88,7 @@ def test_it_loads_no_device_library_that_announces_itself_to_torch(tmp_path, bef
         "import os, sys\n"
         "from mvllm.engine.tokenizer import load_tokenizer\n"
         "from tests.unit.engine.builders import make_config\n"
-        f"assert load_tokenizer(make_config(tokenizer={str(tmp_path / 'tokenizer')!r}).model).length\n"
+        f"assert load_tokenizer(make_config(tokenizer={str(tmp_path / 'tokenizer')!r}).model).hf\n"
         "assert 'torch' in sys.modules, 'nothing to see here'\n"
         f"assert os.environ.get({AUTOLOAD!r}) == {before!r}, 'the setting is the process own'\n"
     )
@@ -110,6 +110,126 @@ def test_it_is_the_one_that_transformers_chooses(tmp_path):
             expected = AutoTokenizer.from_pretrained(str(tmp_path))
             assert type(load(tmp_path).hf) is type(expected)
             assert load(tmp_path).encode("Hello world") == expected.encode("Hello world")
+
+
+def edit(path, **settings):
+    """Merges settings into a JSON file; None takes one away."""
+    merged = {**(json.loads(path.read_text()) if path.exists() else {}), **settings}
+    path.write_text(json.dumps({name: value for name, value in merged.items() if value is not None}))
+
+
+TEXTS = [
+    "",
+    "Hello world 🎉",
+    "  two  spaces\n\tand <|end|> a special </s>token<s>",
+    "Grüße, naïve 你好",
+    "<unk> <extra>",
+]
+
+
+def check_same_as_transformers(folder):
+    """Compares before `hf` is asked for: after that it is transformers' own."""
+    loaded, expected = load(folder), AutoTokenizer.from_pretrained(str(folder))
+    for add in (True, False):
+        ids = [loaded.encode(text, add_special_tokens=add) for text in TEXTS]
+        assert ids == expected(TEXTS, add_special_tokens=add)["input_ids"]
+    for skip in (True, False):
+        decoded = [loaded.decode(each, skip_special_tokens=skip) for each in ids]
+        assert decoded == [expected.backend_tokenizer.decode(each, skip_special_tokens=skip) for each in ids]
+    assert loaded.length == max(len(expected), max(expected.get_vocab().values()) + 1)
+    assert (loaded.eos_token_id, loaded.special_ids) == (
+        expected.eos_token_id,
+        {i for i, token in expected.added_tokens_decoder.items() if token.special},
+    )
+    return loaded
+
+
+PLAIN = {
+    "as saved": {},
+    "by its new name": {"tokenizer_class": "TokenizersBackend"},
+    "without other settings": {"added_tokens_decoder": None, "extra_special_tokens": None},
+    "no end": {"eos_token": None},
+    "a mapping": {"pad_token": {"content": "<unk>", "lstrip": True, "__type": "AddedToken"}},
+}
+NOT_PLAIN = {
+    "a class with settings of its own": {"tokenizer_class": "GPT2Tokenizer"},
+    "a token that is not in the file": {"sep_token": "<extra>"},
+    "a token in a list": {"extra_special_tokens": ["<extra>"]},
+    "a token of the model's own": {"image_token": "<extra>"},
+    "another property": {"added_tokens_decoder": {"0": {"content": "<unk>", "lstrip": True, "special": True}}},
+    "a new token by id": {"added_tokens_decoder": {"900": {"content": "<extra>", "special": True}}},
+    "a setting that is not known": {"add_prefix_space": True},
+    "an ordinary token": {"mask_token": "e"},
+}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "opt", "qwen3"])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_without_transformers_it_is_the_same(tmp_path, kind, model_type):
+    save_tokenizer(tmp_path, kind)
+    edit(tmp_path / "config.json", model_type=model_type)
+    for settings in PLAIN.values() if kind == "byte_fallback" else [{}]:
+        edit(tmp_path / "tokenizer_config.json", **settings)
+        assert "hf" not in vars(check_same_as_transformers(tmp_path)), settings
+
+
+@pytest.mark.parametrize("settings", NOT_PLAIN.values(), ids=NOT_PLAIN)
+def test_transformers_is_asked_where_it_would_do_more(tmp_path, settings):
+    save_tokenizer(tmp_path, "byte_fallback")
+    edit(tmp_path / "config.json", model_type="llama")
+    edit(tmp_path / "tokenizer_config.json", **settings)
+    assert "hf" in vars(check_same_as_transformers(tmp_path))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "mistral", "no-such-type", None])
+def test_transformers_is_asked_where_it_knows_better_than_the_settings(tmp_path, model_type):
+    save_tokenizer(tmp_path)
+    edit(tmp_path / "config.json", model_type=model_type)
+    assert "hf" in vars(check_same_as_transformers(tmp_path))
+
+
+def test_older_files_count_where_the_settings_name_no_added_tokens(tmp_path):
+    save_tokenizer(tmp_path, "byte_fallback")
+    edit(tmp_path / "config.json", model_type="llama")
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<unk>", "sep_token": "<extra>"}')
+    assert "hf" in vars(check_same_as_transformers(tmp_path))
+    edit(tmp_path / "tokenizer_config.json", added_tokens_decoder={})
+    assert "hf" not in vars(check_same_as_transformers(tmp_path))
+
+
+def test_lengths_that_the_file_sets_do_not_count(tmp_path):
+    save_tokenizer(tmp_path)
+    edit(tmp_path / "config.json", model_type="llama")
+    truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    padding = {"strategy": {"Fixed": 40}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+    for pad_token, plain in (("<|end|>", True), ("!", False)):  # transformers makes a special token of one that is not
+        padding |= {"pad_type_id": 0, "pad_token": pad_token}
+        edit(tmp_path / "tokenizer.json", truncation=truncation, padding=padding)
+        assert ("hf" not in vars(check_same_as_transformers(tmp_path))) is plain
+
+
+def test_what_is_changed_in_the_one_of_transformers_counts(tmp_path):
+    save_tokenizer(tmp_path)
+    edit(tmp_path / "config.json", model_type="llama")
+    loaded = load(tmp_path)
+    before = loaded.encode("<new>")
+    assert loaded.hf.add_tokens(["<new>"], special_tokens=True) == 1
+    [new] = loaded.encode("<new>")
+    assert len(before) > 1
+    assert loaded.decode([new], skip_special_tokens=False) == "<new>"
+
+
+def test_a_tokenizer_that_is_all_in_its_file_needs_neither_transformers_nor_torch():
+    program = (
+        "import sys\n"
+        "from mvllm import EngineArgs\n"
+        "from mvllm.engine.tokenizer import load_tokenizer\n"
+        "tokenizer = load_tokenizer(EngineArgs('demo').create_engine_config().model)\n"
+        "assert tokenizer.decode(tokenizer.encode('Hello world')) == 'Hello world'\n"
+        "sys.exit(f'loaded {heavy}' if (heavy := {'torch', 'transformers'} & set(sys.modules)) else 0)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_a_folder_without_one_is_named_with_the_files_looked_for(tmp_path):

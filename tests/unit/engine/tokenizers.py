@@ -108,7 +108,7 @@ def make_hf_tokenizer(kind: str = "byte_level", chat_template: str | None = None
 @functools.cache
 def make_tokenizer(kind: str = "byte_level", chat_template: str | None = None) -> engine_tokenizer.Tokenizer:
     """The same as the engine uses it."""
-    return engine_tokenizer.Tokenizer(make_hf_tokenizer(kind, chat_template))
+    return engine_tokenizer.Tokenizer(lambda: make_hf_tokenizer(kind, chat_template))
 
 
 def save_tokenizer(folder: Path, kind: str = "byte_level", chat_template: str | None = None) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from mvllm.plugin_api import OpCase, OpProvider
+from mvllm_cpu import workspace
 from mvllm_cpu.memory import Pool
 from mvllm_cpu.ops import PROVIDER, rows_of
 from mvllm_cpu.paged_attention import DTYPE_CODES, DTYPES
@@ -119,7 +120,7 @@ class Linear:
         self, kernel: Kernel, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, size: int
     ) -> torch.Tensor:
         rows = rows_of(x)
-        out = torch.empty((*x.shape[:-1], size), dtype=x.dtype)
+        out = workspace.empty((*x.shape[:-1], size), x.dtype)
         kernel(
             rows.data_ptr(),
             rows.stride(0),

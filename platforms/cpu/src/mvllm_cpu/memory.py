@@ -56,12 +56,28 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         raise MemoryError(f"A tensor of {size:,} bytes does not fit: {free:,} bytes of memory are free.")
     if size < HUGE_PAGE or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.zeros(shape, dtype=dtype)
+    pages, begin = map_pages(size)
+    return torch.frombuffer(pages, dtype=dtype, offset=begin, count=size // dtype.itemsize).view(shape)
+
+
+def map_pages(size: int) -> tuple[mmap.mmap, int]:
+    """Zeroed memory for `size` bytes, in huge pages where the kernel can, and the offset in it where they begin.
+
+    Raises:
+        MemoryError: The addresses cannot be had.
+    """
     try:
         region = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as e:
-        raise MemoryError(f"A tensor of {size:,} bytes does not fit: {e}.") from e
+        raise MemoryError(f"{size:,} bytes of memory cannot be had: {e}.") from e
     begin = -ctypes.addressof(ctypes.c_char.from_buffer(region)) % HUGE_PAGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
             region.madvise(mmap.MADV_HUGEPAGE, begin, size // HUGE_PAGE * HUGE_PAGE)
-    return torch.frombuffer(region, dtype=dtype, offset=begin, count=size // dtype.itemsize).view(shape)
+    return region, begin
+
+
+def give_back() -> None:
+    """Returns what the C library's allocator holds and nobody uses to the system, where it knows how to."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from mvllm.plugin_api import OpProvider
+from mvllm_cpu import workspace
 from mvllm_cpu.ops import PROVIDER, rows_of, supports
 from mvllm_cpu.paged_attention import DTYPE_CODES
 from mvllm_cpu.recording import Kernel
@@ -70,7 +71,7 @@ class Moe:
     ) -> torch.Tensor:
         """Sums the weighted outputs of each token's experts; rounds where the reference rounds."""
         rows = rows_of(x)
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = workspace.empty(x.shape, x.dtype)
         ids, weights = expert_ids.contiguous(), expert_weights.contiguous()
         self._moe(
             rows.data_ptr(),

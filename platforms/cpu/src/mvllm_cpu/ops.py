@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from mvllm.plugin_api import OpCase, OpProvider
+from mvllm_cpu import workspace
 from mvllm_cpu.paged_attention import DTYPE_CODES, DTYPES
 from mvllm_cpu.recording import Kernel
 
@@ -77,7 +78,7 @@ class KernelOps:
             ids = ids.contiguous()
         weight = rows_of(weight)
         size = weight.element_size()
-        out = torch.empty((*ids.shape, weight.shape[1]), dtype=weight.dtype)
+        out = workspace.empty((*ids.shape, weight.shape[1]), weight.dtype)
         self._embedding(
             ids.data_ptr(),
             ids.dtype == torch.int64,
@@ -95,7 +96,7 @@ class KernelOps:
         """x divided by its root mean square, times weight."""
         size = x.shape[-1]
         rows = rows_of(x)
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = workspace.empty(x.shape, x.dtype)
         self._rms_norm(
             rows.data_ptr(),
             rows.stride(0),
@@ -116,7 +117,7 @@ class KernelOps:
         if not residual.is_contiguous():
             residual = residual.contiguous()
         x = rows_of(x)
-        out = torch.empty_like(residual)
+        out = workspace.empty(residual.shape, residual.dtype)
         self._rms_norm(
             x.data_ptr(),
             x.stride(0),
@@ -134,7 +135,7 @@ class KernelOps:
         """silu of the first half times the second half."""
         size = x.shape[-1] // 2
         rows = rows_of(x)
-        out = torch.empty((*x.shape[:-1], size), dtype=x.dtype)
+        out = workspace.empty((*x.shape[:-1], size), x.dtype)
         self._silu_and_mul(rows.data_ptr(), rows.stride(0), out.data_ptr(), rows.shape[0], size, DTYPE_CODES[x.dtype])
         return out
 

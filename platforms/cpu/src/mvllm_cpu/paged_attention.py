@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout, KVLayout
-from mvllm_cpu import kernels
+from mvllm_cpu import kernels, workspace
 from mvllm_cpu.memory import zeros
 from mvllm_cpu.recording import Kernel
 
@@ -208,7 +208,7 @@ class PagedAttention(AttentionBackend):
         self, query: torch.Tensor, kv: PagedCache, metadata: PagedMetadata, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         query = self._rows(query)
-        out = torch.empty((query.shape[0], self.spec.num_heads * self.spec.value_size), dtype=self._dtype)
+        out = workspace.empty((query.shape[0], self.spec.num_heads * self.spec.value_size), self._dtype)
         if metadata.num_tokens < query.shape[0]:
             out[metadata.num_tokens :].zero_()
         if sinks is not None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from mvllm.plugin_api import OpCase, OpProvider, QuantizedWeight
+from mvllm_cpu import workspace
 from mvllm_cpu.memory import Pool
 from mvllm_cpu.ops import PROVIDER, rows_of
 from mvllm_cpu.paged_attention import DTYPE_CODES, DTYPES
@@ -134,7 +135,7 @@ class QuantizedLinear:
     ) -> torch.Tensor:
         """x · weightᵀ + bias; sums in float32 or exact, rounded once."""
         rows = rows_of(x)
-        out = torch.empty((*x.shape[:-1], weight.out_features), dtype=x.dtype)
+        out = workspace.empty((*x.shape[:-1], weight.out_features), x.dtype)
         self._product(
             rows.data_ptr(),
             rows.stride(0),

@@ -65,6 +65,11 @@ def record(run: Callable[[], Any]) -> tuple[Any, list[Call], str | None]:
         _here.calls = None
 
 
+def is_recording() -> bool:
+    """Whether this thread's calls are being written down."""
+    return _here.calls is not None
+
+
 def call_host(function: Callable[[int], None], address: int) -> None:
     """Calls a function of ours that works on the tensor at `address` in Python, and has replays call it too."""
     function(address)

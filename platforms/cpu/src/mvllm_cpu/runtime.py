@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mvllm.plugin_api import DeviceRuntime, FinishedHostCopy, MemoryInfo, WorkerContext, get_logger
-from mvllm_cpu import machine
+from mvllm_cpu import machine, memory, workspace
 
 if TYPE_CHECKING:
     from mvllm.plugin_api import HostCopy
@@ -55,6 +55,13 @@ class CPURuntime(DeviceRuntime):
 
     def reset_peak_memory(self) -> None:
         machine.reset_peak_resident_memory()
+
+    def release_cached_memory(self) -> None:
+        workspace.of_process.release()
+        memory.give_back()
+
+    def end_warm_up(self) -> None:
+        self.release_cached_memory()  # what importing and loading have left
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         try:

@@ -1,0 +1,75 @@
+"""What loading and serving a model takes beside its weights and its KV cache."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+PROMISED = 300_000_000
+"""Bytes beside weights and KV cache, all of an interpreter with torch among them."""
+
+OURS = 70_000_000
+"""Of these, what is not that interpreter: tokenizer, kernels, a long step's intermediate tensors."""
+
+SHAPE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 16000}
+
+PROGRAM = """
+import json, re, sys
+from pathlib import Path
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+import torch  # the worker's, in the same process
+begun = peak()
+import mvllm
+from mvllm import LLM, SamplingParams
+tokenizer = str(Path(mvllm.__file__).parent / "demo" / "model")
+settings = {"platform": "cpu", "kv_cache_memory_bytes": 30_000_000, "use_tqdm_on_load": False}
+with LLM(sys.argv[1], tokenizer=tokenizer, **settings) as llm:
+    cache = llm.llm_engine.cache_summary.total_bytes
+    greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    prompts = [{"prompt_token_ids": [(7 * i + j) % 16000 for i in range(300)]} for j in range(16)]
+    llm.generate([{"prompt_token_ids": [i % 16000 for i in range(2000)]}], greedy, use_tqdm=False)
+    llm.generate(prompts, greedy, use_tqdm=False)
+    llm.generate(["Once upon a time"], greedy, use_tqdm=False)
+print(json.dumps({"begun": begun, "peak": peak(), "cache": cache}))
+"""
+
+
+def write_model(folder: Path) -> int:
+    """A Llama of random weights in bfloat16; returns their bytes."""
+    size, inner, vocab = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["vocab_size"]
+    shapes = {"model.embed_tokens.weight": (vocab, size), "lm_head.weight": (vocab, size), "model.norm.weight": (size,)}
+    for layer in range(SHAPE["num_hidden_layers"]):
+        name = f"model.layers.{layer}"
+        shapes |= {f"{name}.self_attn.{p}_proj.weight": (size, size) for p in "qkvo"}
+        shapes |= {f"{name}.mlp.{p}_proj.weight": (inner, size) for p in ("gate", "up")}
+        shapes |= {f"{name}.mlp.down_proj.weight": (size, inner)}
+        shapes |= {f"{name}.{p}_layernorm.weight": (size,) for p in ("input", "post_attention")}
+    tensors = {name: torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 8}
+    config |= {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "dtype": "bfloat16", "eos_token_id": 0}
+    (folder / "config.json").write_text(json.dumps({**config, **SHAPE}))
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
+def test_serving_takes_no_more_than_promised_beside_weights_and_cache(tmp_path):
+    weights = write_model(tmp_path)
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    beside = found["peak"] - weights - found["cache"]
+    split = f"{beside:,} bytes beside {weights:,} of weights and {found['cache']:,} of KV cache"
+    assert beside - found["begun"] <= OURS, f"{split}; an interpreter with torch had taken {found['begun']:,}"
+    if found["begun"] <= PROMISED - OURS:  # a torch that is no larger than the one this was measured with
+        assert beside <= PROMISED, split

@@ -1,0 +1,125 @@
+"""Memory of intermediate tensors: places are used again, and never two tensors' at once."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from mvllm_cpu import memory, recording, workspace
+from mvllm_cpu.workspace import PAGE, SMALLEST, Workspace
+
+MIB = 1 << 20
+
+
+def test_a_place_is_used_again_when_its_tensor_is_gone():
+    space = Workspace()
+    first = space.empty((3, MIB), torch.uint8)
+    second = space.empty((MIB,), torch.float32)
+    at = first.data_ptr()
+    view = first[1:].view(torch.int16)
+    del first
+    assert space.empty((MIB,), torch.uint8).data_ptr() != at  # a view is alive
+    del view
+    third = space.empty((2, MIB), torch.uint8)
+    assert third.data_ptr() == at and third.is_contiguous() and third.shape == (2, MIB)
+    assert space.taken() == second.nbytes + third.nbytes
+    del second, third
+    assert space.taken() == 0
+
+
+def test_neighbouring_places_become_one():
+    space = Workspace()
+    parts = [space.empty((8 * MIB,), torch.uint8) for _ in range(8)]
+    at, reserved = parts[0].data_ptr(), space.reserved()
+    for i in (1, 0, 3, 2, 7, 5, 6, 4):
+        parts[i] = None
+    whole = space.empty((64 * MIB,), torch.uint8)
+    assert (whole.data_ptr(), space.reserved()) == (at, reserved)
+
+
+def test_what_no_hole_holds_gets_a_region_of_its_own():
+    space = Workspace()
+    tensors = [space.empty((size,), torch.uint8) for size in (40 * MIB, 40 * MIB, 300 * MIB)]
+    for i, tensor in enumerate(tensors):
+        tensor[:: 1 << 20] = i
+    assert [int(tensor[-(1 << 20)]) for tensor in tensors] == [0, 1, 2]
+    assert space.taken() == 380 * MIB
+
+
+def test_tensors_that_are_alive_never_overlap():
+    space, rng, alive = Workspace(), random.Random(5), {}
+
+    def check():
+        spans = sorted((t.data_ptr(), t.data_ptr() + max(1, t.nbytes)) for t in alive.values())
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+        assert space.taken() == sum(-(-t.nbytes // PAGE) * PAGE for t in alive.values())
+
+    for step in range(400):
+        if alive and rng.random() < 0.5:
+            del alive[rng.choice(list(alive))]
+        else:
+            alive[step] = space.empty((rng.randint(1, 3 * MIB),), torch.float32)
+        check()
+    assert all(t.data_ptr() % 64 == 0 for t in alive.values())
+    alive.clear()
+    assert space.taken() == 0
+
+
+def test_many_threads_share_one():
+    space = Workspace()
+
+    def work(number: int) -> bool:
+        for _ in range(100):
+            tensor = space.empty((MIB // 4,), torch.int32)
+            tensor[::1024] = number
+            if not bool((tensor[::1024] == number).all()):
+                return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
+    assert space.taken() == 0
+
+
+def test_free_places_are_given_back():
+    space = Workspace()
+    kept, gone = space.empty((MIB,), torch.uint8), space.empty((8 * MIB,), torch.uint8)
+    kept.fill_(7)
+    gone.fill_(9)
+    del gone
+    space.release()
+    assert bool((kept == 7).all())
+    assert not bool(space.empty((8 * MIB,), torch.uint8).any()), "fresh pages are zero"
+
+
+def test_small_tensors_and_recorded_ones_are_torchs():
+    before = workspace.of_process.taken()
+    small = workspace.empty((SMALLEST - 1,), torch.uint8)
+    recorded, _, _ = recording.record(lambda: workspace.empty((SMALLEST,), torch.uint8))
+    assert workspace.of_process.taken() == before
+    large = workspace.empty((SMALLEST,), torch.uint8)
+    assert workspace.of_process.taken() - before == SMALLEST
+    assert small.nbytes < recorded.nbytes == large.nbytes
+
+
+def test_addresses_that_cannot_be_had_are_a_memory_error(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError("no")
+
+    monkeypatch.setattr(memory.mmap, "mmap", refuse)
+    with pytest.raises(MemoryError, match="cannot be had"):
+        Workspace().empty((MIB,), torch.uint8)
+
+
+def test_a_cycle_that_is_collected_within_a_call_gives_its_place_back():
+    space = Workspace()
+    cycle: list = [space.empty((MIB,), torch.uint8)]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    assert space.taken() == 0
