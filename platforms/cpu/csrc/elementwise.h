@@ -13,7 +13,7 @@ static void rms_norm_rows(const RmsNorm& op, int64_t begin, int64_t end) {
     const int size = op.size, whole = size / LANES * LANES;
     const T* weight = static_cast<const T*>(op.weight);
     for (int64_t row = begin; row < end; ++row) {
-        const T* x = static_cast<const T*>(op.x) + row * op.x_stride;
+        const T* x = static_cast<const T*>(op.x) + row / op.heads * op.x_stride + row % op.heads * op.head_stride;
         T* out = static_cast<T*>(op.out) + row * size;
         vf squares[4] = {};
         float rest = 0;

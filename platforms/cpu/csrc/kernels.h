@@ -121,13 +121,14 @@ struct NewKV {
     Cache cache;
 };
 
-// out = norm(x) * weight; with a residual, residual += x first and the sum is normalised.
+// out = norm(x) * weight; with a residual, residual += x first and the sum is normalised. Rows come in groups of `heads`:
+// groups lie `x_stride` elements apart, the rows of one `head_stride`.
 struct RmsNorm {
     const void* x;
     void* residual;  // null, or [rows, size] contiguous
     const void* weight;
     void* out;  // [rows, size] contiguous
-    int64_t x_stride;
+    int64_t x_stride, heads, head_stride;
     int32_t size, dtype;
     float eps;
 };

@@ -179,9 +179,19 @@ def test_what_torch_computes_is_not_replayed(block, backend):
     assert not refusing(block, backend, lambda *args: block(*args))
 
 
+def same_with_every_plan(block, function, compiled, rows):
+    """Checks results and what is stored, for as many plans as record, try and replay."""
+    with torch.inference_mode():
+        for seed in range(4):
+            args = inputs(block, rows, seed)
+            found, stored = compiled(*args), [part.clone() for part in block.cache]
+            assert torch.equal(found, function(*args))
+            assert all(map(torch.equal, stored, block.cache))
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_copies_that_torch_makes_without_gradients_are_seen(block, backend, rows):
-    """Norms per head copy rows that lie apart; in inference mode torch shows that as one operation, `reshape`."""
+def test_norms_per_head_are_recorded(block, backend, rows):
+    """Their rows lie apart, in groups: nobody copies them."""
     norm = random(HEAD_SIZE, seed=9)
 
     def function(ids, positions, plan):
@@ -191,13 +201,23 @@ def test_copies_that_torch_makes_without_gradients_are_seen(block, backend, rows
         block.attention.write_kv(block.cache, k, v, plan)
         return block.linear(block.attention.forward(q, block.cache, plan), block.weights["out"], None)
 
-    with torch.inference_mode():
-        compiled = backend.compile(function, dynamic=True)
-        for seed in range(4):
-            args = inputs(block, rows, seed)
-            found, stored = compiled(*args), [part.clone() for part in block.cache]
-            assert torch.equal(found, function(*args))
-            assert all(map(torch.equal, stored, block.cache))
+    compiled = backend.compile(function, dynamic=True)
+    same_with_every_plan(block, function, compiled, rows)
+    assert None not in compiled._programs.values()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_copies_that_torch_makes_without_gradients_are_seen(block, backend, rows):
+    """Of rows that lie apart; in inference mode torch shows that as one operation, `reshape`."""
+
+    def function(ids, positions, plan):
+        x = block.linear(block.ops.embedding(ids, block.table), block.weights["qkv"], None)
+        heads = block.ops.silu_and_mul(x.view(rows, 3, HIDDEN)[:, :2]).view(rows, HEADS, HEAD_SIZE)
+        block.attention.write_kv(block.cache, heads, heads, plan)
+        return block.linear(block.attention.forward(heads, block.cache, plan), block.weights["out"], None)
+
+    compiled = backend.compile(function, dynamic=True)
+    same_with_every_plan(block, function, compiled, rows)
     assert [program is None for program in compiled._programs.values()] == [rows > 1]
 
 
