@@ -7,6 +7,7 @@ import ctypes
 import pytest
 import torch
 
+from mvllm import LLM, SamplingParams
 from mvllm.plugin_api import AttentionSpec, BatchLayout, QuantizedWeight
 from mvllm_cpu import kernels, recording
 from mvllm_cpu.linear import Linear
@@ -14,7 +15,8 @@ from mvllm_cpu.moe import Moe
 from mvllm_cpu.ops import KernelOps
 from mvllm_cpu.paged_attention import PagedAttention
 from mvllm_cpu.quantized_linear import QuantizedLinear
-from mvllm_cpu.replay import MOST_ROWS, Replay
+from mvllm_cpu.replay import MOST_ROWS, Replay, _Compiled
+from tests.helpers.model_zoo import make_checkpoint
 
 LOADED = kernels.load()
 pytestmark = pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LOADED.reason}")
@@ -404,3 +406,21 @@ def test_work_that_no_recording_sees_leaves_the_cache_as_it_should_be(block, bac
     found = block.cache[0].clone()
     run(*given)
     assert torch.equal(found, block.cache[0])
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "mistral-window"])
+def test_decode_steps_of_models_are_recorded(name, tmp_path, monkeypatch):
+    """Of one request and of several: nothing that such a model does is torch's."""
+    made = []
+
+    def compile_and_keep(backend, function, *, dynamic):
+        made.append(_Compiled(backend, function))
+        return made[-1]
+
+    monkeypatch.setattr(Replay, "compile", compile_and_keep)
+    with LLM(str(make_checkpoint(name, tmp_path)), dtype="bfloat16", max_model_len=64) as llm:
+        params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+        for count in (1, 3):
+            llm.generate([{"prompt_token_ids": [5, 6 + i]} for i in range(count)], params, use_tqdm=False)
+    (compiled,) = made
+    assert len(compiled._programs) == 4 and None not in compiled._programs.values()
