@@ -182,16 +182,22 @@ void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_st
     const Layer layer{query, query_stride, *cache, sinks, out};
     const Isa& isa = current_isa();
     const int count = int(step.items.size());
+    // Heads of one request lie side by side in each block. A thread takes some that follow each other, so that what the
+    // processor reads ahead by itself is the thread's own.
+    const int at_once = std::max(1, std::min(g.spec.num_kv_heads, count / (step.threads * 8)));
     std::atomic<int> next{0};
     auto work = [&](bool together) {
         thread_local ScratchMemory memory;
         const Scratch scratch = memory.carve(g);
-        int i = next.fetch_add(1, std::memory_order_relaxed);
-        while (i < count) {
-            const int following = next.fetch_add(1, std::memory_order_relaxed);
-            isa.attend(g, layer, step.items[i], following < count ? &step.items[following] : nullptr, scratch,
-                       step.partials.get());
-            i = following;
+        auto take = [&] { return next.fetch_add(at_once, std::memory_order_relaxed); };
+        for (int first = take(), following; first < count; first = following) {
+            following = take();
+            const int end = std::min(first + at_once, count);
+            for (int i = first; i < end; ++i) {
+                const int after = i + 1 < end ? i + 1 : following;
+                isa.attend(g, layer, step.items[i], after < count ? &step.items[after] : nullptr, scratch,
+                           step.partials.get());
+            }
         }
         if (step.split_tiles.empty()) return;
         if (together) {
