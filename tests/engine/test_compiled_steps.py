@@ -21,6 +21,9 @@ PARAMS = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in 
         ("llama-gqa", {"pipeline_parallel_size": 2}),
         ("llama-gqa", {"quantization": "int8"}),
         ("qwen3", {}),
+        ("qwen3-head-dim-tied", {}),
+        ("mistral-window", {}),
+        ("gpt2", {}),
     ],
     ids=str,
 )

@@ -3,6 +3,10 @@
 // An item is a tile of rows (query tokens x the heads of one key/value head) of one request. Decode steps have one small
 // tile per request and key/value head; a prompt has many large ones. When there are too few items to fill the threads
 // evenly, long ones are split along their keys; their partial results are put together after a barrier.
+//
+// Requests that follow each other in a batch of decode steps may have begun alike, and have their first blocks in common.
+// Then one item goes through those for all of them, as if they were the rows of one request, and each goes on by itself
+// from where that has brought it. A row so computes the same as it does alone, to the last bit.
 
 #include <omp.h>
 
@@ -13,16 +17,20 @@
 
 #include "entries.h"
 #include "kernels.h"
+#include "team.h"
 
 namespace mvllm {
 namespace {
 
 constexpr int64_t SERIAL_WORK = 1 << 17;     // multiply-adds below which waking other threads costs more than it saves
 constexpr int SMALLEST_SPLIT = 2 * CHUNK;    // keys
+constexpr int FEWEST_COMMON = 2 * CHUNK;     // keys
 
 struct Step {
     Geometry geometry;
+    std::vector<Item> common;  // before all others
     std::vector<Item> items;
+    std::unique_ptr<float[]> states;
     std::vector<SplitTile> split_tiles;
     std::unique_ptr<float[]> partials;
     int64_t work = 0;
@@ -49,6 +57,58 @@ void add_request(Step& step, int request, int per_tile, std::vector<Item>& tiles
     }
 }
 
+// How many of the leading keys of request `first` are in blocks that `other` begins with, too.
+int shared_keys(const Batch& batch, int first, int other) {
+    const int32_t* a = batch.block_table + int64_t(first) * batch.block_table_stride;
+    const int32_t* b = batch.block_table + int64_t(other) * batch.block_table_stride;
+    const int keys = std::min(batch.seq_lens[first], batch.seq_lens[other]) - 1;  // what both see
+    int blocks = 0;
+    while ((blocks + 1) * batch.block_size <= keys && a[blocks] == b[blocks]) ++blocks;
+    return blocks * batch.block_size;
+}
+
+bool is_decode(const Batch& batch, int request) {
+    return batch.query_start_loc[request + 1] - batch.query_start_loc[request] == 1;
+}
+
+// Finds requests that follow each other and share leading blocks, half of all that each has, and makes items for these. `tiles` are the requests' own
+// in their order, those of one token the only ones of their head; they keep what is behind.
+void find_common(Step& step, std::vector<Item>& tiles) {
+    Geometry& g = step.geometry;
+    const Batch& batch = g.batch;
+    const int heads = g.spec.num_kv_heads;
+    int num_states = 0;
+    for (int first = 0, end; g.spec.window == 0 && first < batch.num_requests; first = end) {
+        end = first + 1;
+        if (!is_decode(batch, first)) continue;
+        int keys = batch.seq_lens[first];
+        for (; end < batch.num_requests && is_decode(batch, end); ++end) {
+            const int both = std::min(keys, shared_keys(batch, first, end) / CHUNK * CHUNK);
+            if (both < FEWEST_COMMON || both < std::max(keys, batch.seq_lens[end]) / 2) break;
+            keys = both;
+        }
+        const int count = end - first;
+        if (count < 2) continue;
+        int per_tile = std::max(TILE_ROWS / g.group, 1);
+        auto num_tiles = [&] { return heads * ((count + per_tile - 1) / per_tile); };
+        while (per_tile * g.group > MAX_MR && per_tile > 1 && num_tiles() < step.threads * 4) per_tile = (per_tile + 1) / 2;
+        if (num_tiles() < step.threads) continue;
+        for (int h = 0; h < heads; ++h)
+            for (int begin = 0; begin < count; begin += per_tile)
+                step.common.push_back({first + begin, h, 0, std::min(per_tile, count - begin), 0, keys, -1,
+                                       num_states + h * count + begin});
+        for (Item& tile : tiles)
+            if (tile.request >= first && tile.request < end) {
+                tile.key_begin = keys;
+                tile.takes = num_states + tile.kv_head * count + tile.request - first;
+            }
+        num_states += heads * count;
+    }
+    if (!num_states) return;
+    step.states.reset(new float[size_t(num_states) * g.state_size]);
+    g.states = step.states.get();
+}
+
 // Tokens to a tile: as many as share a walk well, but few enough that every thread gets several tiles.
 int tokens_per_tile(const Step& step) {
     const Geometry& g = step.geometry;
@@ -63,7 +123,9 @@ void divide(Step& step) {
     std::vector<Item> tiles;
     const int per_tile = tokens_per_tile(step);
     for (int r = 0; r < g.batch.num_requests; ++r) add_request(step, r, per_tile, tiles);
+    find_common(step, tiles);
     int64_t cost = 0;
+    for (const Item& tile : step.common) cost += cost_of(g, tile), step.work += work_of(g, tile);
     for (const Item& tile : tiles) cost += cost_of(g, tile), step.work += work_of(g, tile);
     if (step.threads == 1 || step.work < SERIAL_WORK) {
         step.threads = 1;
@@ -76,7 +138,7 @@ void divide(Step& step) {
     for (Item tile : tiles) {
         const int first = tile.key_begin / STRIP * STRIP, keys = tile.key_end - first;
         int64_t parts = std::min<int64_t>((cost_of(g, tile) + fair - 1) / fair, keys / SMALLEST_SPLIT);
-        if (parts <= 1) {
+        if (parts <= 1 || tile.takes >= 0) {
             step.items.push_back(tile);
             continue;
         }
@@ -141,6 +203,7 @@ extern "C" {
 
 // Plans a step. The batch's arrays stay in use until the step is freed.
 void* mvllm_cpu_step_new(const Spec* spec, const Batch* batch) {
+    note_use();
     auto* step = new Step;
     Geometry& g = step->geometry;
     g.spec = *spec;
@@ -152,9 +215,19 @@ void* mvllm_cpu_step_new(const Spec* spec, const Batch* batch) {
     g.key_head = int64_t(g.dk) * batch->block_size;
     g.value_head = spec->latent ? 0 : int64_t(g.dv) * batch->block_size;
     g.partial_size = g.tile_rows * (g.dv + 2);
+    g.state_size = g.group * (g.dv + 1 + STRIP);
+    g.states = nullptr;
     step->threads = omp_get_max_threads();
     divide(*step);
     return step;
+}
+
+// How many requests of the step have keys that are read for several of them.
+int mvllm_cpu_step_sharing(const void* handle) {
+    const Step& step = *static_cast<const Step*>(handle);
+    int count = 0;
+    for (const Item& item : step.common) count += item.kv_head ? 0 : item.query_end;
+    return count;
 }
 
 void mvllm_cpu_step_free(void* step) { delete static_cast<Step*>(step); }
@@ -170,9 +243,11 @@ void mvllm_cpu_write_kv(const void* handle, const void* key, int64_t key_stride,
         isa.store_kv(g, kv, 0, tokens);
         return;
     }
-    const int groups = (tokens + STRIP - 1) / STRIP;
-#pragma omp parallel for schedule(static)
-    for (int i = 0; i < groups; ++i) isa.store_kv(g, kv, i * STRIP, std::min((i + 1) * STRIP, tokens));
+#pragma omp parallel
+    {
+        const int64_t i = omp_get_thread_num(), n = omp_get_num_threads();
+        isa.store_kv(g, kv, int(tokens * i / n), int(tokens * (i + 1) / n));
+    }
 }
 
 void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_stride, const Cache* cache,
@@ -180,19 +255,34 @@ void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_st
     const Step& step = *static_cast<const Step*>(handle);
     const Geometry& g = step.geometry;
     const Layer layer{query, query_stride, *cache, sinks, out};
+    note_use();
     const Isa& isa = current_isa();
-    const int count = int(step.items.size());
-    std::atomic<int> next{0};
+    // Heads of one request lie side by side in each block. A thread takes some that follow each other, so that what the
+    // processor reads ahead by itself is the thread's own.
+    auto attend = [&](const std::vector<Item>& items, std::atomic<int>& next, const Scratch& scratch) {
+        const int count = int(items.size());
+        const int at_once = std::max(1, std::min(g.spec.num_kv_heads, count / (step.threads * 8)));
+        auto take = [&] { return next.fetch_add(at_once, std::memory_order_relaxed); };
+        for (int first = take(), following; first < count; first = following) {
+            following = take();
+            const int end = std::min(first + at_once, count);
+            for (int i = first; i < end; ++i) {
+                const int after = i + 1 < end ? i + 1 : following;
+                isa.attend(g, layer, items[i], after < count ? &items[after] : nullptr, scratch, step.partials.get());
+            }
+        }
+    };
+    std::atomic<int> next_common{0}, next{0};
     auto work = [&](bool together) {
         thread_local ScratchMemory memory;
         const Scratch scratch = memory.carve(g);
-        int i = next.fetch_add(1, std::memory_order_relaxed);
-        while (i < count) {
-            const int following = next.fetch_add(1, std::memory_order_relaxed);
-            isa.attend(g, layer, step.items[i], following < count ? &step.items[following] : nullptr, scratch,
-                       step.partials.get());
-            i = following;
+        if (!step.common.empty()) {
+            attend(step.common, next_common, scratch);
+            if (together) {
+#pragma omp barrier
+            }
         }
+        attend(step.items, next, scratch);
         if (step.split_tiles.empty()) return;
         if (together) {
 #pragma omp barrier

@@ -169,7 +169,6 @@ static void value_rows(const void* probabilities, const Chunk<typename KV::T>& c
 
 // Scores are kept as exponents of 2. A row's sums are relative to 2^row_max, which follows the maximum only when that has
 // grown by SLACK: what lies between is far from overflow, and costs no precision.
-constexpr float LOG2E = 1.44269504f;
 constexpr float SLACK = 8.f;
 
 // One row's scores of tokens [first, end), of which [low, high) are visible to it, become probabilities, in place or as
@@ -329,6 +328,19 @@ static void attend_rows(const Geometry& g, const Item& item, const Chunk<typenam
     value_rows<KV, DOT_VALUES, MR>(probabilities, chunk, first, last, g.dv, acc, ahead ? ahead + CHUNK / STRIP : nullptr);
 }
 
+// The rows of the tile's token `t`, from what another item has left, or for another to take up.
+template <bool TAKE>
+static void copy_state(const Geometry& g, float* state, const Scratch& scratch, int t) {
+    const int first = t * g.group;
+    auto copy = [&](float* here, int count) {
+        __builtin_memcpy(TAKE ? here : state, TAKE ? state : here, sizeof(float) * size_t(count));
+        state += count;
+    };
+    copy(scratch.acc + first * g.dv, g.group * g.dv);
+    copy(scratch.row_max + first, g.group);
+    copy(scratch.row_sum + first * STRIP, g.group * STRIP);
+}
+
 INLINE float total(const float* row_sum) { return sum_lanes(load(row_sum)); }
 
 template <class KV, class Bytes, bool DOT, bool DOT_VALUES>
@@ -339,9 +351,13 @@ static void attend_tile(const Geometry& g, const Layer& layer, const Item& item,
     const int first_position = g.batch.seq_lens[item.request] - new_tokens + item.query_begin;
 
     read_rows<DOT>(g, layer, item, rows, scratch.query);
-    for (int m = 0; m < rows; ++m) scratch.row_max[m] = -__builtin_inff();
-    for (int i = 0; i < rows * STRIP; ++i) scratch.row_sum[i] = 0;
-    for (int i = 0; i < rows * g.dv; ++i) scratch.acc[i] = 0;
+    if (item.takes >= 0) {
+        copy_state<true>(g, g.states + int64_t(item.takes) * g.state_size, scratch, 0);
+    } else {
+        for (int m = 0; m < rows; ++m) scratch.row_max[m] = -__builtin_inff();
+        for (int i = 0; i < rows * STRIP; ++i) scratch.row_sum[i] = 0;
+        for (int i = 0; i < rows * g.dv; ++i) scratch.acc[i] = 0;
+    }
 
     // Few rows wait for memory, many do not.
     Strip strips[2 * CHUNK / STRIP];
@@ -373,6 +389,11 @@ static void attend_tile(const Geometry& g, const Layer& layer, const Item& item,
         }
     }
 
+    if (item.leaves >= 0) {
+        for (int t = 0; t < item.query_end - item.query_begin; ++t)
+            copy_state<false>(g, g.states + int64_t(item.leaves + t) * g.state_size, scratch, t);
+        return;
+    }
     if (item.partial < 0) {
         for (int m = 0; m < rows; ++m)
             finish_row(g, layer, item, m, scratch.acc + m * g.dv, scratch.row_max[m], total(scratch.row_sum + m * STRIP));
@@ -392,7 +413,8 @@ static void attend_paired(const Geometry& g, const Layer& layer, const Item& ite
     // arithmetic, not memory, sets the pace: in tiles of several tokens, of very many heads, and with keys and values that
     // have lost as many already.
     if (g.spec.dtype == BF16) {
-        if (Bytes::scaled || item.query_end - item.query_begin > 1 || g.group >= 16)
+        const bool is_prompt = item.leaves < 0 && item.query_end - item.query_begin > 1;
+        if (Bytes::scaled || is_prompt || g.group >= 16)
             return attend_tile<Paired, Bytes, true, true>(g, layer, item, next, scratch, partials);
         return attend_tile<Paired, Bytes, true, false>(g, layer, item, next, scratch, partials);
     }

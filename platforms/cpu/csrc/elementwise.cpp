@@ -53,9 +53,9 @@ void embedding_rows(const Embedding& op, int64_t begin, int64_t end) {
     }
 }
 
-RmsNorm rms_norm_of(const void* x, int64_t x_stride, void* residual, const void* weight, void* out, int64_t size, int dtype,
-                    float eps) {
-    return {x, residual, weight, out, x_stride, int32_t(size), dtype, eps};
+RmsNorm rms_norm_of(const void* x, int64_t x_stride, int64_t heads, int64_t head_stride, void* residual, const void* weight,
+                    void* out, int64_t size, int dtype, float eps) {
+    return {x, residual, weight, out, x_stride, heads, head_stride, int32_t(size), dtype, eps};
 }
 
 SiluAndMul silu_and_mul_of(const void* x, int64_t x_stride, void* out, int64_t size, int dtype) {
@@ -72,16 +72,17 @@ Way way_of(int64_t rows, int64_t elements_per_row) {
     return is_small(rows, elements_per_row) ? Way::BY_ONE : Way::TOGETHER;
 }
 
-Way rms_norm_way(const int64_t* s) { return way_of(s[5], s[6]); }
+Way rms_norm_way(const int64_t* s) { return way_of(s[7], s[8]); }
 Way silu_and_mul_way(const int64_t* s) { return way_of(s[3], SILU_COST * s[4]); }
 Way rotary_way(const int64_t* s) { return way_of(s[12], (s[7] + s[11]) * s[3]); }
 
 void rms_norm_part(const int64_t* s, int64_t thread, int64_t threads) {
-    const int32_t bits = int32_t(s[8]);
+    const int32_t bits = int32_t(s[10]);
     float eps;
     std::memcpy(&eps, &bits, sizeof(eps));
-    const RmsNorm op = rms_norm_of(pointer(s[0]), s[1], target(s[2]), pointer(s[3]), target(s[4]), s[6], int(s[7]), eps);
-    current_isa().rms_norm(op, s[5] * thread / threads, s[5] * (thread + 1) / threads);
+    const RmsNorm op = rms_norm_of(pointer(s[0]), s[1], s[2], s[3], target(s[4]), pointer(s[5]), target(s[6]), s[8],
+                                   int(s[9]), eps);
+    current_isa().rms_norm(op, s[7] * thread / threads, s[7] * (thread + 1) / threads);
 }
 
 void silu_and_mul_part(const int64_t* s, int64_t thread, int64_t threads) {
@@ -111,13 +112,14 @@ using namespace mvllm;
 
 extern "C" {
 
-int mvllm_cpu_abi_version() { return 4; }
+int mvllm_cpu_abi_version() { return 5; }
 
 const char* mvllm_cpu_isa() { return current_isa().name; }
 
-void mvllm_cpu_rms_norm(const void* x, int64_t x_stride, void* residual, const void* weight, void* out, int64_t rows,
-                        int64_t size, int dtype, float eps) {
-    const RmsNorm op = rms_norm_of(x, x_stride, residual, weight, out, size, dtype, eps);
+// Rows of `x` in groups of `heads`, those `x_stride` elements apart, the rows of one `head_stride`.
+void mvllm_cpu_rms_norm(const void* x, int64_t x_stride, int64_t heads, int64_t head_stride, void* residual,
+                        const void* weight, void* out, int64_t rows, int64_t size, int dtype, float eps) {
+    const RmsNorm op = rms_norm_of(x, x_stride, heads, head_stride, residual, weight, out, size, dtype, eps);
     over_rows(current_isa().rms_norm, op, rows, size);
 }
 

@@ -13,7 +13,7 @@ static void rms_norm_rows(const RmsNorm& op, int64_t begin, int64_t end) {
     const int size = op.size, whole = size / LANES * LANES;
     const T* weight = static_cast<const T*>(op.weight);
     for (int64_t row = begin; row < end; ++row) {
-        const T* x = static_cast<const T*>(op.x) + row * op.x_stride;
+        const T* x = static_cast<const T*>(op.x) + row / op.heads * op.x_stride + row % op.heads * op.head_stride;
         T* out = static_cast<T*>(op.out) + row * size;
         vf squares[4] = {};
         float rest = 0;
@@ -48,20 +48,20 @@ static void rms_norm_rows(const RmsNorm& op, int64_t begin, int64_t end) {
 template <class E>
 static void silu_and_mul_rows(const SiluAndMul& op, int64_t begin, int64_t end) {
     typedef typename E::type T;
-    const vf limit = splat(88.f);
+    const vf limit = splat(126.f);
     for (int64_t row = begin; row < end; ++row) {
         const T* gate = static_cast<const T*>(op.x) + row * op.x_stride;
         const T* up = gate + op.up;
         T* out = static_cast<T*>(op.out) + row * op.out_stride;
         int64_t d = 0;
         for (; d + LANES <= op.size; d += LANES) {
-            vf x = E::widen(gate + d), y = -x;
-            vf silu = x / (1.f + vexp(y > limit ? limit : y));
+            const vf x = E::widen(gate + d), y = x * -LOG2E;
+            const vf silu = x / (1.f + vexp2<true>(y > limit ? limit : y));
             E::narrow(out + d, E::round(silu) * E::widen(up + d));
         }
         for (; d < op.size; ++d) {
-            float x = E::get(gate[d]), y = -x;
-            float silu = x / (1.f + exp_one(y > 88.f ? 88.f : y));
+            const float x = E::get(gate[d]), y = x * -LOG2E;
+            const float silu = x / (1.f + exp2_one(y > 126.f ? 126.f : y));
             out[d] = E::put(rounded<E>(silu) * E::get(up[d]));
         }
     }

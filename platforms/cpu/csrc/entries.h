@@ -8,8 +8,8 @@
 
 extern "C" {
 
-void mvllm_cpu_rms_norm(const void* x, int64_t x_stride, void* residual, const void* weight, void* out, int64_t rows,
-                        int64_t size, int dtype, float eps);
+void mvllm_cpu_rms_norm(const void* x, int64_t x_stride, int64_t heads, int64_t head_stride, void* residual,
+                        const void* weight, void* out, int64_t rows, int64_t size, int dtype, float eps);
 void mvllm_cpu_embedding(const void* ids, int wide_ids, const void* table, int64_t table_stride, void* out, int64_t rows,
                          int64_t row_bytes, int64_t first, int64_t count);
 void mvllm_cpu_argmax(const void* x, int64_t x_stride, void* values, int64_t* ids, int64_t rows, int64_t size, int dtype);

@@ -61,12 +61,15 @@ struct Batch {
     const int32_t* slot_mapping;
 };
 
-// A tile of rows of one request and one key/value head, over a range of keys.
+// A tile of rows of one request and one key/value head, over a range of keys. With `leaves`, of several requests that
+// follow each other, each with one new token, over keys in blocks that all of them have: what the rows have come to is left
+// for items that take it up.
 struct Item {
     int32_t request, kv_head;
     int32_t query_begin, query_end;  // tokens, counted within the request's new ones
     int32_t key_begin, key_end;
     int32_t partial;                 // index of its partial result, or -1 when it has all the keys its rows see
+    int32_t leaves = -1, takes = -1;  // index of a token's state, or -1
 };
 
 // A tile whose keys were split: its items' partial results are contiguous.
@@ -99,6 +102,8 @@ struct Geometry {
     int tile_rows;           // most rows of one item
     int64_t key_head, value_head;  // elements per block and head
     int partial_size;        // floats per partial result: tile_rows * (dv + 2)
+    int state_size;          // floats of a token's rows that are half done: group * (dv + 1 + STRIP)
+    float* states;
 };
 
 // Memory of one thread, aligned to 64 bytes. Sizes for `rows` rows.
@@ -121,13 +126,14 @@ struct NewKV {
     Cache cache;
 };
 
-// out = norm(x) * weight; with a residual, residual += x first and the sum is normalised.
+// out = norm(x) * weight; with a residual, residual += x first and the sum is normalised. Rows come in groups of `heads`:
+// groups lie `x_stride` elements apart, the rows of one `head_stride`.
 struct RmsNorm {
     const void* x;
     void* residual;  // null, or [rows, size] contiguous
     const void* weight;
     void* out;  // [rows, size] contiguous
-    int64_t x_stride;
+    int64_t x_stride, heads, head_stride;
     int32_t size, dtype;
     float eps;
 };

@@ -20,6 +20,62 @@ static void store_paired(const typename From::type* key, int size, const typenam
     for (int d = 0; d < value_size; ++d) v[2 * d] = From::bf16(value[d]);
 }
 
+#if LANES == 16
+// 16 x 16 lanes: lane j of row i becomes lane i of row j.
+INLINE void turn_lanes(__m512i (&r)[16]) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; ++j) {
+            r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+            r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+        }
+    for (int i = 0; i < 16; i += 8)
+        for (int j = 0; j < 4; ++j) {
+            t[i + j] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0x88);
+            t[i + j + 4] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0xdd);
+        }
+    for (int j = 0; j < 8; ++j) {
+        r[j] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0x88);
+        r[j + 8] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0xdd);
+    }
+}
+
+constexpr int RUN = 16;  // tokens
+
+// Whether the first RUN of `count` tokens have places that follow each other in one block, from an even one on.
+INLINE bool is_run(const int32_t* slots, int count, int block) {
+    if (count < RUN || slots[0] % block > block - RUN || slots[0] % 2) return false;
+    for (int i = 1; i < RUN; ++i)
+        if (slots[i] != slots[0] + i) return false;
+    return true;
+}
+
+// RUN tokens whose places follow each other, the first at an even one, of bfloat16 whose sizes are multiples of 32.
+static void store_run(const uint16_t* key, int64_t key_stride, int size, const uint16_t* value, int64_t value_stride,
+                      int value_size, const Cache& cache, const Place& at) {
+    uint32_t* k = reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(cache.keys) + at.key) + at.offset;
+    for (int p = 0; p < size / 2; p += RUN) {
+        __m512i rows[RUN];
+        for (int t = 0; t < RUN; ++t) rows[t] = _mm512_loadu_si512(key + t * key_stride + 2 * p);
+        turn_lanes(rows);
+        for (int i = 0; i < RUN; ++i) _mm512_storeu_si512(k + int64_t(p + i) * at.block, rows[i]);
+    }
+    uint16_t* v = static_cast<uint16_t*>(cache.values) + at.value + int64_t(at.offset) * at.dv;
+    for (int t = 0; t < RUN; t += 2, v += 2 * at.dv) {
+        const uint16_t *a = value + t * value_stride, *b = a + value_stride;
+        for (int d = 0; d < value_size; d += LANES) {
+            const vu low = __builtin_convertvector(*reinterpret_cast<const vh_mem*>(a + d), vu);
+            const vu high = __builtin_convertvector(*reinterpret_cast<const vh_mem*>(b + d), vu);
+            *reinterpret_cast<vu_mem*>(v + 2 * d) = low | high << 16;
+        }
+    }
+}
+#endif
+
 template <class From, class To>
 static void store_plain(const typename From::type* key, int size, const typename From::type* value, int value_size,
                         const Cache& cache, const Place& at) {
@@ -104,11 +160,27 @@ static void store_tokens(const Geometry& g, const NewKV& kv, int begin, int end)
     typedef typename From::type T;
     const int block = g.batch.block_size, size = g.spec.head_size;
     const int value_size = g.spec.latent ? 0 : g.spec.value_size;  // to be stored
+#if LANES == 16
+    const bool in_runs = g.spec.dtype == BF16 && g.spec.kv_dtype == BF16 && size % 32 == 0 && value_size % 32 == 0;
+#endif
     // Heads outside, tokens inside: neighbouring tokens fill the same cache lines of the keys.
     for (int h = 0; h < g.spec.num_kv_heads; ++h) {
         for (int t = begin; t < end; ++t) {
             const int slot = g.batch.slot_mapping[t];
             if (slot < 0) continue;
+#if LANES == 16
+            if constexpr (sizeof(T) == 2) {
+                if (in_runs && is_run(g.batch.slot_mapping + t, end - t, block)) {
+                    const int64_t head = int64_t(slot / block) * g.spec.num_kv_heads + h;
+                    const Place at{head * g.key_head, head * g.value_head, 0, slot % block, block, g.dv};
+                    store_run(static_cast<const T*>(kv.key) + t * kv.key_stride + int64_t(h) * size, kv.key_stride, size,
+                              static_cast<const T*>(kv.value) + t * kv.value_stride + int64_t(h) * value_size,
+                              kv.value_stride, value_size, kv.cache, at);
+                    t += RUN - 1;
+                    continue;
+                }
+            }
+#endif
             const T* key = static_cast<const T*>(kv.key) + t * kv.key_stride + int64_t(h) * size;
             const T* value = static_cast<const T*>(kv.value) + t * kv.value_stride + int64_t(h) * value_size;
             const int64_t head = int64_t(slot / block) * g.spec.num_kv_heads + h;

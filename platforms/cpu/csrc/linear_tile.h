@@ -6,8 +6,9 @@
 // so its result depends neither on their number nor on its place among them.
 //
 // Few rows are bound by reading the weights. All groups of rows pass over one piece of them, which the first pass brings
-// into the first cache; meanwhile they prefetch the piece that follows, which comes next in memory, into the second. So
-// reading from memory goes on while rows compute.
+// into the second cache; meanwhile they prefetch the piece that follows, which comes next in memory, into it too. So
+// reading from memory goes on while rows compute. A piece is larger than a first cache: rows take their weights from the
+// second as fast as they use them, and sums that are put down and taken up again between pieces cost more than that.
 
 #define LINEAR_MR 6
 #if LANES == 16
@@ -18,7 +19,7 @@
 
 constexpr int linear_tile = LINEAR_TILE;
 constexpr bool bf16_dot = HAS_BF16_DOT;
-constexpr int LINEAR_DEPTH = 192;  // k per piece: half of a first cache of 48 KiB in bfloat16
+constexpr int LINEAR_DEPTH = 768;  // k per piece: 96 KiB in bfloat16
 
 // How a step's weights are read and multiplied. `STEP` is how many k it covers.
 template <class E>

@@ -151,8 +151,17 @@ struct Float16 {
 
 // ---- functions ---------------------------------------------------------------------------------------------------------
 
+// Of a NaN and another number, the second argument: as the instructions do it.
+#if LANES == 16
+INLINE vf vmax(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vf vmin(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif LANES == 8
+INLINE vf vmax(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE vf vmin(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
+#else
 INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
+#endif
 
 INLINE float sum_lanes(vf v) {
     float s = 0;
@@ -191,7 +200,7 @@ INLINE vf vtanh(vf x) {
     return 1.f - 2.f / (vexp(y * 2.f) + 1.f);
 }
 
-INLINE float exp_one(float x) { return vexp(splat(x))[0]; }
+constexpr float LOG2E = 1.44269504f;
 
 // 2^x; 0 for -infinity and below -126; x <= 127. NaN stays NaN. EXACT to 2 units in the last place, else to 2^-13, which is
 // more than bfloat16 keeps.

@@ -25,6 +25,9 @@ struct Sharing {
     Range (*ahead)(const int64_t* slots, int64_t thread, int64_t threads);
 };
 
+// Says that a step computes: what can wait, waits (first_touch.cpp).
+void note_use();
+
 extern const Sharing by_one, apart;
 extern const Sharing rms_norm_sharing, silu_and_mul_sharing, rotary_sharing;
 extern const Sharing linear_sharing, linear_silu_sharing;

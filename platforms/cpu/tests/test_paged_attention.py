@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import json
 import os
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -13,8 +16,9 @@ import torch
 from platforms.cpu.tests.dense_attention import attend_densely, make_case, run
 from platforms.cpu.tests.instruction_sets import skip_unless_had
 
-from mvllm.testing.attention_cases import make_spec
+from mvllm.testing.attention_cases import make_layout, make_spec
 from mvllm_cpu import kernels
+from mvllm_cpu.memory import HUGE_PAGE
 from mvllm_cpu.paged_attention import PagedAttention
 
 pytestmark = pytest.mark.skipif(kernels.load().library is None, reason=f"no kernels: {kernels.load().reason}")
@@ -267,3 +271,100 @@ def test_instruction_sets_agree(isa, tmp_path, request):
     for fields, found in zip(OTHER_ISA_SPECS, np.load(tmp_path / "found.npz").values()):
         case = make_case(make_spec(**fields), MIXED)
         assert np.abs(found - attend_densely(case).numpy()).max() < TOLERANCE[case.spec.dtype], fields
+
+
+def test_a_fresh_cache_is_touched_before_it_is_used():
+    """By a thread of its own, which lets go of what is dropped, and changes nothing."""
+    backend = PagedAttention(make_spec(8, 8, 64, "bfloat16"))
+    library = kernels.load().library
+    touched = library.mvllm_cpu_touched
+    touched.argtypes, touched.restype = (ctypes.c_void_p,), ctypes.c_int64
+    cache = backend.allocate(512, 16, torch.device("cpu"))
+    cache[1][300] = 3
+    assert min(part.nbytes for part in cache) >= 4 * HUGE_PAGE
+    addresses, deadline = [part.data_ptr() for part in cache], time.monotonic() + 120
+    while any(touched(part.data_ptr()) < part.nbytes for part in cache):
+        assert time.monotonic() < deadline, "nobody touches the cache"
+        time.sleep(0.02)
+    assert not cache[0].any() and (cache[1] == 3).sum() == cache[1][300].numel()
+    dropped = backend.allocate(512, 16, torch.device("cpu"))
+    addresses += [part.data_ptr() for part in dropped]
+    del cache, dropped
+    assert [touched(address) for address in addresses] == [-1] * 4
+    backend.allocate(1, 16, torch.device("cpu"))
+
+
+def begin_alike(case, count):
+    """Gives all requests of a case the first one's first `count` tokens, in its blocks."""
+    blocks = count // case.layout.block_size
+    for r in range(1, len(case.requests)):
+        for whole in (case.keys, case.values):
+            whole[r][:count] = whole[0][:count]
+        case.layout.block_table[r, :blocks] = case.layout.block_table[0, :blocks]
+    return case
+
+
+def alone(case, r):
+    """The step of a case's request `r` by itself."""
+    first = int(case.layout.query_start_loc[r])
+    return dataclasses.replace(
+        case,
+        requests=[case.requests[r]],
+        layout=make_layout([case.requests[r]], case.layout.block_table[r : r + 1], case.layout.block_size),
+        keys=[case.keys[r]],
+        values=[case.values[r]],
+        query=case.query[first : first + case.requests[r][1]],
+    )
+
+
+def num_sharing(case):
+    backend = PagedAttention(case.spec)
+    plan = backend.build_metadata(case.layout)
+    return backend._library.mvllm_cpu_step_sharing(ctypes.c_void_p(plan.handle))
+
+
+ALIKE = [(400, 1), (390, 1), (384, 1), (601, 1), (415, 1), (384, 1), (500, 1), (399, 1), (450, 1)]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"num_heads": 12, "num_kv_heads": 12, "dtype": "bfloat16"},
+        {"num_heads": 8, "num_kv_heads": 1, "head_size": 33, "dtype": "bfloat16", "sinks": True},
+        {"num_heads": 20, "num_kv_heads": 1, "head_size": 80, "dtype": "float16", "soft_cap": 3.0},
+        {"dtype": "bfloat16", "kv_dtype": "int8"},
+        {"num_kv_heads": 1, "dtype": "bfloat16", "value_head_size": 32, "values_in_keys": True},
+        {"sliding_window": 200},
+    ],
+    ids=str,
+)
+def test_requests_that_begin_alike_share_a_walk(fields):
+    """Where all tokens are single: a row then is, to the last bit, what it is alone."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a request by itself is divided among threads, and then summed in another order
+    try:
+        case = begin_alike(make_case(make_spec(**fields), ALIKE), 384)
+        assert num_sharing(case) == (0 if "sliding_window" in fields else len(ALIKE))
+        assert_right(case, tolerance=5e-2 if "kv_dtype" in fields else None)
+        together = run(PagedAttention(case.spec), case)
+        for r in range(len(ALIKE)):
+            assert torch.equal(together[r : r + 1], run(PagedAttention(case.spec), alone(case, r)))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("requests", "count", "sharing"),
+    [
+        ([(300, 1), (300, 3), (300, 1), (310, 1)], 288, 2),  # a prompt's chunk is on its own, and parts its neighbours
+        ([(300, 1), (300, 1)], 240, 0),  # too few
+        ([(256, 1), (256, 1)], 256, 2),  # the new tokens' blocks are their own
+        ([(256, 1), (900, 1), (900, 1)], 256, 0),  # most of what some have is their own
+        ([(300, 1), (0, 1), (300, 1)], 0, 0),
+    ],
+)
+def test_who_shares_a_walk(requests, count, sharing):
+    case = begin_alike(make_case(make_spec(12, 12), requests), count)
+    assert num_sharing(case) == sharing
+    assert_right(case)

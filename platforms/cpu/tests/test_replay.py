@@ -7,6 +7,7 @@ import ctypes
 import pytest
 import torch
 
+from mvllm import LLM, SamplingParams
 from mvllm.plugin_api import AttentionSpec, BatchLayout, QuantizedWeight
 from mvllm_cpu import kernels, recording
 from mvllm_cpu.linear import Linear
@@ -14,7 +15,8 @@ from mvllm_cpu.moe import Moe
 from mvllm_cpu.ops import KernelOps
 from mvllm_cpu.paged_attention import PagedAttention
 from mvllm_cpu.quantized_linear import QuantizedLinear
-from mvllm_cpu.replay import MOST_ROWS, Replay
+from mvllm_cpu.replay import MOST_ROWS, Replay, _Compiled
+from tests.helpers.model_zoo import make_checkpoint
 
 LOADED = kernels.load()
 pytestmark = pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LOADED.reason}")
@@ -179,9 +181,19 @@ def test_what_torch_computes_is_not_replayed(block, backend):
     assert not refusing(block, backend, lambda *args: block(*args))
 
 
+def same_with_every_plan(block, function, compiled, rows):
+    """Checks results and what is stored, for as many plans as record, try and replay."""
+    with torch.inference_mode():
+        for seed in range(4):
+            args = inputs(block, rows, seed)
+            found, stored = compiled(*args), [part.clone() for part in block.cache]
+            assert torch.equal(found, function(*args))
+            assert all(map(torch.equal, stored, block.cache))
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_copies_that_torch_makes_without_gradients_are_seen(block, backend, rows):
-    """Norms per head copy rows that lie apart; in inference mode torch shows that as one operation, `reshape`."""
+def test_norms_per_head_are_recorded(block, backend, rows):
+    """Their rows lie apart, in groups: nobody copies them."""
     norm = random(HEAD_SIZE, seed=9)
 
     def function(ids, positions, plan):
@@ -191,13 +203,23 @@ def test_copies_that_torch_makes_without_gradients_are_seen(block, backend, rows
         block.attention.write_kv(block.cache, k, v, plan)
         return block.linear(block.attention.forward(q, block.cache, plan), block.weights["out"], None)
 
-    with torch.inference_mode():
-        compiled = backend.compile(function, dynamic=True)
-        for seed in range(4):
-            args = inputs(block, rows, seed)
-            found, stored = compiled(*args), [part.clone() for part in block.cache]
-            assert torch.equal(found, function(*args))
-            assert all(map(torch.equal, stored, block.cache))
+    compiled = backend.compile(function, dynamic=True)
+    same_with_every_plan(block, function, compiled, rows)
+    assert None not in compiled._programs.values()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_copies_that_torch_makes_without_gradients_are_seen(block, backend, rows):
+    """Of rows that lie apart; in inference mode torch shows that as one operation, `reshape`."""
+
+    def function(ids, positions, plan):
+        x = block.linear(block.ops.embedding(ids, block.table), block.weights["qkv"], None)
+        heads = block.ops.silu_and_mul(x.view(rows, 3, HIDDEN)[:, :2]).view(rows, HEADS, HEAD_SIZE)
+        block.attention.write_kv(block.cache, heads, heads, plan)
+        return block.linear(block.attention.forward(heads, block.cache, plan), block.weights["out"], None)
+
+    compiled = backend.compile(function, dynamic=True)
+    same_with_every_plan(block, function, compiled, rows)
     assert [program is None for program in compiled._programs.values()] == [rows > 1]
 
 
@@ -384,3 +406,21 @@ def test_work_that_no_recording_sees_leaves_the_cache_as_it_should_be(block, bac
     found = block.cache[0].clone()
     run(*given)
     assert torch.equal(found, block.cache[0])
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "mistral-window"])
+def test_decode_steps_of_models_are_recorded(name, tmp_path, monkeypatch):
+    """Of one request and of several: nothing that such a model does is torch's."""
+    made = []
+
+    def compile_and_keep(backend, function, *, dynamic):
+        made.append(_Compiled(backend, function))
+        return made[-1]
+
+    monkeypatch.setattr(Replay, "compile", compile_and_keep)
+    with LLM(str(make_checkpoint(name, tmp_path)), dtype="bfloat16", max_model_len=64) as llm:
+        params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+        for count in (1, 3):
+            llm.generate([{"prompt_token_ids": [5, 6 + i]} for i in range(count)], params, use_tqdm=False)
+    (compiled,) = made
+    assert len(compiled._programs) == 4 and None not in compiled._programs.values()

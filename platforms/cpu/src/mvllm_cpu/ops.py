@@ -31,7 +31,7 @@ class KernelOps:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, length, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-        norm = (pointer, length, pointer, pointer, pointer, length, length, number, ctypes.c_float)
+        norm = (pointer, length, length, length, pointer, pointer, pointer, length, length, number, ctypes.c_float)
         self._rms_norm = Kernel(library, "mvllm_cpu_rms_norm", norm)
         act = (pointer, length, pointer, length, length, number)
         self._silu_and_mul = Kernel(library, "mvllm_cpu_silu_and_mul", act)
@@ -95,15 +95,21 @@ class KernelOps:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x divided by its root mean square, times weight."""
         size = x.shape[-1]
-        rows = rows_of(x)
+        rows, heads, head_stride = x, 1, 0
+        if x.dim() == 3 and x.stride(2) == 1:  # heads may lie among those of others
+            heads, head_stride = x.shape[1], x.stride(1)
+        else:
+            rows = rows_of(x)
         out = workspace.empty(x.shape, x.dtype)
         self._rms_norm(
             rows.data_ptr(),
             rows.stride(0),
+            heads,
+            head_stride,
             None,
             weight.data_ptr(),
             out.data_ptr(),
-            rows.shape[0],
+            x.numel() // size,
             size,
             DTYPE_CODES[x.dtype],
             eps,
@@ -121,6 +127,8 @@ class KernelOps:
         self._rms_norm(
             x.data_ptr(),
             x.stride(0),
+            1,
+            0,
             residual.data_ptr(),
             weight.data_ptr(),
             out.data_ptr(),

@@ -6,8 +6,9 @@ The kernels walk the block table themselves; nothing is gathered or padded. How 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 
 from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout, KVLayout
 from mvllm_cpu import kernels, workspace
-from mvllm_cpu.memory import zeros
+from mvllm_cpu.memory import HUGE_PAGE, zeros
 from mvllm_cpu.recording import Kernel
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -25,6 +26,9 @@ SCALED_DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.uint8}
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 KV_DTYPE_CODES = {name: code for code, name in enumerate((*DTYPES, *SCALED_DTYPES))}
 SCALE_BYTES = 4
+
+TOUCHED_BYTES = 1 << 30
+"""How much of a worker's KV cache is touched before it is used."""
 
 
 class _Spec(ctypes.Structure):
@@ -79,6 +83,19 @@ class PagedCache(tuple[torch.Tensor, ...]):
 
     address: int
     _pointers: _Cache
+    _touch_no_more: Callable[[int], None] | None = None
+
+    def touch_later(self, library: ctypes.CDLL) -> None:
+        """Has the library touch the memory while nobody computes: its first use may take long (csrc/first_touch.cpp)."""
+        self._touch_no_more = library.mvllm_cpu_touch_no_more
+        for part in self:
+            if part.nbytes >= HUGE_PAGE:  # anything smaller is there
+                library.mvllm_cpu_touch_later(part.data_ptr(), part.nbytes, TOUCHED_BYTES)
+
+    def __del__(self) -> None:
+        if self._touch_no_more is not None:
+            for part in self:
+                self._touch_no_more(part.data_ptr())
 
     @classmethod
     def of(cls, stored: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> PagedCache:
@@ -128,6 +145,12 @@ def declare(library: ctypes.CDLL) -> None:
     library.mvllm_cpu_step_new.restype = pointer
     library.mvllm_cpu_step_free.argtypes = [pointer]
     library.mvllm_cpu_step_free.restype = None
+    library.mvllm_cpu_touch_later.argtypes = [pointer, ctypes.c_int64, ctypes.c_int64]
+    library.mvllm_cpu_touch_later.restype = None
+    library.mvllm_cpu_touch_no_more.argtypes = [pointer]
+    library.mvllm_cpu_touch_no_more.restype = None
+    atexit.unregister(library.mvllm_cpu_touch_stop)
+    atexit.register(library.mvllm_cpu_touch_stop)
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -188,7 +211,9 @@ class PagedAttention(AttentionBackend):
         heads = (num_blocks, self.spec.num_kv_heads)
         stored = [zeros((*heads, size, block_size), self._kv_dtype) for size in self._sizes]
         scales = [zeros((*heads, block_size), torch.float32) for _ in self._sizes if self._scaled]
-        return PagedCache.of(stored, scales)
+        cache = PagedCache.of(stored, scales)
+        cache.touch_later(self._library)
+        return cache
 
     def build_metadata(self, batch: BatchLayout) -> PagedMetadata:
         return PagedMetadata(self._library, self._spec, batch)
