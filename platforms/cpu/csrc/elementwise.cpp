@@ -111,7 +111,7 @@ using namespace mvllm;
 
 extern "C" {
 
-int mvllm_cpu_abi_version() { return 4; }
+int mvllm_cpu_abi_version() { return 5; }
 
 const char* mvllm_cpu_isa() { return current_isa().name; }
 

@@ -1,9 +1,10 @@
 """Matrix products with integer weights by the compiled kernels, packed once, after loading.
 
-Two kinds of product share one packing (csrc/qlinear.h). With *int8 activations* each row of x is rounded to int8 as the
-reference does it, and sums are exact integers: results are the reference's on every instruction set. *Weight-only*
-keeps x: the integers are multiplied unscaled, exactly, in bfloat16 (where x is, and the processor can) or float32, and
-each group's sum is scaled in float32. Nothing is rounded but the sums and the result.
+There are two kinds of product (csrc/qlinear.h). With *int8 activations* each row of x is rounded to int8 as the reference
+does it, and sums over a row, or over a group of columns, are exact integers; those of groups are scaled and added in
+float32, in their order. *Weight-only* keeps x: the integers are multiplied unscaled, exactly, in bfloat16 (where x is,
+and the processor can) or float32, and each group's sum is scaled in float32. Nothing is rounded but the sums and the
+result.
 
 A row's result depends neither on the other rows nor on their number.
 """
@@ -25,6 +26,9 @@ from mvllm_cpu.recording import Kernel
 MOST_INT8_COLUMNS = 1 << 16
 """in_features up to which sums of products of bytes stay within 32 bits."""
 
+MOST_INT8_GROUP = 256
+"""Columns of the largest groups whose sums of products of bytes are scaled one by one."""
+
 LANE_BITS = 32
 """Neighbouring columns of a row share one lane: 4 values of 8 bits or 8 of 4."""
 
@@ -35,7 +39,7 @@ class PackedQuantizedWeight:
 
     Attributes:
         values: int32 lanes.
-        scales: float32.
+        scales: float32; bfloat16 where those of groups are, which halves what they take.
         zero_points: int8, or None.
         out_features, in_features, group_size: The weight's.
         bits: Bits of a value in `values`.
@@ -65,11 +69,11 @@ class QuantizedLinear:
         self._pack = library.mvllm_cpu_qlinear_pack
         self._pack.argtypes = (
             *(pointer, length, pointer, pointer, pointer, pointer, pointer),
-            *(length, length, length, number),
+            *(length, length, length, number, number, number),
         )
         self._pack.restype = None
         operands = (pointer, length, pointer, pointer, pointer, pointer, pointer)
-        sizes = (length, length, length, length, number, number, number)
+        sizes = (length, length, length, length, number, number, number, number)
         self._product = Kernel(library, "mvllm_cpu_qlinear", (*operands, *sizes))
         self._pool = Pool()
 
@@ -88,8 +92,8 @@ class QuantizedLinear:
             reasons.append(f"weights of {bits} bits have no kernel (there are kernels for 4 and 8)")
         elif not one_group and group_size % (LANE_BITS // bits):
             reasons.append(f"groups of {group_size} are no multiple of {LANE_BITS // bits}")
-        if case.facts["int8_activations"] and not one_group:
-            reasons.append("int8 activations go with one scale per row of the weight")
+        if case.facts["int8_activations"] and not one_group and group_size > MOST_INT8_GROUP:
+            reasons.append(f"with int8 activations groups have at most {MOST_INT8_GROUP} columns")
         if case.facts["int8_activations"] and in_features > MOST_INT8_COLUMNS:
             reasons.append(f"sums over more than {MOST_INT8_COLUMNS} products of int8 can exceed 32 bits")
         return reasons
@@ -101,12 +105,14 @@ class QuantizedLinear:
         scales = weight.scales.float().contiguous()
         zero_points = None if weight.zero_points is None else weight.zero_points.contiguous()
         groups = scales.shape[1]
-        bits = 8 if weight.int8_activations else weight.bits  # the byte products want bytes
+        # The byte products want bytes; what is packed for them in groups becomes bytes in passing.
+        bits = 8 if weight.int8_activations and groups == 1 else weight.bits
+        narrow = weight.int8_activations and groups > 1 and bool((scales.bfloat16().float() == scales).all())
         depth = LANE_BITS // bits
         tiles, lanes = -(-out_features // self._tile), -(-in_features // depth)
         packed = PackedQuantizedWeight(
             self._pool.zeros(tiles * lanes * self._tile, torch.int32),
-            self._pool.zeros(tiles * groups * self._tile, torch.float32),
+            self._pool.zeros(tiles * groups * self._tile, torch.bfloat16 if narrow else torch.float32),
             None if zero_points is None else self._pool.zeros(tiles * groups * self._tile, torch.int8),
             out_features,
             in_features,
@@ -126,6 +132,8 @@ class QuantizedLinear:
             in_features,
             groups,
             bits,
+            weight.int8_activations,
+            narrow,
         )
         return packed
 
@@ -149,6 +157,7 @@ class QuantizedLinear:
             weight.group_size,
             weight.bits,
             weight.int8_activations,
+            weight.scales.dtype == torch.bfloat16,
             DTYPE_CODES[x.dtype],
         )
         return out
