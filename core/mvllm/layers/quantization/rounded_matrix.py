@@ -74,6 +74,9 @@ def round_rows(floats: torch.Tensor, weight: QuantizedWeight, rows: slice) -> No
     Without zero points a group's scale is its largest magnitude over the largest integer, with them the span from its
     smallest to its largest value (zero between them, so that it stays exact) over the number of steps. The scale of a
     group with a NaN is NaN, so that a damaged checkpoint is told by its logits, as without rounding.
+
+    Scales of groups are rounded to bfloat16 before the values are, so that kernels may keep them in two bytes: in groups
+    of 32 that is half a bit per weight.
     """
     largest = 2 ** (weight.bits - 1) - 1
     for group, start in enumerate(range(0, floats.shape[1], weight.group_size)):
@@ -81,14 +84,19 @@ def round_rows(floats: torch.Tensor, weight: QuantizedWeight, rows: slice) -> No
         values = floats[:, columns]
         if weight.zero_points is None:
             zeros = torch.zeros(values.shape[0], 1)
-            scales = values.abs().amax(dim=1, keepdim=True) / largest
-            scales = scales.where(scales != 0, 1.0)
+            scales = _stored(values.abs().amax(dim=1, keepdim=True) / largest, weight)
         else:
             low, high = values.amin(dim=1, keepdim=True).clamp(max=0), values.amax(dim=1, keepdim=True).clamp(min=0)
-            scales = (high - low) / (2 * largest + 1)
-            scales = scales.where(scales != 0, 1.0)
+            scales = _stored((high - low) / (2 * largest + 1), weight)
             zeros = (-largest - 1 - low / scales).round().clamp(-largest - 1, largest)
             weight.zero_points[rows, group] = zeros[:, 0].to(torch.int8)
         lowest = -largest if weight.zero_points is None else -largest - 1
         weight.values[rows, columns] = (values / scales + zeros).round().clamp(lowest, largest).to(torch.int8)
         weight.scales[rows, group] = scales[:, 0]
+
+
+def _stored(scales: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    """Scales as they are kept; 1 for groups of zeros."""
+    if weight.scales.shape[1] > 1:
+        scales = scales.bfloat16().float()
+    return scales.where(scales != 0, 1.0)

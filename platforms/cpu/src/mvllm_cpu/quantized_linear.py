@@ -29,6 +29,9 @@ MOST_INT8_COLUMNS = 1 << 16
 MOST_INT8_GROUP = 256
 """Columns of the largest groups whose sums of products of bytes are scaled one by one."""
 
+STRIP = 16
+"""Columns that kernels handle together (csrc/kernels.h)."""
+
 LANE_BITS = 32
 """Neighbouring columns of a row share one lane: 4 values of 8 bits or 8 of 4."""
 
@@ -75,11 +78,16 @@ class QuantizedLinear:
         operands = (pointer, length, pointer, pointer, pointer, pointer, pointer)
         sizes = (length, length, length, length, number, number, number, number)
         self._product = Kernel(library, "mvllm_cpu_qlinear", (*operands, *sizes))
+        self._product_silu = Kernel(library, "mvllm_cpu_qlinear_silu", (*operands, *sizes))
         self._pool = Pool()
 
     def providers(self) -> Sequence[OpProvider]:
-        """The one provider."""
-        return (OpProvider("quantized_linear", PROVIDER, self.quantized_linear, self.supports, prepare=self.pack),)
+        """One per operation."""
+        silu = self.quantized_linear_silu_and_mul
+        return (
+            OpProvider("quantized_linear", PROVIDER, self.quantized_linear, self.supports, prepare=self.pack),
+            OpProvider("quantized_linear_silu_and_mul", PROVIDER, silu, self.supports_silu, prepare=self.pack),
+        )
 
     def supports(self, case: OpCase) -> list[str]:
         """Reasons why the kernels do not take a case."""
@@ -96,6 +104,14 @@ class QuantizedLinear:
             reasons.append(f"with int8 activations groups have at most {MOST_INT8_GROUP} columns")
         if case.facts["int8_activations"] and in_features > MOST_INT8_COLUMNS:
             reasons.append(f"sums over more than {MOST_INT8_COLUMNS} products of int8 can exceed 32 bits")
+        return reasons
+
+    def supports_silu(self, case: OpCase) -> list[str]:
+        """Reasons why the product and the activation behind it stay two operations."""
+        size = case.facts["size"]
+        reasons = self.supports(case)
+        if size % STRIP:
+            reasons.append(f"{size} columns are no multiple of {STRIP}")
         return reasons
 
     def pack(self, weight: QuantizedWeight) -> PackedQuantizedWeight:
@@ -141,9 +157,20 @@ class QuantizedLinear:
         self, x: torch.Tensor, weight: PackedQuantizedWeight, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """x · weightᵀ + bias; sums in float32 or exact, rounded once."""
+        return self._call(self._product, x, weight, bias, weight.out_features)
+
+    def quantized_linear_silu_and_mul(
+        self, x: torch.Tensor, weight: PackedQuantizedWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """silu of the first half of the product, times the second; bit for bit what the two operations give."""
+        return self._call(self._product_silu, x, weight, bias, weight.out_features // 2)
+
+    def _call(
+        self, kernel: Kernel, x: torch.Tensor, weight: PackedQuantizedWeight, bias: torch.Tensor | None, size: int
+    ) -> torch.Tensor:
         rows = rows_of(x)
-        out = torch.empty((*x.shape[:-1], weight.out_features), dtype=x.dtype)
-        self._product(
+        out = torch.empty((*x.shape[:-1], size), dtype=x.dtype)
+        kernel(
             rows.data_ptr(),
             rows.stride(0),
             weight.values.data_ptr(),
@@ -153,7 +180,7 @@ class QuantizedLinear:
             out.data_ptr(),
             rows.shape[0],
             weight.in_features,
-            weight.out_features,
+            size,
             weight.group_size,
             weight.bits,
             weight.int8_activations,
