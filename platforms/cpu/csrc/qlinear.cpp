@@ -100,7 +100,7 @@ struct Converted {
         stride = round_up(op.in_features, 64) + 64;
         const int64_t values = p.rows * stride * (int8 ? 1 : bf16 ? 2 : 4);
         sums = values + p.rows * 4;
-        bytes = !wanted ? 0 : int8 ? sums + p.rows * op.groups * 4 : values;
+        bytes = !wanted ? 0 : int8 ? sums + p.rows * op.blocks * 4 : values;
     }
 
     // Lays the parts out in `memory` and points `to` at them.
@@ -206,8 +206,8 @@ void multiply(const Product& p) {
 
 // `size` is that of the result's rows.
 Product product_of(const void* x, int64_t x_stride, const uint32_t* weight, const void* scales, const int8_t* zeros,
-                   const void* bias, void* out, int64_t rows, int64_t in_features, int64_t size, int64_t group_size, int bits,
-                   int int8_activations, int bf16_scales, int dtype, bool gated) {
+                   const void* bias, void* out, int64_t rows, int64_t in_features, int64_t size, int64_t group_size,
+                   int64_t block_size, int bits, int int8_activations, int bf16_scales, int dtype, bool gated) {
     QLinear op{};
     op.x = x;
     op.weight = weight;
@@ -221,6 +221,8 @@ Product product_of(const void* x, int64_t x_stride, const uint32_t* weight, cons
     op.out_features = int32_t(gated ? 2 * size : size);
     op.group_size = int32_t(group_size);
     op.groups = int32_t((in_features + group_size - 1) / group_size);
+    op.block_size = int32_t(block_size);
+    op.blocks = int32_t((in_features + block_size - 1) / block_size);
     op.bits = bits;
     op.dtype = dtype;
     op.int8_activations = int8_activations;
@@ -232,8 +234,8 @@ template <bool GATED>
 Product recorded(const int64_t* s) {
     auto pointer = [&](int i) { return reinterpret_cast<void*>(s[i]); };
     return product_of(pointer(0), s[1], static_cast<const uint32_t*>(pointer(2)), pointer(3),
-                      static_cast<const int8_t*>(pointer(4)), pointer(5), pointer(6), s[7], s[8], s[9], s[10], int(s[11]),
-                      int(s[12]), int(s[13]), int(s[14]), GATED);
+                      static_cast<const int8_t*>(pointer(4)), pointer(5), pointer(6), s[7], s[8], s[9], s[10], s[11],
+                      int(s[12]), int(s[13]), int(s[14]), int(s[15]), GATED);
 }
 
 template <bool GATED>
@@ -295,46 +297,54 @@ const char* mvllm_cpu_qlinear_isa() { return current().name; }
 // Columns per tile: what the sizes of a packed weight's parts follow from.
 int mvllm_cpu_qlinear_tile() { return current().tile; }
 
-// `zeros` and `packed_zeros` may be null. The packed parts hold zeros before. Scales in bfloat16 lose what that cannot hold.
+// `zeros` [out_features, groups] and `packed_zeros` may be null; `factors` are as many, or null where all are one. Scales are
+// [out_features, blocks]; in bfloat16 they lose what that cannot hold. The packed parts hold zeros before.
 void mvllm_cpu_qlinear_pack(const int8_t* values, int64_t stride, const float* scales, const int8_t* zeros,
-                            uint32_t* packed, void* packed_scales, int8_t* packed_zeros, int64_t out_features,
-                            int64_t in_features, int64_t groups, int bits, int int8_activations, int bf16_scales) {
+                            const int8_t* factors, uint32_t* packed, void* packed_scales, int8_t* packed_zeros,
+                            int64_t out_features, int64_t in_features, int64_t groups, int64_t blocks, int bits,
+                            int int8_activations, int bf16_scales) {
     const int tile = current().tile;
     const int64_t lanes = (in_features + lane_depth(bits) - 1) / lane_depth(bits) * tile;
     const int64_t tiles = tiles_of(out_features, tile);
-    const bool offsets = bits == 4 && int8_activations;
+    const bool with_factors = bits == 4 && int8_activations;
 #pragma omp parallel for schedule(static) num_threads(threads_for(out_features * in_features))
     for (int64_t t = 0; t < tiles; ++t) {
         const int64_t first = t * tile, columns = std::min<int64_t>(tile, out_features - first);
         pack_tile(values + first * stride, stride, packed + t * lanes, columns, in_features, tile, bits, int8_activations);
-        for (int64_t c = 0; c < columns; ++c)
-            for (int64_t g = 0; g < groups; ++g) {
-                const int64_t to = (t * groups + g) * tile + c, from = (first + c) * groups + g;
-                if (bf16_scales) {
-                    uint32_t bits_of_scale;
-                    std::memcpy(&bits_of_scale, scales + from, 4);
+        for (int64_t c = 0; c < columns; ++c) {
+            for (int64_t b = 0; b < blocks; ++b) {
+                const int64_t to = (t * blocks + b) * tile + c;
+                const float scale = scales[(first + c) * blocks + b];
+                uint32_t bits_of_scale;
+                std::memcpy(&bits_of_scale, &scale, 4);
+                if (bf16_scales)
                     static_cast<uint16_t*>(packed_scales)[to] = uint16_t(bits_of_scale >> 16);
-                } else {
-                    static_cast<float*>(packed_scales)[to] = scales[from];
-                }
-                if (zeros) packed_zeros[to] = offsets ? int8_t(uint8_t(120 - zeros[from])) : zeros[from];
+                else
+                    static_cast<float*>(packed_scales)[to] = scale;
             }
+            for (int64_t g = 0; g < groups && packed_zeros; ++g) {
+                const int64_t from = (first + c) * groups + g;
+                const int zero = zeros ? zeros[from] : 0;
+                packed_zeros[(t * groups + g) * tile + c] =
+                    int8_t(with_factors ? (zero + 8) | ((factors ? factors[from] : 1) - 1) << 4 : zero);
+            }
+        }
     }
 }
 
-// out = x * weight^T + bias. A weight for int8 activations has one group and 8 bits, or groups of at most 256 columns.
+// out = x * weight^T + bias. A weight for int8 activations has one block and 8 bits, or blocks of at most 256 columns.
 void mvllm_cpu_qlinear(const void* x, int64_t x_stride, const uint32_t* weight, const void* scales, const int8_t* zeros,
                        const void* bias, void* out, int64_t rows, int64_t in_features, int64_t out_features,
-                       int64_t group_size, int bits, int int8_activations, int bf16_scales, int dtype) {
-    multiply(product_of(x, x_stride, weight, scales, zeros, bias, out, rows, in_features, out_features, group_size, bits,
-                        int8_activations, bf16_scales, dtype, false));
+                       int64_t group_size, int64_t block_size, int bits, int int8_activations, int bf16_scales, int dtype) {
+    multiply(product_of(x, x_stride, weight, scales, zeros, bias, out, rows, in_features, out_features, group_size,
+                        block_size, bits, int8_activations, bf16_scales, dtype, false));
 }
 
 // out [rows, size] = silu(first half of y) * second half of y, where y = x * weight^T + bias; `size` is a multiple of 16.
 void mvllm_cpu_qlinear_silu(const void* x, int64_t x_stride, const uint32_t* weight, const void* scales, const int8_t* zeros,
                             const void* bias, void* out, int64_t rows, int64_t in_features, int64_t size, int64_t group_size,
-                            int bits, int int8_activations, int bf16_scales, int dtype) {
-    multiply(product_of(x, x_stride, weight, scales, zeros, bias, out, rows, in_features, size, group_size, bits,
+                            int64_t block_size, int bits, int int8_activations, int bf16_scales, int dtype) {
+    multiply(product_of(x, x_stride, weight, scales, zeros, bias, out, rows, in_features, size, group_size, block_size, bits,
                         int8_activations, bf16_scales, dtype, true));
 }
 

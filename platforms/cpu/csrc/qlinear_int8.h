@@ -1,7 +1,7 @@
 // Products of rows rounded to int8 with packed integer weights. Included by qlinear_tile.h.
 //
-// Sums over a row, or over each group of columns that share a scale, are integers and exact. A group's sum is scaled in
-// float32 and added to those of the groups before it, in the order of the groups, however many rows there are.
+// Sums over a row, or over each block of columns that share a float32 scale, are integers and exact. A block's sum is scaled
+// and added to those of the blocks before it, in their order, however many rows there are.
 
 // Four products per lane. `OFFSET` is what a weight's factor is above its value: the x86 byte products want one unsigned
 // factor, and where their sums of two could overflow 16 bits, the sign of the weight moves to x instead.
@@ -71,10 +71,10 @@ INLINE int32_t sum_ints(vi v) {
 #endif
 }
 
-// The sum of each group of a row's values.
-INLINE void sum_groups(const int8_t* values, int size, int group_size, int32_t* sums) {
+// The sum of each block of a row's values.
+INLINE void sum_blocks(const int8_t* values, int size, int block_size, int32_t* sums) {
     for (int k = 0; k < size;) {
-        const int end = group_size < size - k ? k + group_size : size;
+        const int end = block_size < size - k ? k + block_size : size;
         vi sum = {};
         for (; k + LANES <= end; k += LANES) sum += widen_bytes(values + k);
         int32_t total = sum_ints(sum);
@@ -108,10 +108,10 @@ static void quantize_rows(const QLinear& op, int8_t* out, int64_t stride, float*
         const float scale = as_float(top) / 127.f, divisor = scale > 0 ? scale : 1.f;
         const bool finite = top < 0x7f800000u;
         scales[row] = finite ? scale : as_float(0x7fc00000u);
-        int32_t* row_sums = sums + row * op.groups;
+        int32_t* row_sums = sums + row * op.blocks;
         if (!finite) {
             __builtin_memset(to, 0, size_t(stride));
-            __builtin_memset(row_sums, 0, size_t(op.groups) * sizeof(int32_t));
+            __builtin_memset(row_sums, 0, size_t(op.blocks) * sizeof(int32_t));
             continue;
         }
         for (k = 0; k < whole; k += LANES) {
@@ -124,7 +124,7 @@ static void quantize_rows(const QLinear& op, int8_t* out, int64_t stride, float*
             to[k] = int8_t(as_bits(v + magic));
         }
         for (; k < stride; ++k) to[k] = 0;
-        sum_groups(to, size, op.group_size, row_sums);
+        sum_blocks(to, size, op.block_size, row_sums);
     }
 }
 
@@ -199,43 +199,55 @@ static void int8_block(const QLinear& op, int64_t row_begin, int64_t row_end, in
     }
 }
 
-// ---- groups of columns with scales of their own --------------------------------------------------------------------------
-// A group has at most INT8_DEPTH columns. Nibbles become what bytes are, value less zero point + 128: a few rows' worth in
-// registers, for more a piece once, which all rows share. The zero points of nibbles are kept as what has to be added.
+// ---- blocks of columns with scales of their own --------------------------------------------------------------------------
+// A block has at most INT8_DEPTH columns. Nibbles become what bytes are, (value less zero point) * factor + 128: a few rows'
+// worth in registers, for more a piece once, which all rows share. A lane of bytes times a factor takes no carry from one
+// byte to the next, since no product exceeds a byte.
 
 constexpr int NIBBLE_ROWS = 4;  // most rows for which nibbles are unpacked in registers
 
-// Neighbouring whole groups, at most INT8_DEPTH columns; `group` is the first, and the matrix's last may be shorter.
-struct Groups {
-    int size, group_size, group;
+typedef uint16_t vw __attribute__((vector_size(LANES * 4)));
+
+// Neighbouring whole blocks, at most INT8_DEPTH columns; `block` is the first, and the matrix's last may be shorter.
+struct Blocks {
+    int size, block_size, block;
 };
+
+INLINE int least(int a, int b) { return a < b ? a : b; }
 
 INLINE vf scales_at(const QLinear& op, int64_t at) {
     return op.bf16_scales ? BFloat16::widen(static_cast<const uint16_t*>(op.scales) + at)
                           : load(static_cast<const float*>(op.scales) + at);
 }
 
-INLINE vi totals_of(int32_t total) { return vi{} - Quads::OFFSET * total; }
+// What a sum begins with, for the offset that factors have.
+INLINE vi begin_sum(int32_t total) { return vi{} - Quads::OFFSET * total; }
 
 template <int MR, int NV>
-INLINE void add_group(const vi (&acc)[MR][NV], float* sums, const vf (&scales)[NV]) {
+INLINE void begin_block(vi (&acc)[MR][NV], const int32_t* totals, int64_t stride) {
     for (int m = 0; m < MR; ++m)
-        for (int v = 0; v < NV; ++v) {
-            float* sum = sums + m * QTILE + v * LANES;
-            store(sum, load(sum) + __builtin_convertvector(acc[m][v], vf) * scales[v]);
-        }
+        for (int v = 0; v < NV; ++v) acc[m][v] = begin_sum(totals[m * stride]);
 }
 
-// Weights that are bytes: packed so, or nibbles unpacked before. `at` is where the tile's first group has its scales.
 template <int MR, int NV>
-static void bytes_unit(const QLinear& op, const int8_t* x, const int32_t* totals, const uint32_t* w, Groups groups, int64_t at,
+INLINE void add_block(const QLinear& op, const vi (&acc)[MR][NV], float* sums, int64_t at) {
+    for (int v = 0; v < NV; ++v) {
+        const vf scales = scales_at(op, at + v * LANES);
+        for (int m = 0; m < MR; ++m) {
+            float* sum = sums + m * QTILE + v * LANES;
+            store(sum, load(sum) + __builtin_convertvector(acc[m][v], vf) * scales);
+        }
+    }
+}
+
+// Weights that are bytes: packed so, or nibbles unpacked before. `at` is where the tile's first block has its scales.
+template <int MR, int NV>
+static void bytes_unit(const QLinear& op, const int8_t* x, const int32_t* totals, const uint32_t* w, Blocks blocks, int64_t at,
                        float* sums, Ahead ahead) {
-    for (int k = 0; k < groups.size; k += groups.group_size, ++groups.group) {
-        const int size = groups.size - k < groups.group_size ? groups.size - k : groups.group_size;
+    for (int k = 0; k < blocks.size; k += blocks.block_size, ++blocks.block) {
         vi acc[MR][NV];
-        for (int m = 0; m < MR; ++m)
-            for (int v = 0; v < NV; ++v) acc[m][v] = totals_of(totals[int64_t(m) * op.groups + groups.group]);
-        int steps = (size + 3) / 4;
+        begin_block<MR, NV>(acc, totals + blocks.block, op.blocks);
+        int steps = (least(blocks.size - k, blocks.block_size) + 3) / 4;
         do {
             Quads q[NV];
             for (int v = 0; v < NV; ++v) q[v] = Quads::of(load_lanes(w + v * LANES));
@@ -248,83 +260,87 @@ static void bytes_unit(const QLinear& op, const int8_t* x, const int32_t* totals
             x += 4;
             fetch(ahead);
         } while (--steps);
-        const int64_t here = at + int64_t(groups.group) * QTILE;
+        const int64_t here = at + int64_t(blocks.block) * QTILE;
         if (op.zeros && op.bits == 8)
             for (int v = 0; v < NV; ++v) {
                 const vi zeros = widen_bytes(op.zeros + here + v * LANES);
-                for (int m = 0; m < MR; ++m) acc[m][v] -= zeros * totals[int64_t(m) * op.groups + groups.group];
+                for (int m = 0; m < MR; ++m) acc[m][v] -= zeros * totals[int64_t(m) * op.blocks + blocks.block];
             }
-        vf scales[NV];
-        for (int v = 0; v < NV; ++v) scales[v] = scales_at(op, here + v * LANES);
-        add_group<MR, NV>(acc, sums, scales);
+        add_block<MR, NV>(op, acc, sums, here);
     }
 }
 
 INLINE void bytes_group(int rows, int strips, const QLinear& op, const int8_t* x, const int32_t* totals, const uint32_t* w,
-                        const Groups& groups, int64_t at, float* sums, Ahead ahead) {
-    QGROUP(bytes_unit, rows, strips, op, x, totals, w, groups, at, sums, ahead);
+                        const Blocks& blocks, int64_t at, float* sums, Ahead ahead) {
+    QGROUP(bytes_unit, rows, strips, op, x, totals, w, blocks, at, sums, ahead);
 }
 
-// What makes bytes of nibbles, in all four bytes of a lane.
-INLINE vu nibble_offsets(const QLinear& op, int64_t at) {
-    if (!op.zeros) return vu{} + 0x78787878u;
-    return ((vu)widen_bytes(op.zeros + at) & 0xffu) * 0x01010101u;
+// What makes bytes of a group's nibbles.
+struct Unpacking {
+    vw factor;   // in both halves of a lane
+    vu offset;   // in its four bytes
+
+    // `at` is where the group has its zero points and factors.
+    INLINE Unpacking of(const QLinear& op, int64_t at) {
+        if (!op.zeros) return {vw{} + 1, vu{} + 0x78787878u};
+        const vu both = (vu)widen_bytes(op.zeros + at), factor = (both >> 4 & 15u) + 1u;
+        return {(vw)(factor | factor << 16), (128u - (both & 15u) * factor) * 0x01010101u};
+    }
+};
+
+INLINE vu bytes_of(vu nibbles, const Unpacking& unpacking) {
+    return (vu)((vw)(nibbles & 0x0f0f0f0fu) * unpacking.factor) + unpacking.offset;
 }
-INLINE vu first_nibbles(vu lanes, vu offsets) { return (lanes & 0x0f0f0f0fu) + offsets; }
-INLINE vu second_nibbles(vu lanes, vu offsets) { return (lanes >> 4 & 0x0f0f0f0fu) + offsets; }
 
 template <int MR, int NV>
-static void nibbles_unit(const QLinear& op, const int8_t* x, const int32_t* totals, const uint32_t* w, Groups groups,
-                         int64_t at, float* sums, Ahead ahead) {
-    for (int k = 0; k < groups.size; k += groups.group_size, ++groups.group) {
-        const int size = groups.size - k < groups.group_size ? groups.size - k : groups.group_size;
-        const int64_t here = at + int64_t(groups.group) * QTILE;
-        vu offsets[NV];
-        for (int v = 0; v < NV; ++v) offsets[v] = nibble_offsets(op, here + v * LANES);
+static void nibbles_unit(const QLinear& op, const int8_t* x, const int32_t* totals, const uint32_t* w, Blocks blocks,
+                         int64_t at, int64_t zeros_at, float* sums, Ahead ahead) {
+    for (int k = 0; k < blocks.size; k += blocks.block_size, ++blocks.block) {
         vi acc[MR][NV];
-        for (int m = 0; m < MR; ++m)
-            for (int v = 0; v < NV; ++v) acc[m][v] = totals_of(totals[int64_t(m) * op.groups + groups.group]);
-        int steps = (size + 7) / 8;
-        do {
-            for (int v = 0; v < NV; ++v) {
-                const vu lanes = load_lanes(w + v * LANES);
-                const Quads q[2] = {Quads::of(first_nibbles(lanes, offsets[v])), Quads::of(second_nibbles(lanes, offsets[v]))};
-                for (int m = 0; m < MR; ++m) {
-                    uint32_t quads[2];
-                    __builtin_memcpy(quads, x + m * op.x_stride, 8);
-                    acc[m][v] = Quads::add(Quads::add(acc[m][v], q[0], quads[0]), q[1], quads[1]);
+        begin_block<MR, NV>(acc, totals + blocks.block, op.blocks);
+        for (int left = least(blocks.size - k, blocks.block_size); left > 0; left -= op.group_size, zeros_at += QTILE) {
+            Unpacking unpacking[NV];
+            for (int v = 0; v < NV; ++v) unpacking[v] = Unpacking::of(op, zeros_at + v * LANES);
+            int steps = (least(left, op.group_size) + 7) / 8;
+            do {
+                for (int v = 0; v < NV; ++v) {
+                    const vu lanes = load_lanes(w + v * LANES);
+                    const Quads first = Quads::of(bytes_of(lanes, unpacking[v])), second = Quads::of(bytes_of(lanes >> 4, unpacking[v]));
+                    for (int m = 0; m < MR; ++m) {
+                        uint32_t quads[2];
+                        __builtin_memcpy(quads, x + m * op.x_stride, 8);
+                        acc[m][v] = Quads::add(Quads::add(acc[m][v], first, quads[0]), second, quads[1]);
+                    }
                 }
-            }
-            w += QTILE;
-            x += 8;
-            fetch(ahead);
-        } while (--steps);
-        vf scales[NV];
-        for (int v = 0; v < NV; ++v) scales[v] = scales_at(op, here + v * LANES);
-        add_group<MR, NV>(acc, sums, scales);
+                w += QTILE;
+                x += 8;
+                fetch(ahead);
+            } while (--steps);
+        }
+        add_block<MR, NV>(op, acc, sums, at + int64_t(blocks.block) * QTILE);
     }
 }
 
 INLINE void nibbles_group(int rows, int strips, const QLinear& op, const int8_t* x, const int32_t* totals, const uint32_t* w,
-                          const Groups& groups, int64_t at, float* sums, Ahead ahead) {
+                          const Blocks& blocks, int64_t at, int64_t zeros_at, float* sums, Ahead ahead) {
     switch (rows) {
-        case 1: QVECTORS(nibbles_unit, 1, strips, op, x, totals, w, groups, at, sums, ahead);
-        case 2: QVECTORS(nibbles_unit, 2, strips, op, x, totals, w, groups, at, sums, ahead);
-        case 3: QVECTORS(nibbles_unit, 3, strips, op, x, totals, w, groups, at, sums, ahead);
-        default: QVECTORS(nibbles_unit, 4, strips, op, x, totals, w, groups, at, sums, ahead);
+        case 1: QVECTORS(nibbles_unit, 1, strips, op, x, totals, w, blocks, at, zeros_at, sums, ahead);
+        case 2: QVECTORS(nibbles_unit, 2, strips, op, x, totals, w, blocks, at, zeros_at, sums, ahead);
+        case 3: QVECTORS(nibbles_unit, 3, strips, op, x, totals, w, blocks, at, zeros_at, sums, ahead);
+        default: QVECTORS(nibbles_unit, 4, strips, op, x, totals, w, blocks, at, zeros_at, sums, ahead);
     }
 }
 
-// A piece's nibbles as bytes, as if they had been packed so.
-INLINE void unpack_nibbles(const QLinear& op, const uint32_t* w, Groups groups, int64_t at, int columns, uint32_t* panel) {
-    for (int k = 0; k < groups.size; k += groups.group_size, ++groups.group) {
-        const int size = groups.size - k < groups.group_size ? groups.size - k : groups.group_size, steps = (size + 7) / 8;
+// Nibbles of `size` columns as bytes, as if they had been packed so.
+INLINE void unpack_nibbles(const QLinear& op, const uint32_t* w, int size, int64_t zeros_at, int columns, uint32_t* panel) {
+    for (int k = 0; k < size; k += op.group_size, zeros_at += QTILE) {
+        const int steps = (least(size - k, op.group_size) + 7) / 8;
         for (int c = 0; c < columns; c += LANES) {
-            const vu offsets = nibble_offsets(op, at + int64_t(groups.group) * QTILE + c);
+            const Unpacking unpacking = Unpacking::of(op, zeros_at + c);
             for (int s = 0; s < steps; ++s) {
                 const vu lanes = load_lanes(w + s * QTILE + c);
-                store_lanes(panel + 2 * s * QTILE + c, first_nibbles(lanes, offsets));
-                store_lanes(panel + (2 * s + 1) * QTILE + c, second_nibbles(lanes, offsets));
+                store_lanes(panel + 2 * s * QTILE + c, bytes_of(lanes, unpacking));
+                store_lanes(panel + (2 * s + 1) * QTILE + c, bytes_of(lanes >> 4, unpacking));
             }
         }
         w += steps * QTILE;
@@ -332,43 +348,43 @@ INLINE void unpack_nibbles(const QLinear& op, const uint32_t* w, Groups groups, 
     }
 }
 
-// Weights with a scale for each group of columns.
+// Weights with a scale for each block of columns.
 template <class E>
-static void grouped_block(const QLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
+static void blocks_block(const QLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
     typedef typename E::type T;
     alignas(64) float sums[QLINEAR_ROWS * QTILE];
     alignas(64) uint32_t panel[INT8_DEPTH / 4 * QTILE];
     const int rows = int(row_end - row_begin), teams = (rows + QMR - 1) / QMR;
     const int lane = op.bits == 4 ? 8 : 4, depth = round_up(op.in_features, lane);
-    const int piece = INT8_DEPTH / op.group_size * op.group_size;
+    const int piece = INT8_DEPTH / op.block_size * op.block_size;
     const int8_t* x = static_cast<const int8_t*>(op.x) + row_begin * op.x_stride;
-    const int32_t* totals = op.row_sums + row_begin * op.groups;
+    const int32_t* totals = op.row_sums + row_begin * op.blocks;
     for (int64_t strip = strip_begin, next; strip < strip_end; strip = next) {
         const int64_t tile = strip / QTILE_STRIPS;
         next = (tile + 1) * QTILE_STRIPS < strip_end ? (tile + 1) * QTILE_STRIPS : strip_end;
         const int within = int(strip % QTILE_STRIPS) * STRIP, strips = int(next - strip);
         const uint32_t* weight = op.weight + tile * (depth / lane) * QTILE + within;
-        const int64_t at = tile * op.groups * QTILE + within;
+        const int64_t at = tile * op.blocks * QTILE + within;
         for (int i = 0; i < rows * QTILE; i += LANES) store(sums + i, vf{});
         for (int k = 0; k < op.in_features; k += piece) {
-            const int size = op.in_features - k < piece ? op.in_features - k : piece;
-            const Groups groups{size, op.group_size, k / op.group_size};
+            const int size = op.in_features - k < piece ? op.in_features - k : piece, steps = (size + 3) / 4;
+            const Blocks blocks{size, op.block_size, k / op.block_size};
+            const int64_t zeros_at = (tile * op.groups + k / op.group_size) * QTILE + within;
             const uint32_t* w = weight + k / lane * QTILE;
-            const int steps = (size + 3) / 4;
             const char* ahead = reinterpret_cast<const char*>(w + (size + lane - 1) / lane * QTILE);
             if (op.bits == 4 && rows <= NIBBLE_ROWS) {
-                nibbles_group(rows, strips, op, x + k, totals, w, groups, at, sums, Ahead{ahead, QTILE * 4 / 64});
+                nibbles_group(rows, strips, op, x + k, totals, w, blocks, at, zeros_at, sums, Ahead{ahead, QTILE * 4 / 64});
                 continue;
             }
             int lines = QTILE * 4 / 64;  // per step of bytes
             if (op.bits == 4) {
-                unpack_nibbles(op, w, groups, at, strips * STRIP, panel);
+                unpack_nibbles(op, w, size, zeros_at, strips * STRIP, panel);
                 w = panel;
                 lines = (lines + 1) / 2;
             }
             for (int t = 0, m = 0; t < teams; ++t) {
                 const int height = (rows - m + teams - t - 1) / (teams - t), share = qlines(lines, t, teams);
-                bytes_group(height, strips, op, x + m * op.x_stride + k, totals + int64_t(m) * op.groups, w, groups, at,
+                bytes_group(height, strips, op, x + m * op.x_stride + k, totals + int64_t(m) * op.blocks, w, blocks, at,
                             sums + m * QTILE, Ahead{ahead, share});
                 ahead += int64_t(steps) * share * 64;
                 m += height;

@@ -134,16 +134,16 @@ static void quantize(const QLinear& op, int8_t* out, int64_t stride, float* scal
 }
 
 template <class E>
-INLINE void int8_by_groups(const QLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
-    if (op.groups > 1) return grouped_block<E>(op, row_begin, row_end, strip_begin, strip_end);
+INLINE void int8_by_blocks(const QLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
+    if (op.blocks > 1 || op.bits == 4) return blocks_block<E>(op, row_begin, row_end, strip_begin, strip_end);
     return int8_block<E>(op, row_begin, row_end, strip_begin, strip_end);
 }
 
 static void int8(const QLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
     switch (op.dtype) {
-        case F32: return int8_by_groups<Float32>(op, row_begin, row_end, strip_begin, strip_end);
-        case BF16: return int8_by_groups<BFloat16>(op, row_begin, row_end, strip_begin, strip_end);
-        default: return int8_by_groups<Float16>(op, row_begin, row_end, strip_begin, strip_end);
+        case F32: return int8_by_blocks<Float32>(op, row_begin, row_end, strip_begin, strip_end);
+        case BF16: return int8_by_blocks<BFloat16>(op, row_begin, row_end, strip_begin, strip_end);
+        default: return int8_by_blocks<Float16>(op, row_begin, row_end, strip_begin, strip_end);
     }
 }
 

@@ -27,7 +27,11 @@ MOST_INT8_COLUMNS = 1 << 16
 """in_features up to which sums of products of bytes stay within 32 bits."""
 
 MOST_INT8_GROUP = 256
-"""Columns of the largest groups whose sums of products of bytes are scaled one by one."""
+"""Columns of the largest groups whose sums of products of bytes are scaled one by one. Smaller groups of nibbles share
+such a sum where their scales are whole multiples of one number, see `_factors`."""
+
+MOST_FACTOR = 8
+"""Differences of two nibbles, times this, fit into a byte with sign."""
 
 STRIP = 16
 """Columns that kernels handle together (csrc/kernels.h)."""
@@ -43,8 +47,9 @@ class PackedQuantizedWeight:
     Attributes:
         values: int32 lanes.
         scales: float32; bfloat16 where those of groups are, which halves what they take.
-        zero_points: int8, or None.
+        zero_points: int8, or None; in nibbles for int8 activations with the factors of groups.
         out_features, in_features, group_size: The weight's.
+        block_size: Columns that share one of `scales`.
         bits: Bits of a value in `values`.
         int8_activations: How it is multiplied.
     """
@@ -55,6 +60,7 @@ class PackedQuantizedWeight:
     out_features: int
     in_features: int
     group_size: int
+    block_size: int
     bits: int
     int8_activations: bool
 
@@ -71,12 +77,12 @@ class QuantizedLinear:
         self._tile = int(library.mvllm_cpu_qlinear_tile())
         self._pack = library.mvllm_cpu_qlinear_pack
         self._pack.argtypes = (
-            *(pointer, length, pointer, pointer, pointer, pointer, pointer),
-            *(length, length, length, number, number, number),
+            *(pointer, length, pointer, pointer, pointer, pointer, pointer, pointer),
+            *(length, length, length, length, number, number, number),
         )
         self._pack.restype = None
         operands = (pointer, length, pointer, pointer, pointer, pointer, pointer)
-        sizes = (length, length, length, length, number, number, number, number)
+        sizes = (length, length, length, length, length, number, number, number, number)
         self._product = Kernel(library, "mvllm_cpu_qlinear", (*operands, *sizes))
         self._product_silu = Kernel(library, "mvllm_cpu_qlinear_silu", (*operands, *sizes))
         self._pool = Pool()
@@ -120,19 +126,28 @@ class QuantizedLinear:
         values = rows_of(weight.values)
         scales = weight.scales.float().contiguous()
         zero_points = None if weight.zero_points is None else weight.zero_points.contiguous()
-        groups = scales.shape[1]
+        groups, block_size, factors = scales.shape[1], weight.group_size, None
         # The byte products want bytes; what is packed for them in groups becomes bytes in passing.
         bits = 8 if weight.int8_activations and groups == 1 else weight.bits
+        with_factors = bits == 4 and weight.int8_activations
+        if with_factors and MOST_INT8_GROUP % weight.group_size == 0:
+            found = _factors(scales, MOST_INT8_GROUP // weight.group_size)
+            if found is not None:
+                scales, factors = found
+                block_size = MOST_INT8_GROUP
+        blocks = scales.shape[1]
         narrow = weight.int8_activations and groups > 1 and bool((scales.bfloat16().float() == scales).all())
         depth = LANE_BITS // bits
         tiles, lanes = -(-out_features // self._tile), -(-in_features // depth)
+        has_zeros = zero_points is not None or factors is not None
         packed = PackedQuantizedWeight(
             self._pool.zeros(tiles * lanes * self._tile, torch.int32),
-            self._pool.zeros(tiles * groups * self._tile, torch.bfloat16 if narrow else torch.float32),
-            None if zero_points is None else self._pool.zeros(tiles * groups * self._tile, torch.int8),
+            self._pool.zeros(tiles * blocks * self._tile, torch.bfloat16 if narrow else torch.float32),
+            self._pool.zeros(tiles * groups * self._tile, torch.int8) if has_zeros else None,
             out_features,
             in_features,
             weight.group_size,
+            block_size,
             bits,
             weight.int8_activations,
         )
@@ -141,12 +156,14 @@ class QuantizedLinear:
             values.stride(0),
             scales.data_ptr(),
             _pointer(zero_points),
+            _pointer(factors),
             packed.values.data_ptr(),
             packed.scales.data_ptr(),
             _pointer(packed.zero_points),
             out_features,
             in_features,
             groups,
+            blocks,
             bits,
             weight.int8_activations,
             narrow,
@@ -182,6 +199,7 @@ class QuantizedLinear:
             weight.in_features,
             size,
             weight.group_size,
+            weight.block_size,
             weight.bits,
             weight.int8_activations,
             weight.scales.dtype == torch.bfloat16,
@@ -192,3 +210,26 @@ class QuantizedLinear:
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _factors(scales: torch.Tensor, per_block: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Scales [rows, groups] as whole factors [rows, groups], int8, of one scale per `per_block` groups.
+
+    None where they are not, to the last bit, for all blocks and with factors of at most MOST_FACTOR.
+    """
+    rows, groups = scales.shape
+    blocks = -(-groups // per_block)
+    padded = torch.nn.functional.pad(scales, (0, blocks * per_block - groups)).view(rows, blocks, per_block)
+    largest = padded.amax(dim=2, keepdim=True)
+    base, factors = torch.zeros_like(largest), torch.zeros_like(padded)
+    for most in range(MOST_FACTOR, 0, -1):
+        unit = largest / most
+        whole = (padded / unit).round()
+        fits = ((whole * unit == padded) & ((whole >= 1) | (padded == 0))).all(dim=2, keepdim=True)
+        base, factors = torch.where(fits, unit, base), torch.where(fits, whole, factors)
+    if not bool((base > 0).all()):
+        return None
+    factors = factors.view(rows, -1)[:, :groups]
+    if not bool((factors >= 1).all()):
+        return None
+    return base[:, :, 0].contiguous(), factors.to(torch.int8).contiguous()
