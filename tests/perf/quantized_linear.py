@@ -1,12 +1,12 @@
-"""Products with integer weights beside the machine's limits and torch's own kernels.
+"""The products of a whole model with integer weights, beside bf16 and the machine's limits.
 
-    OMP_NUM_THREADS=2 python tests/perf/quantized_linear.py
+    OMP_NUM_THREADS=2 python tests/perf/quantized_linear.py [--rows 1 16 32 256 2048] [--only int8 int4]
 
-Few rows are bound by reading the weight: the table gives GB/s of packed bytes, beside the rate at which the same
-threads read memory that is not in a cache. Many rows are bound by arithmetic: GOP/s (two per multiply-add), beside
-torch._int_mm for int8 activations and the bf16 product of torch for weight-only. Each line of the first table passes
-over as many copies of the weight as make 160 MiB, so that none is read from a cache; medians over rounds in which all
-take turns, because the machine's bandwidth changes from minute to minute.
+Each line is one pass over all matrices of a model (sizes by arguments), layer after layer, in one way to store them. Few rows
+are bound by reading the weights: so many layers are read one after the other that no cache holds them, and the table
+gives GB/s of packed bytes beside the rate at which the same threads read memory. Many rows are bound by arithmetic:
+GOP/s (two per multiply-add), beside torch's product of bytes. All take turns in each round, because the machine's
+bandwidth changes from minute to minute; medians over rounds, and ratios to bf16 of the same rounds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import argparse
 import ctypes
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import run
 from tempfile import TemporaryDirectory
@@ -28,6 +28,9 @@ from mvllm_cpu.linear import Linear
 from mvllm_cpu.quantized_linear import PackedQuantizedWeight, QuantizedLinear
 
 COLD = 160 << 20
+FEW_LAYERS = 2
+"""Layers that a pass of many rows takes: their weights are read once for hundreds of rows."""
+
 READ = """
 #include <stdint.h>
 #include <stddef.h>
@@ -42,13 +45,13 @@ double read_all(const double* p, size_t n) {
     return total;
 }
 """
-SCHEMES = {
-    "int8, int8 activations": (8, None, True),
-    "int8, weight-only": (8, None, False),
-    "int8, groups of 128": (8, 128, False),
-    "int4, groups of 128": (4, 128, False),
-    "int4, groups of 32": (4, 32, False),
-    "int4, groups of 32, zeros": (4, 32, False),
+SCHEMES: dict[str, tuple[int, int | None, bool, bool]] = {  # bits, columns per scale, zero points, int8 activations
+    "int8, int8 activations": (8, None, False, True),
+    "int8": (8, None, False, False),
+    "int8, groups of 128": (8, 128, False, False),
+    "int4, int8 activations": (4, 32, True, True),
+    "int4, groups of 128": (4, 128, False, False),
+    "int4, groups of 32, zeros": (4, 32, True, False),
 }
 
 
@@ -71,25 +74,26 @@ def seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def in_turns(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, all called once per round."""
+def in_turns(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each, all called once per round."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(rounds + 1):
         for name, function in functions.items():
             taken = seconds(function)
             if turn:
                 times[name].append(taken)
-    return {name: statistics.median(taken) for name, taken in times.items()}
+    return times
 
 
-def weight_of(name: str, out_features: int, in_features: int) -> QuantizedWeight:
+def weight_of(name: str, shape: tuple[int, int]) -> QuantizedWeight:
     """Random integers in one of the SCHEMES."""
-    bits, group_size, int8_activations = SCHEMES[name]
+    bits, group_size, zero_points, int8_activations = SCHEMES[name]
+    out_features, in_features = shape
     group_size = group_size or in_features
     groups, top = -(-in_features // group_size), 2 ** (bits - 1)
-    values = torch.randint(-top, top, (out_features, in_features), dtype=torch.int8)
-    zeros = torch.randint(-top, top, (out_features, groups), dtype=torch.int8) if "zeros" in name else None
-    scales = torch.rand(out_features, groups) * 0.01
+    values = torch.randint(-top, top, shape, dtype=torch.int8)
+    zeros = torch.randint(-top, top, (out_features, groups), dtype=torch.int8) if zero_points else None
+    scales = (torch.rand(out_features, groups) * 0.01).bfloat16().float()
     return QuantizedWeight(values, scales, zeros, group_size, bits, int8_activations)
 
 
@@ -99,78 +103,80 @@ def packed_bytes(weight: PackedQuantizedWeight) -> int:
     return weight.values.nbytes + weight.scales.nbytes + zeros
 
 
-def over(function: Callable[[object], object], weights: list[object]) -> Callable[[], object]:
-    """Calls with every weight."""
-    return lambda: [function(weight) for weight in weights]
+class Model:
+    """All matrices of a model in one form.
+
+    Args:
+        shapes: (out_features, in_features) of a layer's matrices.
+        layers: How many layers there are.
+        pack: Makes a matrix, given its shape.
+        product: Multiplies rows with one.
+        size: Bytes of one.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, int]],
+        layers: int,
+        pack: Callable[[tuple[int, int]], object],
+        product: Callable[[torch.Tensor, object], object],
+        size: Callable[[object], int],
+    ) -> None:
+        self.shapes, self.product = shapes, product
+        self.layers = [[pack(shape) for shape in shapes] for _ in range(layers)]
+        self.layer_bytes = sum(size(weight) for weight in self.layers[0])
+
+    def run(self, inputs: dict[int, torch.Tensor], layers: int, only: int | None = None) -> None:
+        """Multiplies, with all matrices of `layers` layers, or one of each."""
+        for layer in self.layers[:layers]:
+            for i, ((_, in_features), weight) in enumerate(zip(self.shapes, layer, strict=True)):
+                if only is None or i == only:
+                    self.product(inputs[in_features], weight)
 
 
-def few_rows(op: QuantizedLinear, dense: Linear, shape: tuple[int, int], counts: list[int], rounds: int) -> None:
-    """The first table."""
-    out_features, in_features = shape
-    sizes, packed = {}, {}
-    for name in SCHEMES:
-        one = op.pack(weight_of(name, *shape))
-        copies = max(1, COLD // packed_bytes(one))
-        packed[name] = [one, *(op.pack(weight_of(name, *shape)) for _ in range(copies - 1))]
-        sizes[name] = packed_bytes(one) * copies
-    plain = [torch.randn(out_features, in_features).bfloat16() for _ in range(COLD // (2 * out_features * in_features))]
-    ours = [dense.pack(weight) for weight in plain]
-    sizes["torch bf16"] = sizes["mvllm bf16"] = len(plain) * plain[0].nbytes
+def table(models: dict[str, Model], rows: int, rounds: int, reader: ctypes.CDLL, each: bool) -> None:
+    """Prints the lines for one number of rows."""
+    first = next(iter(models.values()))
+    layers = len(first.layers) if rows <= 64 else min(FEW_LAYERS, len(first.layers))
+    inputs = {size: torch.randn(rows, size).bfloat16() for size in {i for _, i in first.shapes}}
+    functions: dict[str, Callable[[], object]] = {}
     memory = torch.ones(COLD // 8, dtype=torch.float64)
-    with TemporaryDirectory() as folder:
-        reader = compiled_reader(Path(folder))
-        for rows in counts:
-            x = torch.randn(rows, in_features).bfloat16()
-            functions = {
-                "read": lambda: reader.read_all(memory.data_ptr(), memory.numel()),
-                **{
-                    name: over(lambda w, x=x: op.quantized_linear(x, w, None), weights)
-                    for name, weights in packed.items()
-                },
-                "mvllm bf16": over(lambda w, x=x: dense.linear(x, w, None), ours),
-                "torch bf16": over(lambda w, x=x: torch.nn.functional.linear(x, w), plain),
-            }
-            times = in_turns(functions, rounds)
-            limit = memory.nbytes / times["read"] / 1e9
-            print(f"\n{rows} rows, {out_features}x{in_features}; read bandwidth {limit:.1f} GB/s")
-            for name, size in sizes.items():
-                rate = size / times[name] / 1e9
-                calls = len(packed.get(name, plain))
-                each = times[name] / calls * 1e6
-                print(f"  {name:28} {rate:7.1f} GB/s {rate / limit:6.0%} of the limit {each:8.1f} us a call")
-
-
-def many_rows(op: QuantizedLinear, dense: Linear, shape: tuple[int, int], counts: list[int], rounds: int) -> None:
-    """The second table."""
-    out_features, in_features = shape
-    packed = {name: op.pack(weight_of(name, *shape)) for name in SCHEMES}
-    plain = torch.randn(out_features, in_features).bfloat16()
-    ours = dense.pack(plain)
-    integers = torch.randint(-127, 128, (in_features, out_features), dtype=torch.int8)
-    transposed = integers.t().contiguous().t()
-    for rows in counts:
-        x = torch.randn(rows, in_features).bfloat16()
-        x8 = torch.randint(-127, 128, (rows, in_features), dtype=torch.int8)
-        functions = {
-            **{name: lambda w=w, x=x: op.quantized_linear(x, w, None) for name, w in packed.items()},
-            "mvllm bf16": lambda x=x: dense.linear(x, ours, None),
-            "torch bf16": lambda x=x: torch.nn.functional.linear(x, plain),
-            "torch._int_mm (no scales)": lambda x8=x8: torch._int_mm(x8, transposed),
-        }
-        times = in_turns(functions, rounds)
-        print(f"\n{rows} rows, {out_features}x{in_features}")
-        for name, taken in times.items():
-            rate = 2 * rows * out_features * in_features / taken / 1e9
-            print(f"  {name:28} {rate:7.0f} GOP/s {taken * 1e6:9.1f} us")
+    functions["read"] = lambda: reader.read_all(memory.data_ptr(), memory.numel())
+    if rows > 64:
+        m, k, n = 2048, 1024, 4096
+        x8, w8 = torch.ones(m, k, dtype=torch.int8), torch.ones(n, k, dtype=torch.int8).t()
+        functions["torch bytes"] = lambda: torch._int_mm(x8, w8)
+    for name, model in models.items():
+        functions[name] = lambda model=model: model.run(inputs, layers)
+        if each:
+            for i, (o, k) in enumerate(model.shapes):
+                functions[f"{name}: {o}x{k}"] = lambda model=model, i=i: model.run(inputs, layers, i)
+    times = {name: statistics.median(taken) for name, taken in in_turns(functions, rounds).items()}
+    limit = memory.nbytes / times["read"] / 1e9
+    head = f"\n{rows} rows, {layers} layers; memory is read at {limit:.1f} GB/s"
+    if rows > 64:
+        head += f", torch multiplies bytes at {2 * m * k * n / times['torch bytes'] / 1e9:.0f} GOP/s"
+    print(head)
+    for name, taken in times.items():
+        scheme, _, shape = name.partition(": ")
+        if scheme not in models:
+            continue
+        picked = [s for s in first.shapes if not shape or f"{s[0]}x{s[1]}" == shape]
+        work = 2 * rows * sum(o * i for o, i in picked) * layers
+        beside = times["bf16" + name[len(scheme) :]] / taken
+        line = f"  {name:44} {taken / layers * 1e3:8.3f} ms a layer  {beside:5.2f} x bf16  {work / taken / 1e9:6.0f} GOP/s"
+        if not shape:
+            rate = models[scheme].layer_bytes * layers / taken / 1e9
+            line += f"  {rate:5.1f} GB/s {rate / limit:5.0%} of reading"
+        print(line)
 
 
 def accuracy(op: QuantizedLinear, shape: tuple[int, int]) -> None:
     """Root mean square errors over the product's, against float64."""
     print("\nroot mean square error of the product / root mean square of the product, against float64")
-    in_features = shape[1]
-    x = torch.randn(64, in_features).bfloat16()
+    x = torch.randn(64, shape[1]).bfloat16()
     for name in SCHEMES:
-        weight = weight_of(name, *shape)
+        weight = weight_of(name, shape)
         exact = x.double() @ weight.dequantize().double().T
         size = exact.square().mean().sqrt()
         found = (op.quantized_linear(x, op.pack(weight), None).double() - exact).square().mean().sqrt() / size
@@ -181,10 +187,13 @@ def accuracy(op: QuantizedLinear, shape: tuple[int, int]) -> None:
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--few", type=int, nargs="*", default=[1, 2, 4, 8])
-    parser.add_argument("--many", type=int, nargs="*", default=[32, 256, 2048])
-    parser.add_argument("--shape", type=int, nargs=2, default=[2304, 768], metavar=("OUT", "IN"))
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 16, 32, 256, 2048])
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--intermediate", type=int, default=3072)
+    parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="*", help="schemes whose name begins so")
+    parser.add_argument("--each", action="store_true", help="a line for each matrix as well")
     args = parser.parse_args()
     loaded = kernels.load()
     if loaded.library is None:
@@ -192,9 +201,35 @@ def main() -> None:
     op, dense = QuantizedLinear(loaded.library), Linear(loaded.library, loaded.isa)
     torch.manual_seed(0)
     print(f"{loaded.quantized_isa}, {torch.get_num_threads()} threads")
-    few_rows(op, dense, tuple(args.shape), args.few, args.rounds)
-    many_rows(op, dense, tuple(args.shape), args.many, args.rounds)
-    accuracy(op, tuple(args.shape))
+    h, i = args.hidden, args.intermediate
+    shapes = [(3 * h, h), (h, h), (2 * i, h), (h, i)]
+    plain = {shape: torch.randn(shape).bfloat16() for shape in shapes}
+    models = {
+        "bf16": Model(
+            shapes,
+            args.layers,
+            lambda shape: dense.pack(plain[shape]),
+            lambda x, w: dense.linear(x, w, None),
+            lambda w: w.data.nbytes,
+        )
+    }
+    for name in SCHEMES:
+        if args.only and not name.startswith(tuple(args.only)):
+            continue
+        whole = {shape: weight_of(name, shape) for shape in shapes}
+        if True:
+            models[name] = Model(
+                shapes,
+                args.layers,
+                lambda shape, whole=whole: op.pack(whole[shape]),
+                lambda x, w: op.quantized_linear(x, w, None),
+                packed_bytes,
+            )
+    with TemporaryDirectory() as folder:
+        reader = compiled_reader(Path(folder))
+        for rows in args.rows:
+            table(models, rows, args.rounds, reader, args.each)
+    accuracy(op, (h, h))
 
 
 if __name__ == "__main__":

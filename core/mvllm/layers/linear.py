@@ -79,10 +79,26 @@ class Linear(nn.Module):
         """[..., in on this rank] to [..., out on this rank]."""
         return self._linear(x, self.weight, self.bias)
 
-    def fuse(self, op: ResolvedOp) -> None:
-        """Has `op` in place of `linear`, which takes the same arguments and does more. While the model is built."""
-        self._op = op
-        self._linear = op.function
+    def fuse_silu_and_mul(self, ctx: BuildContext) -> bool:
+        """Makes the product and the gated activation behind it one operation, where somebody provides that.
+
+        Once, while the model is built, with the same context.
+
+        Returns:
+            Whether `forward` now does both, and gives [..., out_features / 2].
+        """
+        size = self.out_features // 2
+        activation = ctx.op("silu_and_mul", size=size)
+        if isinstance(self.weight, QuantizedMatrix):
+            return self.weight.fuse_silu_and_mul(ctx, activation)
+        assert self._op is not None, "a matrix of floats has an operation"
+        fused = ctx.op(
+            "linear_silu_and_mul", in_features=self.layout.num_columns, size=size, bias=self.bias is not None
+        )
+        if not fused.may_replace(self._op, activation):
+            return False
+        self._op, self._linear = fused, fused.function
+        return True
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Checkpoint tensor names and what this rank takes of them. Before `prepare_weights` only."""

@@ -8,7 +8,6 @@ from torch import nn
 from mvllm.layers.activation import ACTIVATIONS, Activation, activation, gated_activation
 from mvllm.layers.context import BuildContext
 from mvllm.layers.linear import ColumnParallelLinear, RowParallelLinear
-from mvllm.ops.registry import REFERENCE
 
 
 class GatedMLP(nn.Module):
@@ -31,16 +30,8 @@ class GatedMLP(nn.Module):
         self.down = RowParallelLinear(ctx, f"{name}.down_proj", intermediate_size, hidden_size, bias=bias)
         size = self.gate_up.out_features // 2
         self._act: Activation | None = gated_activation(ctx, hidden_act, size)
-        if ACTIVATIONS[hidden_act] == "silu" and not self.gate_up.quantized:
-            fused = ctx.op("linear_silu_and_mul", in_features=hidden_size, size=size, bias=bias)
-            parts = (
-                ctx.op("linear", in_features=hidden_size, out_features=2 * size, bias=bias),
-                ctx.op("silu_and_mul", size=size),
-            )
-            bypasses = not fused.asked_for and any(part.asked_for for part in parts)  # what the user wants to have run
-            if fused.provider != REFERENCE and not bypasses:
-                self.gate_up.fuse(fused)
-                self._act = None
+        if ACTIVATIONS[hidden_act] == "silu" and self.gate_up.fuse_silu_and_mul(ctx):
+            self._act = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""

@@ -8,7 +8,7 @@ from mvllm.ops.embedding import EMBEDDING
 from mvllm.ops.linear import LINEAR, LINEAR_SILU_AND_MUL
 from mvllm.ops.moe import MOE
 from mvllm.ops.norm import FUSED_ADD_RMS_NORM, LAYER_NORM, RMS_NORM
-from mvllm.ops.quantized_linear import QUANTIZED_LINEAR
+from mvllm.ops.quantized_linear import QUANTIZED_LINEAR, QUANTIZED_LINEAR_SILU_AND_MUL
 from mvllm.ops.rotary import ROTARY_EMBEDDING
 from mvllm.ops.schema import OpSchema
 
@@ -18,6 +18,7 @@ SCHEMAS: dict[str, OpSchema] = {
         LINEAR,
         QUANTIZED_LINEAR,
         LINEAR_SILU_AND_MUL,
+        QUANTIZED_LINEAR_SILU_AND_MUL,
         EMBEDDING,
         RMS_NORM,
         FUSED_ADD_RMS_NORM,

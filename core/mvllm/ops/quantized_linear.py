@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mvllm.ops.activation import silu_and_mul
 from mvllm.ops.schema import OpSchema
 
 _EXACT_COLUMNS = 1024
@@ -101,15 +102,45 @@ def _int8_product(rows: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     return product * row_scales
 
 
+def quantized_linear_silu_and_mul(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """silu of the first half of x · weightᵀ + bias, times the second half, where the weight is integers with scales.
+
+    Asked for where `quantized_linear` would be followed by `silu_and_mul`, and used where somebody other than this
+    reference provides it.
+
+    Args:
+        x: [..., in_features], compute dtype.
+        weight: The weight [2 · size, in_features], gate rows first, or what the provider's `prepare` made of it.
+        bias: [2 · size] or None, compute dtype.
+
+    Returns:
+        [..., size], compute dtype; the product may be rounded to it, or not, before it goes on.
+    """
+    return silu_and_mul(quantized_linear(x, weight, bias))
+
+
+_FACTS = {
+    "bias": "whether a bias is added",
+    "bits": "8 or 4",
+    "group_size": "columns that share a scale; in_features where a row has one",
+    "symmetric": "whether the weight has no zero points",
+    "int8_activations": "whether the input is rounded to int8, row by row; otherwise it stays as it is",
+}
+
 QUANTIZED_LINEAR = OpSchema(
     quantized_linear,
     facts={
         "in_features": "columns of the weight on this rank",
         "out_features": "rows of the weight on this rank",
-        "bias": "whether a bias is added",
-        "bits": "8 or 4",
-        "group_size": "columns that share a scale; in_features where a row has one",
-        "symmetric": "whether the weight has no zero points",
-        "int8_activations": "whether the input is rounded to int8, row by row; otherwise it stays as it is",
+        **_FACTS,
+    },
+)
+
+QUANTIZED_LINEAR_SILU_AND_MUL = OpSchema(
+    quantized_linear_silu_and_mul,
+    facts={
+        "in_features": "columns of the weight on this rank",
+        "size": "half of the weight's rows on this rank",
+        **_FACTS,
     },
 )

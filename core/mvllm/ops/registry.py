@@ -40,6 +40,13 @@ class ResolvedOp:
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)
 
+    def may_replace(self, *parts: ResolvedOp) -> bool:
+        """Whether this one, several operations in one, is to run in their place.
+
+        Somebody has to provide it, and what the user asked for is not bypassed by what nobody asked for.
+        """
+        return self.provider != REFERENCE and (self.asked_for or not any(part.asked_for for part in parts))
+
 
 @dataclass(frozen=True)
 class OpRow:

@@ -45,6 +45,8 @@ def exact(trial: OpTrial) -> Any:
     """The reference on float64 arguments."""
     if trial.op == "quantized_linear":
         return _exact_quantized(*trial.make())
+    if trial.op == "quantized_linear_silu_and_mul":
+        return SCHEMAS["silu_and_mul"].reference(_exact_quantized(*trial.make()))
     arguments = [_wide(argument) for argument in trial.make()]
     if trial.op == "moe":
         arguments[-1] = arguments[-1].float()  # in float32 whatever the compute dtype
@@ -88,6 +90,8 @@ _QUANTIZED = (  # bits, group_size (None for a row), symmetric, int8_activations
     (4, 32, False, False),
     (4, 128, False, False),
     (4, None, True, False),
+    (8, 32, False, True),
+    (4, 32, False, True),
 )
 
 
@@ -95,9 +99,10 @@ def _quantized_linear(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
     for rows in ROWS:
         for in_features, out_features in ((64, 96), (384, 320), (80, 33)):  # groups that do not fit, rows that do not
             for bits, group_size, symmetric, int8_activations in _QUANTIZED:
+                gated = op == "quantized_linear_silu_and_mul"
                 facts = {
                     "in_features": in_features,
-                    "out_features": out_features,
+                    **({"size": out_features} if gated else {"out_features": out_features}),
                     "bias": rows == 3,
                     "bits": bits,
                     "group_size": min(group_size or in_features, in_features),
@@ -107,10 +112,10 @@ def _quantized_linear(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                 yield OpTrial(
                     op,
                     facts,
-                    lambda rows=rows, facts=facts: (  # type: ignore[misc]
+                    lambda rows=rows, facts=facts, o=out_features * (1 + gated): (  # type: ignore[misc]
                         _inputs_far_from_ties(dtype, rows, facts["in_features"]),
-                        _quantized_weight(facts),
-                        _random(dtype, facts["out_features"], seed=2) if facts["bias"] else None,
+                        _quantized_weight(facts, o),
+                        _random(dtype, o, seed=2) if facts["bias"] else None,
                     ),
                     weight=1,
                 )
@@ -144,10 +149,10 @@ def _inputs_far_from_ties(dtype: torch.dtype, rows: int, size: int) -> torch.Ten
     return (x * 2.0 ** (torch.arange(rows)[:, None] % 5 - 7)).to(dtype)
 
 
-def _quantized_weight(facts: dict[str, Any]) -> QuantizedWeight:
+def _quantized_weight(facts: dict[str, Any], out_features: int) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(1)
-    shape = facts["out_features"], facts["in_features"]
-    groups = facts["out_features"], -(-facts["in_features"] // facts["group_size"])
+    shape = out_features, facts["in_features"]
+    groups = out_features, -(-facts["in_features"] // facts["group_size"])
     middle = 2 ** (facts["bits"] - 1)
     lowest = -middle + (facts["bits"] == 8 and facts["symmetric"])
 
@@ -309,6 +314,7 @@ def _activations(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
 _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpTrial]]] = {
     "linear": _linear,
     "quantized_linear": _quantized_linear,
+    "quantized_linear_silu_and_mul": _quantized_linear,
     "linear_silu_and_mul": _gated_linear,
     "embedding": _embedding,
     "rms_norm": _norms,

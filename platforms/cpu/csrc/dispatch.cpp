@@ -1,8 +1,6 @@
 // Which instruction set runs: the best that the processor has, or what MVLLM_CPU_ISA names if the processor has it.
 
-#include <cstdlib>
-#include <cstring>
-
+#include "processor.h"
 #include "kernels.h"
 
 namespace mvllm {
@@ -17,41 +15,17 @@ extern const Isa isa_generic __attribute__((weak));
 
 namespace {
 
-bool runs_here(const Isa& isa) {
-#if MVLLM_X86
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
-                      __builtin_cpu_supports("bmi2");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-                        __builtin_cpu_supports("avx512vl");
-    if (&isa == &isa_avx2) return avx2;
-    if (&isa == &isa_avx512) return avx512;
-    if (&isa == &isa_avx512_bf16) return avx512 && __builtin_cpu_supports("avx512bf16");
-#endif
-    return &isa == &isa_generic;
-}
-
-const Isa* const best_first[] = {
-#if MVLLM_X86
-    &isa_avx512_bf16, &isa_avx512, &isa_avx2,
-#endif
-    &isa_generic,
-};
-
 const Isa& choose() {
-    const char* asked = std::getenv("MVLLM_CPU_ISA");
-    const Isa* best = nullptr;
-    for (const Isa* isa : best_first) {
-        if (!isa || !runs_here(*isa)) continue;
-        if (!best) best = isa;
-        if (asked && !std::strcmp(asked, isa->name)) return *isa;
+    [[maybe_unused]] const Features has;
+    const Candidate<Isa> best_first[] = {
 #if MVLLM_X86
-        // Names that only products of integers know.
-        if (asked && isa == &isa_avx512 && !std::strcmp(asked, "avx512_vnni")) return *isa;
-        if (asked && isa == &isa_avx2 && !std::strcmp(asked, "avx2_vnni")) return *isa;
+        {&isa_avx512_bf16, has.avx512_bf16},
+        {&isa_avx512, has.avx512, "avx512_vnni"},  // VNNI is for products of integers
+        {&isa_avx2, has.avx2, "avx2_vnni"},
 #endif
-    }
-    return *best;
+        {&isa_generic, true},
+    };
+    return chosen(best_first);
 }
 
 }  // namespace

@@ -21,9 +21,12 @@ void mvllm_cpu_linear(const void* x, int64_t x_stride, const void* weight, const
                       int64_t in_features, int64_t out_features, int dtype);
 void mvllm_cpu_linear_silu(const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, int64_t rows,
                            int64_t in_features, int64_t size, int dtype);
-void mvllm_cpu_qlinear(const void* x, int64_t x_stride, const uint32_t* weight, const float* scales, const int8_t* zeros,
+void mvllm_cpu_qlinear(const void* x, int64_t x_stride, const uint32_t* weight, const void* scales, const int8_t* zeros,
                        const void* bias, void* out, int64_t rows, int64_t in_features, int64_t out_features,
-                       int64_t group_size, int bits, int int8_activations, int dtype);
+                       int64_t group_size, int64_t block_size, int bits, int int8_activations, int bf16_scales, int dtype);
+void mvllm_cpu_qlinear_silu(const void* x, int64_t x_stride, const uint32_t* weight, const void* scales, const int8_t* zeros,
+                            const void* bias, void* out, int64_t rows, int64_t in_features, int64_t size, int64_t group_size,
+                            int64_t block_size, int bits, int int8_activations, int bf16_scales, int dtype);
 void mvllm_cpu_write_kv(const void* handle, const void* key, int64_t key_stride, const void* value, int64_t value_stride,
                         const mvllm::Cache* cache);
 void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_stride, const mvllm::Cache* cache,

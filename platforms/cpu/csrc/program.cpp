@@ -72,7 +72,8 @@ const Entry entries[] = {
     ENTRY(mvllm_cpu_rotary, rotary_sharing),
     ENTRY(mvllm_cpu_linear, linear_sharing),
     ENTRY(mvllm_cpu_linear_silu, linear_silu_sharing),
-    ENTRY(mvllm_cpu_qlinear, apart),
+    ENTRY(mvllm_cpu_qlinear, qlinear_sharing),
+    ENTRY(mvllm_cpu_qlinear_silu, qlinear_silu_sharing),
     ENTRY(mvllm_cpu_write_kv, by_one),
     ENTRY(mvllm_cpu_attention, apart),
 };

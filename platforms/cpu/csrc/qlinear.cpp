@@ -1,13 +1,13 @@
 // Products with integer weights: which instruction set runs, packing, and dividing a product over the threads.
 
 #include "entries.h"
+#include "processor.h"
 #include "qlinear.h"
+#include "team.h"
 
 #include <omp.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
 #include <memory>
 
 namespace mvllm {
@@ -24,43 +24,24 @@ extern const QIsa qisa_generic __attribute__((weak));
 
 namespace {
 
-constexpr int64_t SERIAL_WORK = 1 << 19;   // multiply-adds below which waking other threads costs more than it saves
-constexpr int64_t CONVERTED_ROWS = 1024;   // rows of x that are rounded or converted at a time
-constexpr int64_t REPEATED_ELEMENTS = 1 << 12;  // elements of x that every thread converts for itself: cheaper than waiting
-
-bool runs_here(const QIsa& isa) {
-#if MVLLM_X86
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
-                      __builtin_cpu_supports("bmi2");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-                        __builtin_cpu_supports("avx512vl");
-    const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-    if (&isa == &qisa_avx2) return avx2;
-    if (&isa == &qisa_avx2_vnni) return avx2 && __builtin_cpu_supports("avxvnni");
-    if (&isa == &qisa_avx512) return avx512;
-    if (&isa == &qisa_avx512_vnni) return vnni;
-    if (&isa == &qisa_avx512_bf16) return vnni && __builtin_cpu_supports("avx512bf16");
-#endif
-    return &isa == &qisa_generic;
-}
-
-const QIsa* const best_first[] = {
-#if MVLLM_X86
-    &qisa_avx512_bf16, &qisa_avx512_vnni, &qisa_avx512, &qisa_avx2_vnni, &qisa_avx2,
-#endif
-    &qisa_generic,
-};
+constexpr int64_t SERIAL_WORK = 1 << 19;        // multiply-adds below which waking other threads costs more than it saves
+constexpr int64_t CONVERTED_ROWS = 1024;        // rows of x that are rounded or converted at a time
+constexpr int64_t REPEATED_ELEMENTS = 1 << 13;  // elements of x that every thread converts for itself: cheaper than waiting
+constexpr int64_t GATED_ELEMENTS = 1 << 14;     // of a product that is gated, at a time: they stay in the first cache
 
 const QIsa& choose() {
-    const char* asked = std::getenv("MVLLM_CPU_ISA");
-    const QIsa* best = nullptr;
-    for (const QIsa* isa : best_first) {
-        if (!isa || !runs_here(*isa)) continue;
-        if (!best) best = isa;
-        if (asked && !std::strcmp(asked, isa->name)) return *isa;
-    }
-    return *best;
+    [[maybe_unused]] const Features has;
+    const Candidate<QIsa> best_first[] = {
+#if MVLLM_X86
+        {&qisa_avx512_bf16, has.avx512_bf16 && has.avx512_vnni},
+        {&qisa_avx512_vnni, has.avx512_vnni},
+        {&qisa_avx512, has.avx512},
+        {&qisa_avx2_vnni, has.avx2_vnni},
+        {&qisa_avx2, has.avx2},
+#endif
+        {&qisa_generic, true},
+    };
+    return chosen(best_first);
 }
 
 const QIsa& current() {
@@ -77,6 +58,7 @@ struct Buffer {
         if (!bytes) return nullptr;
         if (bytes > size) {
             data.reset();
+            size = 0;
             data.reset(new char[bytes + 64]);
             size = bytes;
         }
@@ -84,94 +66,206 @@ struct Buffer {
     }
 };
 
-thread_local Buffer buffer;
+thread_local Buffer converted_rows, product_to_gate;
 
 int lane_depth(int bits) { return bits == 4 ? 8 : 4; }
 int64_t tiles_of(int64_t out_features, int tile) { return (out_features + tile - 1) / tile; }
+int64_t element_of(int dtype) { return dtype == F32 ? 4 : 2; }
 
-int threads_for(int64_t work) {
-    return work < SERIAL_WORK ? 1 : int(std::min<int64_t>(omp_get_max_threads(), work / (SERIAL_WORK / 2)));
-}
+// All threads or one: a runtime may end the threads that a smaller team leaves over, and start them again for the next.
+int threads_for(int64_t work) { return work < SERIAL_WORK ? 1 : omp_get_max_threads(); }
+
+// A product of rows, or, where it is gated, silu of its first half times its second half.
+struct Product {
+    QLinear op;
+    int64_t rows;
+    bool gated;
+
+    int64_t work() const { return rows * op.in_features * op.out_features; }
+    int64_t strips() const {
+        return gated ? op.out_features / 2 / STRIP : (int64_t(op.out_features) + STRIP - 1) / STRIP;
+    }
+};
 
 // What the kernels read in place of the caller's rows.
 struct Converted {
     bool int8, wanted;
-    int64_t stride, bytes;    // of a row, in elements; of all, in bytes
+    int64_t stride, sums, bytes;  // of a row, in elements; where the sums begin, and of all, in bytes
 
-    Converted(const QIsa& isa, const QLinear& op, bool int8_activations, int64_t rows) : int8(int8_activations) {
-        const int depth = lane_depth(op.bits);
-        const bool in_place = op.dtype == F32 || (op.dtype == BF16 && isa.bf16_dot);
-        wanted = int8 || !in_place || op.in_features % depth;
+    Converted(const QIsa& isa, const Product& p) : int8(p.op.int8_activations) {
+        const QLinear& op = p.op;
+        const bool bf16 = op.dtype == BF16 && isa.bf16_dot, in_place = op.dtype == F32 || bf16;
+        wanted = int8 || !in_place || op.in_features % lane_depth(op.bits);
         // Rows a whole number of pages apart would meet in the same few places of the caches.
         stride = round_up(op.in_features, 64) + 64;
-        const int64_t element = int8 ? 1 : op.dtype == BF16 && isa.bf16_dot ? 2 : 4;
-        bytes = wanted ? rows * (stride * element + (int8 ? 8 : 0)) : 0;
+        const int64_t values = p.rows * stride * (int8 ? 1 : bf16 ? 2 : 4);
+        sums = values + p.rows * 4;
+        bytes = !wanted ? 0 : int8 ? sums + p.rows * op.blocks * 4 : values;
     }
 
     // Lays the parts out in `memory` and points `to` at them.
-    void place(char* memory, QLinear& to, int64_t rows) const {
+    void place(char* memory, Product& to) const {
         if (!wanted) return;
-        to.x = memory;
-        to.x_stride = stride;
+        to.op.x = memory;
+        to.op.x_stride = stride;
         if (!int8) return;
-        memory += rows * stride;
-        to.row_scales = reinterpret_cast<float*>(memory);
-        to.row_sums = reinterpret_cast<int32_t*>(memory + rows * 4);
+        to.op.row_scales = reinterpret_cast<float*>(memory + to.rows * stride);
+        to.op.row_sums = reinterpret_cast<int32_t*>(memory + sums);
     }
 
-    void convert(const QIsa& isa, const QLinear& from, const QLinear& to, int64_t begin, int64_t end) const {
-        void* x = const_cast<void*>(to.x);
+    void convert(const QIsa& isa, const Product& from, const Product& to, int64_t begin, int64_t end) const {
+        void* x = const_cast<void*>(to.op.x);
         if (int8)
-            isa.quantize(from, static_cast<int8_t*>(x), stride, const_cast<float*>(to.row_scales),
-                         const_cast<int32_t*>(to.row_sums), begin, end);
+            isa.quantize(from.op, static_cast<int8_t*>(x), stride, const_cast<float*>(to.op.row_scales),
+                         const_cast<int32_t*>(to.op.row_sums), begin, end);
         else if (wanted)
-            isa.convert(from, x, stride, begin, end);
+            isa.convert(from.op, x, stride, begin, end);
     }
 };
 
+// Rows by strips of the result. What is to be gated is rounded as if it were stored whole.
+void block(const QIsa& isa, const Product& p, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end) {
+    const auto kernel = p.op.int8_activations ? isa.int8 : isa.weight_only;
+    if (!p.gated) return kernel(p.op, row_begin, row_end, begin, end);
+    const int64_t size = p.op.out_features / 2, element = element_of(p.op.dtype), rows = row_end - row_begin;
+    const int64_t tile = isa.tile / STRIP, fitting = GATED_ELEMENTS / (2 * STRIP * rows) / tile * tile;
+    const int64_t most = std::max(fitting, tile);
+    char* scratch = product_to_gate.at_least(size_t(2 * most * STRIP * rows * element));
+    for (int64_t next; begin < end; begin = next) {
+        next = std::min(end, (begin / tile) * tile + most);
+        const int64_t width = (next - begin) * STRIP;
+        QLinear half = p.op;
+        half.out_stride = 2 * width;
+        // Kernels count from the first row and column.
+        auto from = [&](int64_t column) {
+            return reinterpret_cast<void*>(intptr_t(scratch) - (row_begin * 2 * width + column) * element);
+        };
+        half.out = from(begin * STRIP);
+        kernel(half, row_begin, row_end, begin, next);
+        half.out = from(size + begin * STRIP - width);
+        kernel(half, row_begin, row_end, size / STRIP + begin, size / STRIP + next);
+        char* out = static_cast<char*>(p.op.out) + (row_begin * p.op.out_stride + begin * STRIP) * element;
+        current_isa().silu_and_mul({scratch, out, 2 * width, p.op.out_stride, width, width, p.op.dtype}, 0, rows);
+    }
+}
+
 // One thread's part: few rows, a range of columns; many, a range of blocks, those of the same rows in sequence.
-void compute(const QIsa& isa, const QLinear& op, bool int8, int64_t rows, int64_t thread, int64_t threads) {
-    const auto kernel = int8 ? isa.int8 : isa.weight_only;
-    const int64_t strips = (op.out_features + STRIP - 1) / STRIP;
-    if (rows <= QLINEAR_ROWS) return kernel(op, 0, rows, strips * thread / threads, strips * (thread + 1) / threads);
+void compute(const QIsa& isa, const Product& p, int64_t thread, int64_t threads) {
+    const int64_t strips = p.strips(), rows = p.rows;
+    if (rows <= QLINEAR_ROWS) return block(isa, p, 0, rows, strips * thread / threads, strips * (thread + 1) / threads);
     const int64_t width = isa.tile / STRIP, tiles = (strips + width - 1) / width;
     const int64_t row_blocks = (rows + QLINEAR_ROWS - 1) / QLINEAR_ROWS, blocks = tiles * row_blocks;
     for (int64_t b = blocks * thread / threads; b < blocks * (thread + 1) / threads; ++b) {
         const int64_t tile = b % tiles, i = b / tiles;
-        kernel(op, rows * i / row_blocks, rows * (i + 1) / row_blocks, tile * width, std::min(strips, (tile + 1) * width));
+        block(isa, p, rows * i / row_blocks, rows * (i + 1) / row_blocks, tile * width, std::min(strips, (tile + 1) * width));
     }
 }
 
-void product(const QIsa& isa, const QLinear& op, bool int8, int64_t rows) {
-    const Converted converted(isa, op, int8, rows);
-    const int threads = threads_for(rows * op.in_features * op.out_features);
-    const auto alone = [&](int64_t thread, int64_t of) {
-        QLinear own = op;
-        converted.place(buffer.at_least(size_t(converted.bytes)), own, rows);
-        converted.convert(isa, op, own, 0, rows);
-        compute(isa, own, int8, rows, thread, of);
-    };
-    if (threads == 1) return alone(0, 1);
-    if (!converted.wanted || rows * op.in_features <= REPEATED_ELEMENTS) {
+// Whether every thread converts all rows for itself, rather than wait for the others to do their share.
+bool converts_alone(const Converted& converted, const Product& p) {
+    return !converted.wanted || p.rows * p.op.in_features <= REPEATED_ELEMENTS;
+}
+
+void compute_alone(const QIsa& isa, const Product& p, const Converted& converted, int64_t thread, int64_t threads) {
+    Product own = p;
+    converted.place(converted_rows.at_least(size_t(converted.bytes)), own);
+    converted.convert(isa, p, own, 0, p.rows);
+    compute(isa, own, thread, threads);
+}
+
+void multiply_at_once(const QIsa& isa, const Product& p) {
+    const Converted converted(isa, p);
+    const int threads = threads_for(p.work());
+    if (threads == 1) return compute_alone(isa, p, converted, 0, 1);
+    if (converts_alone(converted, p)) {
 #pragma omp parallel num_threads(threads)
-        alone(omp_get_thread_num(), omp_get_num_threads());
+        compute_alone(isa, p, converted, omp_get_thread_num(), omp_get_num_threads());
         return;
     }
-    QLinear shared = op;
-    converted.place(buffer.at_least(size_t(converted.bytes)), shared, rows);
+    Product shared = p;
+    converted.place(converted_rows.at_least(size_t(converted.bytes)), shared);
 #pragma omp parallel num_threads(threads)
     {
         const int64_t i = omp_get_thread_num(), n = omp_get_num_threads();
-        converted.convert(isa, op, shared, rows * i / n, rows * (i + 1) / n);
+        converted.convert(isa, p, shared, p.rows * i / n, p.rows * (i + 1) / n);
 #pragma omp barrier
-        compute(isa, shared, int8, rows, i, n);
+        compute(isa, shared, i, n);
     }
+}
+
+void multiply(const Product& p) {
+    const int64_t element = element_of(p.op.dtype);
+    for (int64_t first = 0; first < p.rows; first += CONVERTED_ROWS) {
+        Product part = p;
+        part.rows = std::min(p.rows - first, CONVERTED_ROWS);
+        part.op.x = static_cast<const char*>(p.op.x) + first * p.op.x_stride * element;
+        part.op.out = static_cast<char*>(p.op.out) + first * p.op.out_stride * element;
+        multiply_at_once(current(), part);
+    }
+}
+
+// `size` is that of the result's rows.
+Product product_of(const void* x, int64_t x_stride, const uint32_t* weight, const void* scales, const int8_t* zeros,
+                   const void* bias, void* out, int64_t rows, int64_t in_features, int64_t size, int64_t group_size,
+                   int64_t block_size, int bits, int int8_activations, int bf16_scales, int dtype, bool gated) {
+    QLinear op{};
+    op.x = x;
+    op.weight = weight;
+    op.scales = scales;
+    op.zeros = zeros;
+    op.bias = bias;
+    op.out = out;
+    op.x_stride = x_stride;
+    op.out_stride = size;
+    op.in_features = int32_t(in_features);
+    op.out_features = int32_t(gated ? 2 * size : size);
+    op.group_size = int32_t(group_size);
+    op.groups = int32_t((in_features + group_size - 1) / group_size);
+    op.block_size = int32_t(block_size);
+    op.blocks = int32_t((in_features + block_size - 1) / block_size);
+    op.bits = bits;
+    op.dtype = dtype;
+    op.int8_activations = int8_activations;
+    op.bf16_scales = bf16_scales;
+    return {op, rows, gated};
+}
+
+template <bool GATED>
+Product recorded(const int64_t* s) {
+    auto pointer = [&](int i) { return reinterpret_cast<void*>(s[i]); };
+    return product_of(pointer(0), s[1], static_cast<const uint32_t*>(pointer(2)), pointer(3),
+                      static_cast<const int8_t*>(pointer(4)), pointer(5), pointer(6), s[7], s[8], s[9], s[10], s[11],
+                      int(s[12]), int(s[13]), int(s[14]), int(s[15]), GATED);
+}
+
+template <bool GATED>
+Way way_of(const int64_t* s) {
+    const Product p = recorded<GATED>(s);
+    if (p.rows > CONVERTED_ROWS || !converts_alone(Converted(current(), p), p)) return Way::APART;
+    return p.work() < SERIAL_WORK ? Way::BY_ONE : Way::TOGETHER;
+}
+
+template <bool GATED>
+void part_of(const int64_t* s, int64_t thread, int64_t threads) {
+    const Product p = recorded<GATED>(s);
+    compute_alone(current(), p, Converted(current(), p), thread, threads);
+}
+
+// A thread's first columns lie side by side.
+template <bool GATED>
+Range ahead_of(const int64_t* s, int64_t thread, int64_t threads) {
+    const Product p = recorded<GATED>(s);
+    const int64_t tile = current().tile, depth = lane_depth(p.op.bits);
+    const int64_t bytes = (p.op.in_features + depth - 1) / depth * tile * 4;
+    const int64_t first = p.strips() * thread / threads * STRIP / tile, last = tiles_of(p.op.out_features, int(tile));
+    return {reinterpret_cast<const char*>(p.op.weight) + first * bytes, (last - first) * bytes};
 }
 
 // The lanes of one tile. `values` is its first column's row.
 void pack_tile(const int8_t* values, int64_t stride, uint32_t* packed, int64_t columns, int64_t in_features, int tile,
-               int bits) {
-    static const int order[8] = {0, 16, 4, 20, 8, 24, 12, 28};  // where the nibble of each k goes
+               int bits, bool int8_activations) {
+    static const int pairs[8] = {0, 16, 4, 20, 8, 24, 12, 28}, bytes[8] = {0, 8, 16, 24, 4, 12, 20, 28};
+    const int* order = int8_activations ? bytes : pairs;  // where the nibble of each k goes
     const int depth = lane_depth(bits);
     for (int64_t k = 0; k < in_features; k += depth, packed += tile) {
         const int n = int(std::min<int64_t>(depth, in_features - k));
@@ -188,6 +282,10 @@ void pack_tile(const int8_t* values, int64_t stride, uint32_t* packed, int64_t c
 }
 
 }  // namespace
+
+const Sharing qlinear_sharing{way_of<false>, part_of<false>, ahead_of<false>};
+const Sharing qlinear_silu_sharing{way_of<true>, part_of<true>, ahead_of<true>};
+
 }  // namespace mvllm
 
 using namespace mvllm;
@@ -199,51 +297,55 @@ const char* mvllm_cpu_qlinear_isa() { return current().name; }
 // Columns per tile: what the sizes of a packed weight's parts follow from.
 int mvllm_cpu_qlinear_tile() { return current().tile; }
 
-// `zeros` and `packed_zeros` may be null. The packed parts hold zeros before.
+// `zeros` [out_features, groups] and `packed_zeros` may be null; `factors` are as many, or null where all are one. Scales are
+// [out_features, blocks]; in bfloat16 they lose what that cannot hold. The packed parts hold zeros before.
 void mvllm_cpu_qlinear_pack(const int8_t* values, int64_t stride, const float* scales, const int8_t* zeros,
-                            uint32_t* packed, float* packed_scales, int8_t* packed_zeros, int64_t out_features,
-                            int64_t in_features, int64_t groups, int bits) {
+                            const int8_t* factors, uint32_t* packed, void* packed_scales, int8_t* packed_zeros,
+                            int64_t out_features, int64_t in_features, int64_t groups, int64_t blocks, int bits,
+                            int int8_activations, int bf16_scales) {
     const int tile = current().tile;
     const int64_t lanes = (in_features + lane_depth(bits) - 1) / lane_depth(bits) * tile;
     const int64_t tiles = tiles_of(out_features, tile);
+    const bool with_factors = bits == 4 && int8_activations;
 #pragma omp parallel for schedule(static) num_threads(threads_for(out_features * in_features))
     for (int64_t t = 0; t < tiles; ++t) {
         const int64_t first = t * tile, columns = std::min<int64_t>(tile, out_features - first);
-        pack_tile(values + first * stride, stride, packed + t * lanes, columns, in_features, tile, bits);
-        for (int64_t c = 0; c < columns; ++c)
-            for (int64_t g = 0; g < groups; ++g) {
-                const int64_t to = (t * groups + g) * tile + c, from = (first + c) * groups + g;
-                packed_scales[to] = scales[from];
-                if (zeros) packed_zeros[to] = zeros[from];
+        pack_tile(values + first * stride, stride, packed + t * lanes, columns, in_features, tile, bits, int8_activations);
+        for (int64_t c = 0; c < columns; ++c) {
+            for (int64_t b = 0; b < blocks; ++b) {
+                const int64_t to = (t * blocks + b) * tile + c;
+                const float scale = scales[(first + c) * blocks + b];
+                uint32_t bits_of_scale;
+                std::memcpy(&bits_of_scale, &scale, 4);
+                if (bf16_scales)
+                    static_cast<uint16_t*>(packed_scales)[to] = uint16_t(bits_of_scale >> 16);
+                else
+                    static_cast<float*>(packed_scales)[to] = scale;
             }
+            for (int64_t g = 0; g < groups && packed_zeros; ++g) {
+                const int64_t from = (first + c) * groups + g;
+                const int zero = zeros ? zeros[from] : 0;
+                packed_zeros[(t * groups + g) * tile + c] =
+                    int8_t(with_factors ? (zero + 8) | ((factors ? factors[from] : 1) - 1) << 4 : zero);
+            }
+        }
     }
 }
 
-// out = x * weight^T + bias. A weight for int8 activations has 8 bits and one group.
-void mvllm_cpu_qlinear(const void* x, int64_t x_stride, const uint32_t* weight, const float* scales, const int8_t* zeros,
+// out = x * weight^T + bias. A weight for int8 activations has one block and 8 bits, or blocks of at most 256 columns.
+void mvllm_cpu_qlinear(const void* x, int64_t x_stride, const uint32_t* weight, const void* scales, const int8_t* zeros,
                        const void* bias, void* out, int64_t rows, int64_t in_features, int64_t out_features,
-                       int64_t group_size, int bits, int int8_activations, int dtype) {
-    QLinear op{};
-    op.x = x;
-    op.weight = weight;
-    op.scales = scales;
-    op.zeros = zeros;
-    op.bias = bias;
-    op.out = out;
-    op.x_stride = x_stride;
-    op.in_features = int32_t(in_features);
-    op.out_features = int32_t(out_features);
-    op.group_size = int32_t(group_size);
-    op.groups = int32_t((in_features + group_size - 1) / group_size);
-    op.bits = bits;
-    op.dtype = dtype;
-    const int64_t element = dtype == F32 ? 4 : 2;
-    for (int64_t first = 0; first < rows; first += CONVERTED_ROWS) {
-        QLinear part = op;
-        part.x = static_cast<const char*>(x) + first * x_stride * element;
-        part.out = static_cast<char*>(out) + first * out_features * element;
-        product(current(), part, int8_activations, std::min(rows - first, CONVERTED_ROWS));
-    }
+                       int64_t group_size, int64_t block_size, int bits, int int8_activations, int bf16_scales, int dtype) {
+    multiply(product_of(x, x_stride, weight, scales, zeros, bias, out, rows, in_features, out_features, group_size,
+                        block_size, bits, int8_activations, bf16_scales, dtype, false));
+}
+
+// out [rows, size] = silu(first half of y) * second half of y, where y = x * weight^T + bias; `size` is a multiple of 16.
+void mvllm_cpu_qlinear_silu(const void* x, int64_t x_stride, const uint32_t* weight, const void* scales, const int8_t* zeros,
+                            const void* bias, void* out, int64_t rows, int64_t in_features, int64_t size, int64_t group_size,
+                            int64_t block_size, int bits, int int8_activations, int bf16_scales, int dtype) {
+    multiply(product_of(x, x_stride, weight, scales, zeros, bias, out, rows, in_features, size, group_size, block_size, bits,
+                        int8_activations, bf16_scales, dtype, true));
 }
 
 }  // extern "C"

@@ -7,12 +7,18 @@
 //     8 bits    [tiles][in_features / 4, rounded up][tile]     bytes k0 k1 k2 k3, the form of the byte dot products
 //     4 bits    [tiles][in_features / 8, rounded up][tile]     nibbles k0 k2 k4 k6 | k1 k3 k5 k7: shifting by 0, 4, 8, 12
 //                                                              leaves a pair of k in the two halves of the lane
-//     scales    [tiles][groups][tile]   float32
-//     zeros     [tiles][groups][tile]   int8, counted like the values; null where all are zero
+//               for int8 activations                           nibbles k0 k4 | k1 k5 | k2 k6 | k3 k7: shifting by 0 and 4
+//                                                              leaves four k in the bytes of the lane
+//     scales    [tiles][blocks][tile]   float32; for int8 activations in blocks bfloat16 where that is exact
+//     zeros     [tiles][groups][tile]   int8, counted like the values; null where all are zero; for nibbles and int8
+//                                       activations zero + 8, and a factor less one in the upper half of the byte
 //
-// One packing serves both ways to multiply. With *int8 activations* rows of x are rounded to int8, a scale each, and sums
-// are exact integers. *Weight-only* x stays as it is: value less zero point is exact in bfloat16, so that is multiplied
-// unscaled, and each group's sum is scaled in float32.
+// A block is a group, except where scales of neighbouring groups are small multiples of one number: then nibbles are
+// multiplied by the factor first, and the block has that number for its scale.
+//
+// With *int8 activations* rows of x are rounded to int8, a scale each, and sums (of a row, or of a block of columns) are exact
+// integers. *Weight-only* x stays as it is: value less zero point is exact in bfloat16, so that is multiplied unscaled, and
+// each group's sum is scaled in float32.
 
 #pragma once
 
@@ -23,14 +29,15 @@ namespace mvllm {
 struct QLinear {
     const void* x;  // rows `x_stride` elements apart: the caller's, or what `prepare` made of them
     const uint32_t* weight;
-    const float* scales;
+    const void* scales;
     const int8_t* zeros;
     const void* bias;  // [out_features] or null
-    void* out;         // [rows, out_features] contiguous
+    void* out;         // rows `out_stride` elements apart
     const float* row_scales;  // int8 activations: [rows]
-    const int32_t* row_sums;  // int8 activations: [rows], sums of the rounded rows
-    int64_t x_stride;
-    int32_t in_features, out_features, group_size, groups, bits, dtype;
+    const int32_t* row_sums;  // int8 activations: [rows][blocks], sums of the rounded values of a block
+    int64_t x_stride, out_stride;
+    int32_t in_features, out_features, group_size, groups, block_size, blocks, bits, dtype;
+    bool int8_activations, bf16_scales;
 };
 
 constexpr int QLINEAR_ROWS = 96;     // most rows that one call of a kernel takes

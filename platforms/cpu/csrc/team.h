@@ -31,5 +31,6 @@ void note_use();
 extern const Sharing by_one, apart;
 extern const Sharing rms_norm_sharing, silu_and_mul_sharing, rotary_sharing;
 extern const Sharing linear_sharing, linear_silu_sharing;
+extern const Sharing qlinear_sharing, qlinear_silu_sharing;
 
 }  // namespace mvllm

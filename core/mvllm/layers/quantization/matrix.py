@@ -13,6 +13,7 @@ from mvllm.layers.context import BuildContext
 from mvllm.layers.matrix_layout import MatrixLayout
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.ops.quantized_linear import QuantizedWeight
+from mvllm.ops.registry import ResolvedOp
 
 Product = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
 """(x [..., num_columns], weight, bias [out_features] or None) to [..., out_features], as the operation `linear`."""
@@ -28,6 +29,18 @@ class QuantizedMatrix(nn.Module, ABC):
     @abstractmethod
     def finish(self) -> tuple[Product, Any]:
         """Once, when every target is filled: what multiplies, and the weight that it takes. This object is dropped."""
+
+    def fuse_silu_and_mul(self, ctx: BuildContext, activation: ResolvedOp) -> bool:
+        """Has the product gate its second half by its first, as the operation `silu_and_mul`, if one operation can.
+
+        Args:
+            ctx: The build context that the matrix was made with.
+            activation: What would follow the product otherwise.
+
+        Returns:
+            Whether what `finish` gives does so; by default it does not.
+        """
+        return False
 
 
 class IntegerMatrix(QuantizedMatrix):
@@ -57,16 +70,15 @@ class IntegerMatrix(QuantizedMatrix):
         self.bits, self.symmetric, self.int8_activations = bits, symmetric, int8_activations
         self.group_size = layout.num_columns if group_size is None else min(group_size, layout.num_columns)
         self._device = ctx.device
-        self._op = ctx.op(
-            "quantized_linear",
-            in_features=layout.num_columns,
-            out_features=layout.out_features,
-            bias=layout.bias,
-            bits=bits,
-            group_size=self.group_size,
-            symmetric=symmetric,
-            int8_activations=int8_activations,
-        )
+        self._facts = {
+            "in_features": layout.num_columns,
+            "bias": layout.bias,
+            "bits": bits,
+            "group_size": self.group_size,
+            "symmetric": symmetric,
+            "int8_activations": int8_activations,
+        }
+        self._op = ctx.op("quantized_linear", out_features=layout.out_features, **self._facts)
 
     @property
     def num_groups(self) -> int:
@@ -79,6 +91,13 @@ class IntegerMatrix(QuantizedMatrix):
 
         None where they stand as in the input.
         """
+
+    def fuse_silu_and_mul(self, ctx: BuildContext, activation: ResolvedOp) -> bool:
+        fused = ctx.op("quantized_linear_silu_and_mul", size=self.layout.out_features // 2, **self._facts)
+        if not fused.may_replace(self._op, activation):
+            return False
+        self._op = fused
+        return True
 
     def finish(self) -> tuple[Product, Any]:
         loaded, order = self.read()

@@ -1,8 +1,8 @@
 """Quantizing a checkpoint of floats while it is loaded, layer by layer, by rounding to the nearest.
 
 `int8`: weights of 8 bits, a scale per row; inputs are rounded to int8, a scale per token. `int4`: weights of 4 bits in
-groups of 32 columns, each with a scale and a zero point; inputs stay as they are. Every linear layer is quantized, and
-the head with 8 bits, also where it is tied; the token embedding stays as it is: a step reads a few of its rows only.
+groups of 32 columns, each with a scale and a zero point; inputs likewise. Every linear layer is quantized, and the head
+with 8 bits, also where it is tied; the token embedding stays as it is: a step reads a few of its rows only.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ class Int8(OnLoad):
 
 
 class Int4(OnLoad):
-    """4-bit weights in groups, inputs as they are."""
+    """4-bit weights in groups, 8-bit inputs."""
 
     bits = 4
     group_size = 32
     symmetric = False
+    int8_activations = True

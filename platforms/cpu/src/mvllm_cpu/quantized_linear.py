@@ -1,9 +1,10 @@
 """Matrix products with integer weights by the compiled kernels, packed once, after loading.
 
-Two kinds of product share one packing (csrc/qlinear.h). With *int8 activations* each row of x is rounded to int8 as the
-reference does it, and sums are exact integers: results are the reference's on every instruction set. *Weight-only*
-keeps x: the integers are multiplied unscaled, exactly, in bfloat16 (where x is, and the processor can) or float32, and
-each group's sum is scaled in float32. Nothing is rounded but the sums and the result.
+There are two kinds of product (csrc/qlinear.h). With *int8 activations* each row of x is rounded to int8 as the reference
+does it, and sums over a row, or over a group of columns, are exact integers; those of groups are scaled and added in
+float32, in their order. *Weight-only* keeps x: the integers are multiplied unscaled, exactly, in bfloat16 (where x is,
+and the processor can) or float32, and each group's sum is scaled in float32. Nothing is rounded but the sums and the
+result.
 
 A row's result depends neither on the other rows nor on their number.
 """
@@ -26,6 +27,16 @@ from mvllm_cpu.recording import Kernel
 MOST_INT8_COLUMNS = 1 << 16
 """in_features up to which sums of products of bytes stay within 32 bits."""
 
+MOST_INT8_GROUP = 256
+"""Columns of the largest groups whose sums of products of bytes are scaled one by one. Smaller groups of nibbles share
+such a sum where their scales are whole multiples of one number, see `_factors`."""
+
+MOST_FACTOR = 8
+"""Differences of two nibbles, times this, fit into a byte with sign."""
+
+STRIP = 16
+"""Columns that kernels handle together (csrc/kernels.h)."""
+
 LANE_BITS = 32
 """Neighbouring columns of a row share one lane: 4 values of 8 bits or 8 of 4."""
 
@@ -36,9 +47,10 @@ class PackedQuantizedWeight:
 
     Attributes:
         values: int32 lanes.
-        scales: float32.
-        zero_points: int8, or None.
+        scales: float32; bfloat16 where those of groups are, which halves what they take.
+        zero_points: int8, or None; in nibbles for int8 activations with the factors of groups.
         out_features, in_features, group_size: The weight's.
+        block_size: Columns that share one of `scales`.
         bits: Bits of a value in `values`.
         int8_activations: How it is multiplied.
     """
@@ -49,6 +61,7 @@ class PackedQuantizedWeight:
     out_features: int
     in_features: int
     group_size: int
+    block_size: int
     bits: int
     int8_activations: bool
 
@@ -65,18 +78,23 @@ class QuantizedLinear:
         self._tile = int(library.mvllm_cpu_qlinear_tile())
         self._pack = library.mvllm_cpu_qlinear_pack
         self._pack.argtypes = (
-            *(pointer, length, pointer, pointer, pointer, pointer, pointer),
-            *(length, length, length, number),
+            *(pointer, length, pointer, pointer, pointer, pointer, pointer, pointer),
+            *(length, length, length, length, number, number, number),
         )
         self._pack.restype = None
         operands = (pointer, length, pointer, pointer, pointer, pointer, pointer)
-        sizes = (length, length, length, length, number, number, number)
+        sizes = (length, length, length, length, length, number, number, number, number)
         self._product = Kernel(library, "mvllm_cpu_qlinear", (*operands, *sizes))
+        self._product_silu = Kernel(library, "mvllm_cpu_qlinear_silu", (*operands, *sizes))
         self._pool = Pool()
 
     def providers(self) -> Sequence[OpProvider]:
-        """The one provider."""
-        return (OpProvider("quantized_linear", PROVIDER, self.quantized_linear, self.supports, prepare=self.pack),)
+        """One per operation."""
+        silu = self.quantized_linear_silu_and_mul
+        return (
+            OpProvider("quantized_linear", PROVIDER, self.quantized_linear, self.supports, prepare=self.pack),
+            OpProvider("quantized_linear_silu_and_mul", PROVIDER, silu, self.supports_silu, prepare=self.pack),
+        )
 
     def supports(self, case: OpCase) -> list[str]:
         """Reasons why the kernels do not take a case."""
@@ -89,10 +107,18 @@ class QuantizedLinear:
             reasons.append(f"weights of {bits} bits have no kernel (there are kernels for 4 and 8)")
         elif not one_group and group_size % (LANE_BITS // bits):
             reasons.append(f"groups of {group_size} are no multiple of {LANE_BITS // bits}")
-        if case.facts["int8_activations"] and not one_group:
-            reasons.append("int8 activations go with one scale per row of the weight")
+        if case.facts["int8_activations"] and not one_group and group_size > MOST_INT8_GROUP:
+            reasons.append(f"with int8 activations groups have at most {MOST_INT8_GROUP} columns")
         if case.facts["int8_activations"] and in_features > MOST_INT8_COLUMNS:
             reasons.append(f"sums over more than {MOST_INT8_COLUMNS} products of int8 can exceed 32 bits")
+        return reasons
+
+    def supports_silu(self, case: OpCase) -> list[str]:
+        """Reasons why the product and the activation behind it stay two operations."""
+        size = case.facts["size"]
+        reasons = self.supports(case)
+        if size % STRIP:
+            reasons.append(f"{size} columns are no multiple of {STRIP}")
         return reasons
 
     def pack(self, weight: QuantizedWeight) -> PackedQuantizedWeight:
@@ -101,17 +127,28 @@ class QuantizedLinear:
         values = rows_of(weight.values)
         scales = weight.scales.float().contiguous()
         zero_points = None if weight.zero_points is None else weight.zero_points.contiguous()
-        groups = scales.shape[1]
-        bits = 8 if weight.int8_activations else weight.bits  # the byte products want bytes
+        groups, block_size, factors = scales.shape[1], weight.group_size, None
+        # The byte products want bytes; what is packed for them in groups becomes bytes in passing.
+        bits = 8 if weight.int8_activations and groups == 1 else weight.bits
+        with_factors = bits == 4 and weight.int8_activations
+        if with_factors and MOST_INT8_GROUP % weight.group_size == 0:
+            found = _factors(scales, MOST_INT8_GROUP // weight.group_size)
+            if found is not None:
+                scales, factors = found
+                block_size = MOST_INT8_GROUP
+        blocks = scales.shape[1]
+        narrow = weight.int8_activations and groups > 1 and bool((scales.bfloat16().float() == scales).all())
         depth = LANE_BITS // bits
         tiles, lanes = -(-out_features // self._tile), -(-in_features // depth)
+        has_zeros = zero_points is not None or factors is not None
         packed = PackedQuantizedWeight(
             self._pool.zeros(tiles * lanes * self._tile, torch.int32),
-            self._pool.zeros(tiles * groups * self._tile, torch.float32),
-            None if zero_points is None else self._pool.zeros(tiles * groups * self._tile, torch.int8),
+            self._pool.zeros(tiles * blocks * self._tile, torch.bfloat16 if narrow else torch.float32),
+            self._pool.zeros(tiles * groups * self._tile, torch.int8) if has_zeros else None,
             out_features,
             in_features,
             weight.group_size,
+            block_size,
             bits,
             weight.int8_activations,
         )
@@ -120,13 +157,17 @@ class QuantizedLinear:
             values.stride(0),
             scales.data_ptr(),
             _pointer(zero_points),
+            _pointer(factors),
             packed.values.data_ptr(),
             packed.scales.data_ptr(),
             _pointer(packed.zero_points),
             out_features,
             in_features,
             groups,
+            blocks,
             bits,
+            weight.int8_activations,
+            narrow,
         )
         return packed
 
@@ -134,9 +175,20 @@ class QuantizedLinear:
         self, x: torch.Tensor, weight: PackedQuantizedWeight, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """x · weightᵀ + bias; sums in float32 or exact, rounded once."""
+        return self._call(self._product, x, weight, bias, weight.out_features)
+
+    def quantized_linear_silu_and_mul(
+        self, x: torch.Tensor, weight: PackedQuantizedWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """silu of the first half of the product, times the second; bit for bit what the two operations give."""
+        return self._call(self._product_silu, x, weight, bias, weight.out_features // 2)
+
+    def _call(
+        self, kernel: Kernel, x: torch.Tensor, weight: PackedQuantizedWeight, bias: torch.Tensor | None, size: int
+    ) -> torch.Tensor:
         rows = rows_of(x)
-        out = workspace.empty((*x.shape[:-1], weight.out_features), x.dtype)
-        self._product(
+        out = workspace.empty((*x.shape[:-1], size), x.dtype)
+        kernel(
             rows.data_ptr(),
             rows.stride(0),
             weight.values.data_ptr(),
@@ -146,10 +198,12 @@ class QuantizedLinear:
             out.data_ptr(),
             rows.shape[0],
             weight.in_features,
-            weight.out_features,
+            size,
             weight.group_size,
+            weight.block_size,
             weight.bits,
             weight.int8_activations,
+            weight.scales.dtype == torch.bfloat16,
             DTYPE_CODES[x.dtype],
         )
         return out
@@ -157,3 +211,26 @@ class QuantizedLinear:
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _factors(scales: torch.Tensor, per_block: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Scales [rows, groups] as whole factors [rows, groups], int8, of one scale per `per_block` groups.
+
+    None where they are not, to the last bit, for all blocks and with factors of at most MOST_FACTOR.
+    """
+    rows, groups = scales.shape
+    blocks = -(-groups // per_block)
+    padded = torch.nn.functional.pad(scales, (0, blocks * per_block - groups)).view(rows, blocks, per_block)
+    largest = padded.amax(dim=2, keepdim=True)
+    base, factors = torch.zeros_like(largest), torch.zeros_like(padded)
+    for most in range(MOST_FACTOR, 0, -1):
+        unit = largest / most
+        whole = (padded / unit).round()
+        fits = ((whole * unit == padded) & ((whole >= 1) | (padded == 0))).all(dim=2, keepdim=True)
+        base, factors = torch.where(fits, unit, base), torch.where(fits, whole, factors)
+    if not bool((base > 0).all()):
+        return None
+    factors = factors.view(rows, -1)[:, :groups]
+    if not bool((factors >= 1).all()):
+        return None
+    return base[:, :, 0].contiguous(), factors.to(torch.int8).contiguous()

@@ -1,0 +1,50 @@
+// What the processor has, and picking among tables of kernels by it.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdlib>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace mvllm {
+
+// What our instruction sets need, each with all that it rests on.
+struct Features {
+#if MVLLM_X86
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+                      __builtin_cpu_supports("bmi2");
+    const bool avx2_vnni = avx2 && __builtin_cpu_supports("avxvnni");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                        __builtin_cpu_supports("avx512vl");
+    const bool avx512_vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+    const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+#endif
+};
+
+// One set of kernels, null where the library was linked without it, and whether it runs here.
+template <class Table>
+struct Candidate {
+    const Table* table;
+    bool runs_here;
+    const char* also = nullptr;  // a name, beside its own, that asks for it
+};
+
+// What MVLLM_CPU_ISA names if it runs here, else the first that does. The last one always does.
+template <class Table, size_t N>
+const Table& chosen(const Candidate<Table> (&best_first)[N]) {
+    const char* asked = std::getenv("MVLLM_CPU_ISA");
+    const Table* best = nullptr;
+    for (const Candidate<Table>& candidate : best_first) {
+        if (!candidate.table || !candidate.runs_here) continue;
+        if (!best) best = candidate.table;
+        if (!asked) continue;
+        if (!std::strcmp(asked, candidate.table->name) || (candidate.also && !std::strcmp(asked, candidate.also)))
+            return *candidate.table;
+    }
+    return *best;
+}
+
+}  // namespace mvllm
