@@ -36,6 +36,10 @@ def attention() -> None:
     for requests in ([(0, 150)], [(1200, 1)]):  # several tiles; one that is split
         spec = make_spec(2, 1, 64, "bfloat16")
         run(PagedAttention(spec), make_case(spec, requests))
+    for heads, dtype in itertools.product(((2, 1), (7, 7)), DTYPES):  # requests that begin alike
+        case = make_case(make_spec(*heads, 40, dtype), [(290, 1), (257, 1), (300, 1), (256, 1), (10, 1)])
+        case.layout.block_table[1:4, :16] = case.layout.block_table[0, :16]
+        run(PagedAttention(case.spec), case)
 
 
 def linear() -> None:

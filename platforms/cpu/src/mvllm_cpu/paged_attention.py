@@ -86,7 +86,7 @@ class PagedCache(tuple[torch.Tensor, ...]):
     _touch_no_more: Callable[[int], None] | None = None
 
     def touch_later(self, library: ctypes.CDLL) -> None:
-        """Has the library touch the memory while nobody computes: its first use may take long (csrc/first_touch.cpp)."""
+        """Has the library touch the memory while nobody computes: first use may take long (csrc/first_touch.cpp)."""
         self._touch_no_more = library.mvllm_cpu_touch_no_more
         for part in self:
             if part.nbytes >= HUGE_PAGE:  # anything smaller is there
