@@ -256,6 +256,11 @@ class TestPrompts:
         assert b" 400 " in answer
 
 
+def test_a_huge_text_is_not_tokenized(client: httpx.Client) -> None:
+    status, error = error_of(client.post("/tokenize", json={"prompt": "word " * 10_000_000}))
+    assert status == 400 and error["code"] == "context_length_exceeded"
+
+
 class TestConversations:
     @pytest.mark.parametrize(
         "messages",
@@ -271,8 +276,9 @@ class TestConversations:
             ["x"],
             "x",
             [{"role": "user", "content": "x " * 5000}],
+            [{"role": "user", "content": "x " * 10_000_000}],
         ],
-        ids=range(11),
+        ids=range(12),
     )
     def test_that_are_none(self, client: httpx.Client, messages: object) -> None:
         status, error = error_of(client.post("/v1/chat/completions", json={**CHAT, "messages": messages}))

@@ -119,9 +119,7 @@ async def traffic(url: str, num_requests: int, at_once: int, seed: int) -> dict[
                     assert done == 1
                     ended["answered"] += 1
 
-        await asyncio.gather(
-            *(one(rng.random(), rng.random() * 0.3, rng.random() < 0.5) for _ in range(num_requests))
-        )
+        await asyncio.gather(*(one(rng.random(), rng.random() * 0.3, rng.random() < 0.5) for _ in range(num_requests)))
     return ended
 
 

@@ -87,7 +87,7 @@ class ChatPrompts:
     def _tokenize(self, text: str) -> TokensPrompt:
         self._engine.input_processor.check_text(text)
         # The template has written the special tokens already.
-        ids = self._engine.tokenizer.encode(text, add_special_tokens=False)
+        ids = self._text_work.encode_here(text, add_special_tokens=False)
         return TokensPrompt(prompt_token_ids=ids, prompt=text)
 
 

@@ -182,8 +182,7 @@ class _Server:
 
     async def _serve(self, engine: AsyncLLM) -> int:
         settings, state = self._settings, self._state
-        tokenizer = engine.tokenizer
-        text_work = TextWork(tokenizer)
+        text_work = TextWork(engine.tokenizer, engine.model_config.max_model_len)
         prompts = ChatPrompts(
             engine,
             text_work,

@@ -20,6 +20,7 @@ from mvllm.errors import RequestError
 T = TypeVar("T")
 
 MAX_TEMPLATE_LENGTH = 64 << 10
+_SOON = 1 << 18  # characters
 
 
 class TextWork:
@@ -27,22 +28,35 @@ class TextWork:
 
     Args:
         tokenizer: The model's tokenizer.
+        max_model_len: Longest sequence of the model, in tokens.
         template_seconds: What a template that comes with a request may take.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template_seconds: float = 5.0) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int, template_seconds: float = 5.0) -> None:
         self.tokenizer = tokenizer
+        self._max_model_len = max_model_len
         self._template_seconds = template_seconds
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
         self._foreign = asyncio.Semaphore(2)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The token ids of `text`; as `encode_here`, in one of the threads."""
+        return await self.run(lambda: self.encode_here(text, add_special_tokens=add_special_tokens))
+
+    def encode_here(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The token ids of `text`.
 
         Raises:
-            RequestError: The tokenizer rejects it.
+            RequestError: The tokenizer rejects it, or it is so long that this would take a while, and too long for
+                the model.
         """
-        return await self.run(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        if len(text) > _SOON and (fewest := self.tokenizer.fewest_tokens(text)) >= self._max_model_len:
+            raise RequestError(
+                f"The prompt has at least {fewest} tokens, but prompt and output together may have "
+                f"{self._max_model_len} (max_model_len). Shorten the prompt.",
+                parameter="prompt",
+            )
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     async def run(self, work: Callable[[], T]) -> T:
         """Does `work` in one of the threads."""
