@@ -14,6 +14,7 @@ import msgspec
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.option import Option
+from mvllm.entrypoints.cli.config_file import add_config_argument
 from mvllm.errors import ConfigError
 from mvllm.messages.sampling_params import SamplingParams
 
@@ -30,15 +31,20 @@ _NOT_SAMPLING_OPTIONS = {"output_kind", "detokenize", "logprobs", "prompt_logpro
 _NOT_ENGINE_OPTIONS = {"seed", "skip_tokenizer_init"}
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds one option per setting of the engine, grouped. Only options that are given end up in the namespace."""
+def add_engine_arguments(parser: argparse.ArgumentParser, *, model_required: bool = True) -> None:
+    """Adds one option per setting of the engine, grouped. Only options that are given end up in the namespace.
+
+    Args:
+        model_required: Refuse a command line without `--model`.
+    """
+    add_config_argument(parser)
     groups: dict[str, Any] = {}
     for setting in EngineArgs.options():
         if setting.name in _NOT_ENGINE_OPTIONS:
             continue
         if setting.group not in groups:
             groups[setting.group] = parser.add_argument_group(_GROUP_TITLES.get(setting.group, setting.group))
-        _add_setting(groups[setting.group], setting)
+        _add_setting(groups[setting.group], setting, required=model_required and setting.name == "model")
 
 
 def engine_args(args: argparse.Namespace) -> EngineArgs:
@@ -100,7 +106,7 @@ def attribute_help(cls: type) -> dict[str, str]:
     return texts
 
 
-def _add_setting(group: Any, setting: Option) -> None:
+def _add_setting(group: Any, setting: Option, *, required: bool) -> None:
     flags = [f"--{name.replace('_', '-')}" for name in (setting.name, *setting.aliases)]
     text = setting.help.replace("%", "%%")
     shown = setting.default not in (None, "") and not isinstance(setting.default, bool) and setting.name != "model"
@@ -117,7 +123,7 @@ def _add_setting(group: Any, setting: Option) -> None:
             type=setting.kind,
             choices=setting.choices or None,
             metavar=metavar,
-            required=setting.name == "model",
+            required=required,
             **common,
         )
 
