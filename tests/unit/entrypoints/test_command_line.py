@@ -68,6 +68,17 @@ class TestHelp:
         assert "--enable-prefix-caching" in text
         assert "--temperature" not in text
 
+    def test_a_word_is_looked_for_in_the_commands_below_a_command(self, capsys):
+        with pytest.raises(SystemExit):
+            main(["bench", "--help=burst"])
+        text = capsys.readouterr().out
+        assert text.startswith("mvllm bench serve") and "--burstiness" in text
+        assert "mvllm bench latency" not in text
+        with pytest.raises(SystemExit):
+            main(["bench", "latency", "--help=batch"])
+        text = capsys.readouterr().out
+        assert "--batch-size" in text and "--temperature" not in text
+
     def test_each_sampling_parameter_has_a_text(self):
         texts = arguments.attribute_help(SamplingParams)
         assert set(texts) == set(SamplingParams.__struct_fields__)

@@ -14,6 +14,7 @@ import msgspec
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.option import Option
+from mvllm.entrypoints.cli.config_file import add_config_argument
 from mvllm.errors import ConfigError
 from mvllm.messages.sampling_params import SamplingParams
 
@@ -36,6 +37,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, model_required: boo
     Args:
         model_required: Refuse a command line without `--model`.
     """
+    add_config_argument(parser)
     groups: dict[str, Any] = {}
     for setting in EngineArgs.options():
         if setting.name in _NOT_ENGINE_OPTIONS:

@@ -11,6 +11,8 @@ from types import MappingProxyType, ModuleType
 from typing import NoReturn, cast
 
 from mvllm.config.env import describe_unknown, unknown_variables
+from mvllm.entrypoints.cli.config_file import expand_config
+from mvllm.entrypoints.cli.help import add_help_about, expand_help
 from mvllm.errors import ConfigError, MvllmError
 from mvllm.logging import configure_logging, get_logger
 from mvllm.version import __version__
@@ -22,14 +24,16 @@ COMMANDS = {
     "serve": "answer requests over HTTP, in the OpenAI API",
     "chat": "talk with a model in the terminal",
     "complete": "continue text, prompt by prompt",
+    "bench": "measure throughput, latency, startup, or a running server",
     "platforms": "list the platform plugins found, and why they can or cannot be used",
     "doctor": "check this installation and this machine",
+    "collect-env": "print what a bug report needs to know about this machine",
     "conformance": "examine whether a platform plugin keeps the contract, clause by clause",
     "ops": "list the operations and what implements them on a platform",
     "plugin": "write a platform plugin to start from: `mvllm plugin new NAME`",
     "contract": "print what a platform plugin may rely on, or what changed in it",
 }
-"""Each is a module of this package with `add_arguments(parser)` and `run(args) -> exit status`."""
+"""Each is a module of this package (`_` for `-`) with `add_arguments(parser)` and `run(args) -> exit status`."""
 
 EXIT_ERROR = 1
 EXIT_INTERRUPTED = 130
@@ -48,11 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = next((a for a in arguments if not a.startswith("-")), None)
         installed: dict[str, str] = {}
         if name in COMMANDS:
-            module = importlib.import_module(f"mvllm.entrypoints.cli.{name}")
+            module = importlib.import_module(f"mvllm.entrypoints.cli.{name.replace('-', '_')}")
         else:
             installed = _installed_commands()
             module = _load_installed(name) if name in installed else None
-        args = _make_parser(name, module, installed).parse_args(_expand_help(arguments))
+        parser = _make_parser(name, module, installed)
+        args = parser.parse_args(expand_config(parser, expand_help(arguments)))
         configure_logging()
         _warn_about_environment()
         assert module is not None
@@ -132,37 +137,8 @@ def _make_parser(
         )
         if command == name and module is not None:
             module.add_arguments(sub)
-            sub.add_argument("--help-about", metavar="WORD", action=_HelpAbout, help=argparse.SUPPRESS)
+            add_help_about(sub)
     return parser
-
-
-class _HelpAbout(argparse.Action):
-    """Prints the options that have to do with a word, and exits."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        word = str(values).lower()
-        chosen = argparse.ArgumentParser(prog=parser.prog, add_help=False, usage=argparse.SUPPRESS)
-        for group in parser._action_groups:
-            # A word that names a group shows all of it.
-            whole = word in (group.title or "").lower()
-            section = chosen.add_argument_group(group.title)
-            for action in group._group_actions:
-                text = f"{' '.join(action.option_strings)} {action.dest} {action.help}".lower()
-                if action.help != argparse.SUPPRESS and (whole or word in text or word.replace("-", "_") in text):
-                    section._add_action(action)
-        print(chosen.format_help().strip() or f"No option of `{parser.prog}` has to do with {values!r}.")
-        parser.exit()
-
-
-def _expand_help(arguments: Sequence[str]) -> list[str]:
-    """`--help=WORD`, which argparse does not know, as an option that it does."""
-    return [f"--help-about={a.removeprefix('--help=')}" if a.startswith("--help=") else a for a in arguments]
 
 
 def _warn_about_environment() -> None:

@@ -1,0 +1,1 @@
+"""What `mvllm bench` measures with: prompts, a client, and the figures made of what it saw."""

@@ -1,0 +1,281 @@
+"""The client of `mvllm bench serve`: sends a request to an OpenAI-compatible server and watches its answer come.
+
+It shares the machine with what it measures, as a rule, and follows hundreds of streams at once; so what it does per
+chunk is little: find the line's end, decode the few fields that count, note the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from mvllm.entrypoints.bench.metrics import Trace
+from mvllm.entrypoints.bench.prompts import Sample
+from mvllm.errors import ConfigError, MvllmError
+
+if TYPE_CHECKING:
+    import aiohttp
+
+ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+"""Kind of endpoint to its path."""
+
+_LONGEST_ERROR = 500
+_READ_BYTES = 1 << 18
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: Any = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decode_chunk = msgspec.json.Decoder(_Chunk).decode
+
+
+class StreamFailure(MvllmError):
+    """An answer that is not one."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where requests go, and what every one of them says.
+
+    Attributes:
+        base_url: Without the endpoint's path.
+        endpoint: The path.
+        model: Name of the model on the server.
+        chat: Whether it takes messages.
+        ignore_eos: Have the model go on until the output has its length.
+        extra_body: Further fields, which go before ours.
+        headers: For every request.
+        timeout: Seconds that a request may take.
+        verify: Check the server's certificate.
+    """
+
+    base_url: str
+    endpoint: str
+    model: str
+    chat: bool = False
+    ignore_eos: bool = False
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    timeout: float = 6 * 3600
+    verify: bool = True
+
+    @property
+    def url(self) -> str:
+        return join_url(self.base_url, self.endpoint)
+
+    def body(self, sample: Sample) -> bytes:
+        """A request's body."""
+        body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
+        if self.chat:
+            body |= {"messages": [{"role": "user", "content": sample.prompt}]}
+            body["max_completion_tokens"] = sample.output_len
+        else:
+            body |= {"prompt": sample.prompt, "max_tokens": sample.output_len}
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        return msgspec.json.encode(body | dict(self.extra_body))
+
+
+def join_url(base_url: str, path: str) -> str:
+    """A URL whose base may end with a slash, or with the `/v1` with which the path begins."""
+    base = base_url.rstrip("/")
+    if base.endswith("/v1") and path.startswith("/v1/"):
+        base = base.removesuffix("/v1")
+    return base + path
+
+
+def require_client() -> None:
+    """Refuses to go on without the library that the client stands on.
+
+    Raises:
+        ConfigError: It is not installed; names the command that mends it.
+    """
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ConfigError("`mvllm bench serve` needs aiohttp. Run: pip install 'mvllm[bench]'")
+
+
+class Client:
+    """Connections to a server. Used within one event loop, as an asynchronous context manager."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    async def __aenter__(self) -> Client:
+        import aiohttp
+
+        self._failures = (aiohttp.ClientError, OSError, TimeoutError, StreamFailure, msgspec.DecodeError, ValueError)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=self._target.verify),
+            timeout=aiohttp.ClientTimeout(total=self._target.timeout),
+            headers={"Content-Type": "application/json", "Accept-Encoding": "identity", **self._target.headers},
+            trust_env=False,
+            read_bufsize=_READ_BYTES,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def first_model(self) -> str:
+        """The name of the first model that the server offers.
+
+        Raises:
+            ConfigError: It names none.
+        """
+        url = join_url(self._target.base_url, "/v1/models")
+        try:
+            async with self._session.get(url) as response:
+                models = await response.json(content_type=None)
+                name: str = models["data"][0]["id"]
+                return name
+        except (*self._failures, LookupError, TypeError) as e:
+            raise ConfigError(f"{url} names no model ({_describe(e)}). Name one with --model.") from e
+
+    async def send(self, sample: Sample) -> Trace:
+        """Sends a request and follows its answer. Whatever goes wrong is in the trace."""
+        body = self._target.body(sample)
+        watch = _Watch(Trace(start=time.perf_counter()))
+        try:
+            async with self._session.post(self._target.url, data=body) as response:
+                if response.status != 200:
+                    raise StreamFailure(f"HTTP status {response.status}: {await _error_text(response)}")
+                async for line in _data_lines(response.content):
+                    if line == b"[DONE]":
+                        watch.ended = True
+                    else:
+                        watch.see(_decode_chunk(line))
+            watch.close()
+        except self._failures as e:
+            watch.trace.error = _describe(e)
+            watch.trace.latency = time.perf_counter() - watch.trace.start
+        return watch.trace
+
+
+class _Watch:
+    """Notes what comes, and when."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.ended = False
+        self._texts: list[str] = []
+        self._newest: float | None = None
+        self._first_choice: float | None = None
+        self._last_choice: float | None = None
+
+    def see(self, chunk: _Chunk) -> None:
+        """Takes in a chunk that has just come.
+
+        Raises:
+            StreamFailure: It tells of an error.
+        """
+        if chunk.error is not None:
+            raise StreamFailure(f"error in the stream: {_short(str(chunk.error))}")
+        if chunk.usage is not None:
+            self.trace.prompt_tokens = chunk.usage.prompt_tokens
+            self.trace.output_tokens = chunk.usage.completion_tokens
+        if not chunk.choices:
+            return
+        now = time.perf_counter()
+        self._last_choice = now
+        if self._first_choice is None:
+            self._first_choice = now
+        choice = chunk.choices[0]
+        if choice.finish_reason is not None:
+            self.ended = True
+        text = _text_of(choice)
+        if text is None:
+            return
+        if self._newest is None:
+            self.trace.ttft = now - self.trace.start
+        else:
+            self.trace.itl.append(now - self._newest)
+        self._newest = now
+        self._texts.append(text)
+
+    def close(self) -> None:
+        """The stream has ended.
+
+        Raises:
+            StreamFailure: It was not complete.
+        """
+        if self._first_choice is None or self._last_choice is None:
+            raise StreamFailure("the stream ended without an answer")
+        if not self.ended:
+            raise StreamFailure("the stream ended in the middle of the answer")
+        if self._newest is None:  # tokens without text, such as special ones
+            self.trace.ttft = self._first_choice - self.trace.start
+        self.trace.latency = self._last_choice - self.trace.start
+        self.trace.text = "".join(self._texts)
+
+
+def _text_of(choice: _Choice) -> str | None:
+    """What a chunk adds to the answer; None where that is nothing, as in a stream's first chunk and its last."""
+    if choice.delta is None:
+        return choice.text or None
+    delta = choice.delta
+    return delta.content or delta.reasoning_content or delta.reasoning or ("" if delta.tool_calls else None)
+
+
+async def _data_lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The data of each server-sent event."""
+    rest = b""
+    async for piece in content.iter_any():
+        *lines, rest = (rest + piece).split(b"\n") if rest else piece.split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+
+
+async def _error_text(response: aiohttp.ClientResponse) -> str:
+    """What an answer that is an error says, in few characters."""
+    body = await response.read()
+    try:
+        found = msgspec.json.decode(body)
+        error = found.get("error", found) if isinstance(found, dict) else found
+        message = error.get("message", error) if isinstance(error, dict) else error
+        return _short(str(message))
+    except msgspec.DecodeError:
+        return _short(body.decode("utf-8", "replace"))
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, StreamFailure):
+        return str(error)
+    if isinstance(error, asyncio.TimeoutError):
+        return f"no complete answer in time ({type(error).__name__})"
+    return _short(f"{type(error).__name__}: {error}")
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST_ERROR else text[:_LONGEST_ERROR] + "..."

@@ -1,0 +1,132 @@
+"""Benchmarks of an engine in this process: how many tokens per second, and how long one batch takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mvllm.engine.llm_engine import LLMEngine
+from mvllm.entrypoints.bench.prompts import Sample
+from mvllm.entrypoints.bench.report import percentiles_of
+from mvllm.entrypoints.interrupts import interrupts_between_steps
+from mvllm.errors import ConfigError, MvllmError
+from mvllm.messages.inputs import PromptType, TokensPrompt
+from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
+
+
+def measure_throughput(
+    engine: LLMEngine,
+    samples: Sequence[Sample],
+    params: SamplingParams,
+    *,
+    on_done: Callable[[int], None] = lambda num_tokens: None,
+) -> dict[str, Any]:
+    """Hands the engine all requests at once and measures until the last is done.
+
+    Args:
+        samples: The requests; each says how many tokens it wants.
+        params: For all of them, but for max_tokens.
+        on_done: Called with the number of output tokens of each request that is done.
+
+    Raises:
+        RequestError: A request does not fit the model. Nothing was measured.
+    """
+    requests = [(_prompt(sample), _for_length(params, sample.output_len)) for sample in samples]
+    num_input, num_output, seconds = _run(engine, requests, on_done)
+    return {
+        "elapsed_time": seconds,
+        "num_requests": len(samples),
+        "total_num_tokens": num_input + num_output,
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "requests_per_second": len(samples) / seconds,
+        "tokens_per_second": (num_input + num_output) / seconds,
+        "output_tokens_per_second": num_output / seconds,
+    }
+
+
+def measure_latency(
+    engine: LLMEngine,
+    *,
+    input_len: int,
+    output_len: int,
+    batch_size: int,
+    num_iters_warmup: int,
+    num_iters: int,
+    params: SamplingParams,
+    seed: int,
+    on_done: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Measures how long a batch of random prompts takes, again and again, with nothing in the prefix cache.
+
+    Raises:
+        ConfigError: A number is too small.
+        RequestError: The lengths do not fit the model.
+    """
+    import numpy as np
+
+    for name, value in (("batch_size", batch_size), ("num_iters", num_iters), ("input_len", input_len)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1.")
+    random = np.random.default_rng(seed)
+    vocab_size = engine.model_config.vocab_size
+    params = _for_length(params, output_len)
+    latencies = []
+    for i in range(num_iters_warmup + num_iters):
+        batch = random.integers(0, vocab_size, (batch_size, input_len)).tolist()
+        requests: list[tuple[PromptType, SamplingParams]] = [
+            (TokensPrompt(prompt_token_ids=ids), params) for ids in batch
+        ]
+        seconds = _run(engine, requests)[2]
+        if i >= num_iters_warmup:
+            latencies.append(seconds)
+        on_done()
+    average = sum(latencies) / len(latencies)
+    return {
+        "avg_latency": average,
+        "latencies": latencies,
+        "percentiles": percentiles_of(latencies),
+        "output_tokens_per_second": batch_size * output_len / average,
+    }
+
+
+def _for_length(params: SamplingParams, length: int) -> SamplingParams:
+    """The same parameters for an output of a length, which nobody looks at before its end."""
+    import msgspec
+
+    return msgspec.structs.replace(params, max_tokens=length, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+def _prompt(sample: Sample) -> PromptType:
+    return sample.prompt if sample.token_ids is None else TokensPrompt(prompt_token_ids=list(sample.token_ids))
+
+
+def _run(
+    engine: LLMEngine,
+    requests: Sequence[tuple[PromptType, SamplingParams]],
+    on_done: Callable[[int], None] = lambda num_tokens: None,
+) -> tuple[int, int, float]:
+    """Number of prompt tokens, of output tokens, and seconds from handing over the first request to the last answer."""
+    ids = [f"bench-{i}" for i in range(len(requests))]
+    start = time.perf_counter()
+    processed = engine.input_processor.process_batch(ids, [p for p, _ in requests], [params for _, params in requests])
+    engine.add_processed_requests(processed)
+    num_input = num_output = 0
+    try:
+        with interrupts_between_steps(engine.wake) as check:
+            while engine.has_unfinished_requests():
+                check()
+                for output in engine.step():
+                    if not output.finished:
+                        continue
+                    error = next((sequence.error for sequence in output.outputs if sequence.error), None)
+                    if error is not None:
+                        raise MvllmError(f"A request failed while it was measured: {error}")
+                    num_input += len(output.prompt_token_ids)
+                    num_new = sum(len(sequence.token_ids) for sequence in output.outputs)
+                    num_output += num_new
+                    on_done(num_new)
+        return num_input, num_output, time.perf_counter() - start
+    finally:
+        engine.abort_request(ids)

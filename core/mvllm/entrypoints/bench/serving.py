@@ -1,0 +1,134 @@
+"""Runs a benchmark against a server: requests at their times, so many at once, and what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mvllm.entrypoints.bench.arrivals import arrival_times
+from mvllm.entrypoints.bench.client import Client, Target
+from mvllm.entrypoints.bench.metrics import Trace
+from mvllm.entrypoints.bench.prompts import BenchTokenizer, Sample
+from mvllm.errors import ConfigError
+
+_READY_PAUSE = 0.5
+
+
+@dataclass(frozen=True)
+class Load:
+    """How requests are sent.
+
+    Attributes:
+        request_rate: Per second; infinite for all at once.
+        burstiness: 1 for a Poisson process; less comes in bursts, more is more even.
+        max_concurrency: Most requests under way; None for no limit.
+        num_warmups: Requests that are sent before, and not counted.
+        seed: Of the times.
+    """
+
+    request_rate: float = float("inf")
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    num_warmups: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run.
+
+    Attributes:
+        traces: One per request, in the order of sending.
+        duration: Seconds from the start to the last answer.
+    """
+
+    traces: list[Trace]
+    duration: float
+
+
+async def ask_model(target: Target) -> str:
+    """The name of the first model that a server offers."""
+    async with Client(target) as client:
+        return await client.first_model()
+
+
+async def run_load(
+    target: Target,
+    samples: Sequence[Sample],
+    load: Load,
+    *,
+    tokenizer: BenchTokenizer | None = None,
+    ready_timeout: float = 0.0,
+    on_done: Callable[[Trace], None] = lambda trace: None,
+) -> Outcome:
+    """Sends every request at its time and waits for all answers.
+
+    Args:
+        target: The server.
+        samples: The requests.
+        load: How they are sent.
+        tokenizer: Counts tokens where the server does not.
+        ready_timeout: Seconds that the server may take to answer a first request, which is not counted; 0 sends none.
+        on_done: Called with each trace as it is complete.
+
+    Raises:
+        ConfigError: The first request was not answered, or the load makes no sense.
+    """
+    if load.max_concurrency is not None and load.max_concurrency < 1:
+        raise ConfigError(f"The greatest concurrency is {load.max_concurrency}; it must be at least 1.")
+    times = arrival_times(len(samples), load.request_rate, load.burstiness, load.seed)
+    gate = asyncio.Semaphore(load.max_concurrency) if load.max_concurrency else contextlib.nullcontext()
+
+    async with Client(target) as client:
+        if ready_timeout > 0:
+            await _wait_ready(client, target, samples[0], ready_timeout)
+
+        async def send(sample: Sample) -> Trace:
+            async with gate:
+                return await client.send(sample)
+
+        await asyncio.gather(*(send(samples[i % len(samples)]) for i in range(load.num_warmups)))
+
+        async def measure(sample: Sample) -> Trace:
+            trace = await send(sample)
+            _count(trace, sample, tokenizer)
+            on_done(trace)
+            return trace
+
+        start = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            tasks = []
+            for sample, moment in zip(samples, times, strict=True):
+                delay = start + moment - time.perf_counter()
+                if delay > 0:
+                    await asyncio.sleep(delay)
+                tasks.append(group.create_task(measure(sample)))
+        return Outcome([task.result() for task in tasks], time.perf_counter() - start)
+
+
+async def _wait_ready(client: Client, target: Target, sample: Sample, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        trace = await client.send(sample)
+        if trace.success:
+            return
+        if time.monotonic() + _READY_PAUSE >= deadline:
+            raise ConfigError(
+                f"{target.url} did not answer a first request within {seconds:g} s: {trace.error}. "
+                "Check --base-url, --endpoint-type and --model."
+            )
+        await asyncio.sleep(_READY_PAUSE)
+
+
+def _count(trace: Trace, sample: Sample, tokenizer: BenchTokenizer | None) -> None:
+    """Fills in what the server did not say. Without a tokenizer, texts stand for tokens."""
+    if trace.prompt_tokens is None:
+        trace.prompt_tokens = sample.prompt_len
+    if trace.output_tokens is None and trace.success:
+        if tokenizer is not None:
+            trace.output_tokens = len(tokenizer.encode(trace.text))
+        else:
+            trace.output_tokens = len(trace.itl) + 1

@@ -1,0 +1,539 @@
+"""`mvllm bench`: throughput and latency of an engine, its startup, and what a running server does under load."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mvllm.entrypoints.bench.metrics import GOODPUT_METRICS, METRICS
+from mvllm.entrypoints.bench.prompts import DATASETS, DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, DEFAULT_PREFIX_LEN
+from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
+from mvllm.entrypoints.cli.config_file import add_config_argument
+from mvllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mvllm.entrypoints.bench.client import Target
+    from mvllm.entrypoints.bench.prompts import BenchTokenizer, Sample
+    from mvllm.messages.sampling_params import SamplingParams
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+_KINDS = ("openai", "openai-chat")  # of endpoints
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the benchmarks and their options."""
+    benchmarks = parser.add_subparsers(title="benchmarks", dest="benchmark", metavar="BENCHMARK", required=True)
+    for name, (summary, add, _) in _BENCHMARKS.items():
+        add(
+            benchmarks.add_parser(
+                name, help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False
+            )
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs a benchmark, prints its result, and writes it where that was asked for."""
+    status: int = _BENCHMARKS[args.benchmark][2](args)
+    return status
+
+
+# --- options
+
+
+def _add_throughput(parser: argparse.ArgumentParser) -> None:
+    _add_dataset(parser)
+    _add_output(parser)
+    add_engine_arguments(parser)
+
+
+def _add_latency(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("batch")
+    group.add_argument("--input-len", type=int, default=32, metavar="N", help="Tokens of each prompt. Default: 32.")
+    group.add_argument("--output-len", type=int, default=128, metavar="N", help="Tokens to generate. Default: 128.")
+    group.add_argument("--batch-size", type=int, default=8, metavar="N", help="Prompts at once. Default: 8.")
+    group.add_argument(
+        "--num-iters-warmup", type=int, default=3, metavar="N", help="Batches before those that count. Default: 3."
+    )
+    group.add_argument("--num-iters", type=int, default=10, metavar="N", help="Batches that count. Default: 10.")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="The same makes the same prompts. Default: 0.")
+    _add_output(parser)
+    add_engine_arguments(parser)
+
+
+def _add_startup(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--num-iters", type=int, default=3, metavar="N", help="Starts that count. Default: 3.")
+    parser.add_argument(
+        "--num-iters-warmup",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Starts before those, which bring files into the system's cache. Default: 1.",
+    )
+    _add_output(parser)
+    add_engine_arguments(parser)
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_argument_group("server")
+    where.add_argument(
+        "--base-url", metavar="URL", help="The server's. Default: http://HOST:PORT of the two options below."
+    )
+    where.add_argument("--host", default="127.0.0.1", metavar="HOST", help="Default: 127.0.0.1.")
+    where.add_argument("--port", type=int, default=8000, metavar="N", help="Default: 8000.")
+    where.add_argument(
+        "--endpoint-type",
+        "--backend",
+        choices=_KINDS,
+        default=_KINDS[0],
+        help="What kind of requests to send: texts to complete, or messages. Default: openai.",
+    )
+    where.add_argument(
+        "--endpoint", metavar="PATH", help="Default: /v1/completions or /v1/chat/completions, by the kind."
+    )
+    where.add_argument("--model", metavar="NAME", help="Name on the server. Default: the first that it lists.")
+    where.add_argument(
+        "--tokenizer",
+        metavar="TEXT",
+        help="Model folder, hub name or 'demo' whose tokenizer makes and counts prompts; 'none' goes without. "
+        "Default: the model's.",
+    )
+    where.add_argument("--api-key", metavar="KEY", help=f"Sent as bearer token. Default, and better: {KEY_VARIABLE}.")
+    where.add_argument(
+        "--header", action="append", default=[], metavar="NAME=VALUE", help="May be given several times."
+    )
+    where.add_argument("--insecure", action="store_true", help="Do not check the server's certificate.")
+    where.add_argument(
+        "--timeout", type=float, default=6 * 3600.0, metavar="S", help="Seconds that a request may take. Default: 6 h."
+    )
+    where.add_argument(
+        "--ready-check-timeout-sec",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="Seconds that the server may take to answer a first request, which is not counted; 0 sends none. "
+        "Default: 60.",
+    )
+
+    load = parser.add_argument_group("load")
+    load.add_argument(
+        "--request-rate", type=float, default=math.inf, metavar="X", help="Requests per second. Default: all at once."
+    )
+    load.add_argument(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="Of arrivals at that rate: 1 is a Poisson process, less comes in bursts, more is more even. Default: 1.",
+    )
+    load.add_argument("--max-concurrency", type=int, metavar="N", help="Most requests under way. Default: no limit.")
+    load.add_argument(
+        "--num-warmups", type=int, default=0, metavar="N", help="Requests before those that count. Default: 0."
+    )
+    _add_dataset(parser)
+
+    sampling = parser.add_argument_group("sampling", "What is not given is left to the server.")
+    for name in _SAMPLING:
+        kind = int if name == "top_k" else float
+        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X")
+    sampling.add_argument(
+        "--extra-body", type=_json_object, default={}, metavar="JSON", help="Further fields of every request."
+    )
+
+    result = parser.add_argument_group("result")
+    result.add_argument(
+        "--percentile-metrics",
+        default="ttft,tpot,itl,e2el",
+        metavar="LIST",
+        help=f"Of {', '.join(METRICS)}. Default: all.",
+    )
+    result.add_argument("--metric-percentiles", default="99", metavar="LIST", help="Such as 50,90,99. Default: 99.")
+    result.add_argument(
+        "--goodput",
+        nargs="+",
+        metavar="METRIC:MS",
+        help=f"Count requests that keep these limits, in milliseconds: {', '.join(GOODPUT_METRICS)}; "
+        "such as ttft:200 tpot:50.",
+    )
+    result.add_argument("--save-result", action="store_true", help="Write the result to a JSON file.")
+    result.add_argument("--save-detailed", action="store_true", help="With what was seen of each request.")
+    result.add_argument("--append-result", action="store_true", help="Add a line to the file.")
+    result.add_argument("--result-dir", type=Path, default=Path(), metavar="PATH", help="Default: here.")
+    result.add_argument("--result-filename", metavar="NAME", help="Default: made of load, model and time.")
+    result.add_argument("--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="Goes into the result.")
+    result.add_argument("--label", metavar="TEXT", help="Goes into the result.")
+    _add_quiet(result)
+    add_config_argument(parser)
+
+
+def _add_dataset(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("requests")
+    group.add_argument(
+        "--dataset-name",
+        choices=DATASETS,
+        default=DATASETS[0],
+        help="random: random words; sharegpt: a file of conversations; prefix_repetition: random words behind a few "
+        "beginnings; builtin: a few written ones. Default: random.",
+    )
+    group.add_argument("--dataset-path", type=Path, metavar="FILE", help="For sharegpt.")
+    group.add_argument("--num-prompts", type=int, default=1000, metavar="N", help="Requests. Default: 1000.")
+    group.add_argument(
+        "--input-len",
+        "--random-input-len",
+        "--prefix-repetition-suffix-len",
+        type=int,
+        metavar="N",
+        help=f"Tokens of a made-up prompt, common beginnings not counted. Default: {DEFAULT_INPUT_LEN}.",
+    )
+    group.add_argument(
+        "--output-len",
+        "--random-output-len",
+        "--sharegpt-output-len",
+        "--prefix-repetition-output-len",
+        type=int,
+        metavar="N",
+        help=f"Tokens to ask for. Default: {DEFAULT_OUTPUT_LEN}, or as many as the answer in the file has.",
+    )
+    group.add_argument(
+        "--range-ratio",
+        "--random-range-ratio",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="Spread both lengths evenly by this share to both sides; from 0 to less than 1. Default: 0.",
+    )
+    group.add_argument(
+        "--prefix-len",
+        "--random-prefix-len",
+        "--prefix-repetition-prefix-len",
+        type=int,
+        metavar="N",
+        help=f"Tokens that prompts have in common. Default: 0, or {DEFAULT_PREFIX_LEN} for prefix_repetition.",
+    )
+    group.add_argument(
+        "--num-prefixes",
+        "--prefix-repetition-num-prefixes",
+        type=int,
+        default=10,
+        metavar="N",
+        help="Beginnings, for prefix_repetition. Default: 10.",
+    )
+    group.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="Go on until the output has its length. Default: where the prompt is random.",
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="The same makes the same requests. Default: 0.")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("result")
+    group.add_argument("--output-json", type=Path, metavar="FILE", help="Write the result to this file.")
+    _add_quiet(group)
+
+
+def _add_quiet(group: Any) -> None:
+    group.add_argument("--disable-tqdm", action="store_true", help="Show no progress.")
+
+
+# --- benchmarks
+
+
+def _run_throughput(args: argparse.Namespace) -> int:
+    from mvllm.entrypoints.bench.offline import measure_throughput
+    from mvllm.entrypoints.bench.report import table, write_json
+    from mvllm.entrypoints.llm import LLM
+
+    settings = engine_args(args)
+    samples = _samples(args, _tokenizer(settings.tokenizer or settings.model))
+    with LLM.from_engine_args(settings) as llm, _Progress(args, len(samples)) as step:
+        params = _params(_ignores_eos(args))
+        result = measure_throughput(llm.llm_engine, samples, params, on_done=lambda num_tokens: step())
+        where = llm.llm_engine.platform_summary
+    rows = [
+        ("Requests", result["num_requests"]),
+        ("Duration (s)", result["elapsed_time"]),
+        ("Input tokens", result["total_input_tokens"]),
+        ("Output tokens", result["total_output_tokens"]),
+        ("Requests per second", result["requests_per_second"]),
+        ("Tokens per second", result["tokens_per_second"]),
+        ("Output tokens per second", result["output_tokens_per_second"]),
+    ]
+    print(table("Throughput", rows))
+    print(f"Platform {where}.")
+    if args.output_json is not None:
+        write_json(args.output_json, result)
+    return 0
+
+
+def _run_latency(args: argparse.Namespace) -> int:
+    from mvllm.entrypoints.bench.offline import measure_latency
+    from mvllm.entrypoints.bench.report import table, write_json
+    from mvllm.entrypoints.llm import LLM
+
+    settings = engine_args(args)
+    with (
+        LLM.from_engine_args(settings) as llm,
+        _Progress(args, args.num_iters_warmup + args.num_iters) as step,
+    ):
+        result = measure_latency(
+            llm.llm_engine,
+            input_len=args.input_len,
+            output_len=args.output_len,
+            batch_size=args.batch_size,
+            num_iters_warmup=args.num_iters_warmup,
+            num_iters=args.num_iters,
+            params=_params(True),
+            seed=args.seed,
+            on_done=step,
+        )
+        where = llm.llm_engine.platform_summary
+    rows: list[tuple[str, object]] = [
+        ("Average latency (s)", f"{result['avg_latency']:.4f}"),
+        *((f"{p}% percentile latency (s)", f"{value:.4f}") for p, value in result["percentiles"].items()),
+        ("Output tokens per second", result["output_tokens_per_second"]),
+    ]
+    print(table(f"Latency of {args.batch_size} x ({args.input_len} in, {args.output_len} out)", rows))
+    print(f"Platform {where}.")
+    if args.output_json is not None:
+        write_json(args.output_json, result)
+    return 0
+
+
+def _run_startup(args: argparse.Namespace) -> int:
+    from mvllm.entrypoints.bench.report import table, write_json
+    from mvllm.entrypoints.bench.startup import measure_startup, start_once
+
+    settings = engine_args(args)
+    settings.create_model_config()  # what cannot be started is said before the first try
+    with _Progress(args, args.num_iters_warmup + args.num_iters) as step:
+        for _ in range(args.num_iters_warmup):
+            start_once(settings)
+            step()
+        result = measure_startup(settings, args.num_iters, on_done=step)
+    phases = result["phases"]
+    rows: list[tuple[str, object]] = [
+        ("Average startup time (s)", result["avg_startup_time"]),
+        *((f"{p}% percentile startup time (s)", v) for p, v in result["startup_percentiles"].items()),
+        ("Average time to the first token (s)", result["avg_first_token_time"]),
+        *((f"  {name} (s)", sum(run[name] for run in phases) / len(phases)) for name in phases[0]),
+    ]
+    print(table("Startup", rows))
+    if args.output_json is not None:
+        write_json(args.output_json, result)
+    return 0
+
+
+def _run_serve(args: argparse.Namespace) -> int:
+    import asyncio
+    import dataclasses
+
+    from mvllm.entrypoints.bench.client import require_client
+    from mvllm.entrypoints.bench.metrics import compute, details
+    from mvllm.entrypoints.bench.report import serving_table, write_json
+    from mvllm.entrypoints.bench.serving import Load, ask_model, run_load
+
+    selected = _names(args.percentile_metrics)
+    percentiles = _percentiles(args.metric_percentiles)
+    goodput = None if args.goodput is None else _limits(args.goodput)
+    metadata = _pairs("--metadata", args.metadata)
+    require_client()
+    target = _target(args)
+    if not target.model:
+        target = dataclasses.replace(target, model=asyncio.run(ask_model(target)))
+    name = args.tokenizer or target.model
+    tokenizer = None if name == "none" or not _needs_tokenizer(args) else _tokenizer(name)
+    samples = _samples(args, tokenizer)
+    load = Load(args.request_rate, args.burstiness, args.max_concurrency, args.num_warmups, args.seed)
+    with _Progress(args, len(samples)) as step:
+        outcome = asyncio.run(
+            run_load(
+                target,
+                samples,
+                load,
+                tokenizer=tokenizer,
+                ready_timeout=args.ready_check_timeout_sec,
+                on_done=lambda trace: step(),
+            )
+        )
+    result = compute(outcome.traces, outcome.duration, percentiles=percentiles, selected=selected, goodput=goodput)
+    print(serving_table(result, percentiles, selected))
+    _print_errors([trace.error for trace in outcome.traces if trace.error is not None])
+    if args.save_result or args.append_result or args.save_detailed or args.result_filename:
+        now = datetime.now().strftime("%Y%m%d-%H%M%S")
+        rate = args.request_rate if math.isfinite(args.request_rate) else "inf"
+        head = {
+            "date": now,
+            "endpoint_type": args.endpoint_type,
+            "backend": args.endpoint_type,
+            "label": args.label,
+            "model_id": target.model,
+            "tokenizer_id": name if tokenizer is not None else None,
+            "num_prompts": args.num_prompts,
+            **metadata,
+            "request_rate": rate,
+            "burstiness": args.burstiness,
+            "max_concurrency": args.max_concurrency,
+        }
+        concurrency = "" if args.max_concurrency is None else f"-concurrency{args.max_concurrency}"
+        model = target.model.rstrip("/").rpartition("/")[2]
+        default = f"{args.label or args.endpoint_type}-{rate}qps{concurrency}-{model}-{now}.json"
+        path = args.result_dir / (args.result_filename or default)
+        more = details(outcome.traces) if args.save_detailed else {}
+        write_json(path, {**head, **result, **more}, append=args.append_result)
+        print(f"Result written to {path}.")
+    return 0 if result["completed"] else 1
+
+
+_Add = Callable[[argparse.ArgumentParser], None]
+_Run = Callable[[argparse.Namespace], int]
+_BENCHMARKS: dict[str, tuple[str, _Add, _Run]] = {
+    "serve": ("measure a running server, of any maker, under load", _add_serve, _run_serve),
+    "throughput": ("measure how many tokens per second an engine makes", _add_throughput, _run_throughput),
+    "latency": ("measure how long an engine takes for a batch", _add_latency, _run_latency),
+    "startup": ("measure how long an engine takes to start", _add_startup, _run_startup),
+}
+
+
+# --- what they share
+
+
+def _needs_tokenizer(args: argparse.Namespace) -> bool:
+    """A server counts tokens itself; without one that is named, prompts that are written need none."""
+    return args.dataset_name != "builtin" or args.tokenizer is not None
+
+
+def _tokenizer(name: str) -> BenchTokenizer:
+    from mvllm.entrypoints.bench.prompts import BenchTokenizer
+
+    return BenchTokenizer(name)
+
+
+def _samples(args: argparse.Namespace, tokenizer: BenchTokenizer | None) -> list[Sample]:
+    from mvllm.entrypoints.bench.prompts import make_samples
+
+    return make_samples(
+        args.dataset_name,
+        args.num_prompts,
+        tokenizer=tokenizer,
+        seed=args.seed,
+        path=args.dataset_path,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        range_ratio=args.range_ratio,
+        prefix_len=args.prefix_len,
+        num_prefixes=args.num_prefixes,
+    )
+
+
+def _ignores_eos(args: argparse.Namespace) -> bool:
+    if args.ignore_eos is not None:
+        return bool(args.ignore_eos)
+    return args.dataset_name in ("random", "prefix_repetition")
+
+
+def _params(ignore_eos: bool) -> SamplingParams:
+    from mvllm.messages.sampling_params import SamplingParams
+
+    return SamplingParams(ignore_eos=ignore_eos, detokenize=True)
+
+
+def _target(args: argparse.Namespace) -> Target:
+    from mvllm.entrypoints.bench.client import ENDPOINTS, Target
+
+    key = args.api_key or os.environ.get(KEY_VARIABLE)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    sampling = {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}
+    return Target(
+        base_url=args.base_url or f"http://{args.host}:{args.port}",
+        endpoint=args.endpoint or ENDPOINTS[args.endpoint_type],
+        model=args.model or "",
+        chat=args.endpoint_type == "openai-chat",
+        ignore_eos=_ignores_eos(args),
+        extra_body={**sampling, **args.extra_body},
+        headers=headers | _pairs("--header", args.header),
+        timeout=args.timeout,
+        verify=not args.insecure,
+    )
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in METRICS]:
+        raise ConfigError(f"--percentile-metrics: {unknown[0]!r} is none of {', '.join(METRICS)}.")
+    return names
+
+
+def _percentiles(text: str) -> list[float]:
+    try:
+        found = [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        found = [-1.0]
+    if not all(0 <= percentile <= 100 for percentile in found):
+        raise ConfigError(f"--metric-percentiles is {text!r}; it must be numbers from 0 to 100, such as 50,90,99.")
+    return found
+
+
+def _limits(given: list[str]) -> dict[str, float]:
+    limits = {}
+    for text in given:
+        name, _, value = text.partition(":")
+        try:
+            limit = float(value)
+        except ValueError:
+            limit = -1.0
+        if name not in GOODPUT_METRICS or not limit >= 0:
+            raise ConfigError(
+                f"--goodput: {text!r} is no limit; it must be one of {', '.join(GOODPUT_METRICS)}, a colon and "
+                "milliseconds, such as ttft:200."
+            )
+        limits[name] = limit
+    return limits
+
+
+def _pairs(option: str, given: list[str]) -> dict[str, str]:
+    pairs = dict(text.partition("=")[::2] for text in given)
+    if bad := [text for text in given if "=" not in text]:
+        raise ConfigError(f"{option}: {bad[0]!r} must be NAME=VALUE.")
+    return pairs
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("must be a JSON object")
+    return value
+
+
+def _print_errors(errors: list[str]) -> None:
+    """How often each error came, the most frequent first."""
+    from collections import Counter
+
+    for error, count in Counter(errors).most_common(5):
+        print(f"error, {count} times: {error}", file=sys.stderr)
+
+
+class _Progress:
+    """A bar on the terminal, and the function that moves it on."""
+
+    def __init__(self, args: argparse.Namespace, total: int) -> None:
+        self._bar: Any = None
+        if not args.disable_tqdm and sys.stderr.isatty():
+            from tqdm.auto import tqdm
+
+            self._bar = tqdm(total=total)
+
+    def __enter__(self) -> Callable[[], None]:
+        return (lambda: None) if self._bar is None else (lambda: self._bar.update(1))
+
+    def __exit__(self, *unused: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
