@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mvllm.layers.matrix_layout import MatrixLayout, Part
     from mvllm.layers.mlp import MLP, GatedMLP
     from mvllm.layers.norm import LayerNorm, RMSNorm
-    from mvllm.layers.quantization.interface import QuantizationMethod
+    from mvllm.layers.quantization.interface import IntegerFormat, QuantizationMethod
     from mvllm.layers.quantization.matrix import IntegerMatrix, QuantizedMatrix, staging
     from mvllm.layers.rotary import RotaryEmbedding
     from mvllm.layers.weight_target import WeightTarget
@@ -67,6 +67,7 @@ _HOMES = {
     "Part": "mvllm.layers.matrix_layout",
     "LayerNorm": "mvllm.layers.norm",
     "RMSNorm": "mvllm.layers.norm",
+    "IntegerFormat": "mvllm.layers.quantization.interface",
     "QuantizationMethod": "mvllm.layers.quantization.interface",
     "IntegerMatrix": "mvllm.layers.quantization.matrix",
     "QuantizedMatrix": "mvllm.layers.quantization.matrix",
@@ -97,6 +98,7 @@ __all__ = [
     "ForwardStep",
     "GatedMLP",
     "HFConfig",
+    "IntegerFormat",
     "IntegerMatrix",
     "LMHead",
     "LayerNorm",

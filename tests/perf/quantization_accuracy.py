@@ -16,51 +16,25 @@ from collections.abc import Sequence
 from mvllm import LLM, SamplingParams
 from mvllm.demo import corpus
 from mvllm.layers.quantization import registry
+from mvllm.layers.quantization.interface import IntegerFormat
 from mvllm.layers.quantization.on_load import OnLoad
 
-
-class Int8WeightOnly(OnLoad):
-    bits = 8
-
-
-class Int4WholeRows(OnLoad):
-    bits = 4
-
-
-class Int4Groups128(OnLoad):
-    bits, group_size = 4, 128
-
-
-class Int4Groups64(OnLoad):
-    bits, group_size = 4, 64
-
-
-class Int4Groups32(OnLoad):
-    bits, group_size = 4, 32
-
-
-class Int4Groups128Zeros(OnLoad):
-    bits, group_size, symmetric = 4, 128, False
-
-
-class Int4Groups64Zeros(OnLoad):
-    bits, group_size, symmetric = 4, 64, False
-
-
-class Int4Groups32Zeros(OnLoad):
-    bits, group_size, symmetric = 4, 32, False
-
-
-VARIANTS: dict[str, type[OnLoad]] = {
-    "int8, inputs as they are": Int8WeightOnly,
-    "int4, a scale per row": Int4WholeRows,
-    "int4, groups of 128": Int4Groups128,
-    "int4, groups of 128, zero points": Int4Groups128Zeros,
-    "int4, groups of 64": Int4Groups64,
-    "int4, groups of 64, zero points": Int4Groups64Zeros,
-    "int4, groups of 32": Int4Groups32,
-    "int4, groups of 32, zero points": Int4Groups32Zeros,
+FORMATS: dict[str, IntegerFormat] = {
+    "int8, inputs as they are": IntegerFormat(8),
+    "int4, inputs as they are": IntegerFormat(4, 32, symmetric=False),
+    "int4, a scale per row": IntegerFormat(4, None, int8_activations=True),
+    "int4, groups of 128": IntegerFormat(4, 128, int8_activations=True),
+    "int4, groups of 128, zero points": IntegerFormat(4, 128, symmetric=False, int8_activations=True),
+    "int4, groups of 64": IntegerFormat(4, 64, int8_activations=True),
+    "int4, groups of 64, zero points": IntegerFormat(4, 64, symmetric=False, int8_activations=True),
+    "int4, groups of 32": IntegerFormat(4, 32, int8_activations=True),
 }
+"""Beside `int8` and `int4` themselves."""
+
+
+def method_of(format: IntegerFormat) -> type[OnLoad]:
+    """Which quantizes so while loading."""
+    return type("Variant", (OnLoad,), {"format": format})
 
 
 def perplexity(prompts: Sequence[str], *, dtype: str, quantization: str | None) -> tuple[float, int]:
@@ -85,10 +59,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="rows whose name begins so")
     args = parser.parse_args()
     prompts = [text for text in corpus.documents("heldout", args.documents) if len(text) < 3000]
-    for name, method in VARIANTS.items():
-        registry._METHODS[name] = f"{method.__module__}:{method.__name__}"
+    for i, (name, format) in enumerate(FORMATS.items()):
+        globals()[f"Variant{i}"] = method_of(format)
+        registry._METHODS[name] = f"{__name__}:Variant{i}"
     rows: list[tuple[str, str, str | None]] = [("float32", "float32", None), ("bfloat16", "bfloat16", None)]
-    rows += [(name, args.dtype, name) for name in ("int8", "int4", *VARIANTS)]
+    rows += [(name, args.dtype, name) for name in ("int8", "int4", *FORMATS)]
     baseline, _ = perplexity(prompts, dtype="float32", quantization=None)
     print(f"{'weights':40}{'perplexity':>12}{'beside float32':>16}")
     for name, dtype, quantization in rows:

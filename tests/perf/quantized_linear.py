@@ -2,11 +2,11 @@
 
     OMP_NUM_THREADS=2 python tests/perf/quantized_linear.py [--rows 1 16 32 256 2048] [--only int8 int4]
 
-Each line is one pass over all matrices of a model (sizes by arguments), layer after layer, in one way to store them. Few rows
-are bound by reading the weights: so many layers are read one after the other that no cache holds them, and the table
-gives GB/s of packed bytes beside the rate at which the same threads read memory. Many rows are bound by arithmetic:
-GOP/s (two per multiply-add), beside torch's product of bytes. All take turns in each round, because the machine's
-bandwidth changes from minute to minute; medians over rounds, and ratios to bf16 of the same rounds.
+Each line is one pass over all matrices of a model (sizes by arguments), layer after layer, in one way to store them.
+Few rows are bound by reading the weights: so many layers are read one after the other that no cache holds them, and
+the table gives GB/s of packed bytes beside the rate at which the same threads read memory. Many rows are bound by
+arithmetic: GOP/s (two per multiply-add), beside torch's product of bytes. All take turns in each round, because the
+machine's bandwidth changes from minute to minute; medians over rounds, and ratios to bf16 of the same rounds.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def weight_of(name: str, shape: tuple[int, int]) -> QuantizedWeight:
     groups, top = -(-in_features // group_size), 2 ** (bits - 1)
     values = torch.randint(-top, top, shape, dtype=torch.int8)
     zeros = torch.randint(-top, top, (out_features, groups), dtype=torch.int8) if zero_points else None
-    scales = (torch.rand(out_features, groups) * 0.01).bfloat16().float()
+    scales = torch.randint(1, 9, (out_features, groups)) * 2.0**-10  # as int4 makes them: small multiples of one number
     return QuantizedWeight(values, scales, zeros, group_size, bits, int8_activations)
 
 
@@ -164,7 +164,9 @@ def table(models: dict[str, Model], rows: int, rounds: int, reader: ctypes.CDLL,
         picked = [s for s in first.shapes if not shape or f"{s[0]}x{s[1]}" == shape]
         work = 2 * rows * sum(o * i for o, i in picked) * layers
         beside = times["bf16" + name[len(scheme) :]] / taken
-        line = f"  {name:44} {taken / layers * 1e3:8.3f} ms a layer  {beside:5.2f} x bf16  {work / taken / 1e9:6.0f} GOP/s"
+        line = (
+            f"  {name:44} {taken / layers * 1e3:8.3f} ms a layer  {beside:5.2f} x bf16  {work / taken / 1e9:6.0f} GOP/s"
+        )
         if not shape:
             rate = models[scheme].layer_bytes * layers / taken / 1e9
             line += f"  {rate:5.1f} GB/s {rate / limit:5.0%} of reading"
@@ -217,14 +219,13 @@ def main() -> None:
         if args.only and not name.startswith(tuple(args.only)):
             continue
         whole = {shape: weight_of(name, shape) for shape in shapes}
-        if True:
-            models[name] = Model(
-                shapes,
-                args.layers,
-                lambda shape, whole=whole: op.pack(whole[shape]),
-                lambda x, w: op.quantized_linear(x, w, None),
-                packed_bytes,
-            )
+        models[name] = Model(
+            shapes,
+            args.layers,
+            lambda shape, whole=whole: op.pack(whole[shape]),
+            lambda x, w: op.quantized_linear(x, w, None),
+            packed_bytes,
+        )
     with TemporaryDirectory() as folder:
         reader = compiled_reader(Path(folder))
         for rows in args.rows:

@@ -25,7 +25,8 @@ extern const QIsa qisa_generic __attribute__((weak));
 namespace {
 
 constexpr int64_t SERIAL_WORK = 1 << 19;        // multiply-adds below which waking other threads costs more than it saves
-constexpr int64_t CONVERTED_ROWS = 1024;        // rows of x that are rounded or converted at a time
+constexpr int64_t CONVERTED_ROWS = 1152;        // rows of x that are rounded or converted at a time
+constexpr int64_t ROW_STEP = 12;                // what registers hold at a time, in every instruction set, divides this
 constexpr int64_t REPEATED_ELEMENTS = 1 << 13;  // elements of x that every thread converts for itself: cheaper than waiting
 constexpr int64_t GATED_ELEMENTS = 1 << 14;     // of a product that is gated, at a time: they stay in the first cache
 
@@ -155,9 +156,11 @@ void compute(const QIsa& isa, const Product& p, int64_t thread, int64_t threads)
     if (rows <= QLINEAR_ROWS) return block(isa, p, 0, rows, strips * thread / threads, strips * (thread + 1) / threads);
     const int64_t width = isa.tile / STRIP, tiles = (strips + width - 1) / width;
     const int64_t row_blocks = (rows + QLINEAR_ROWS - 1) / QLINEAR_ROWS, blocks = tiles * row_blocks;
+    const int64_t steps = (rows + ROW_STEP - 1) / ROW_STEP;
+    auto edge = [&](int64_t i) { return std::min(rows, (steps * i + row_blocks - 1) / row_blocks * ROW_STEP); };
     for (int64_t b = blocks * thread / threads; b < blocks * (thread + 1) / threads; ++b) {
         const int64_t tile = b % tiles, i = b / tiles;
-        block(isa, p, rows * i / row_blocks, rows * (i + 1) / row_blocks, tile * width, std::min(strips, (tile + 1) * width));
+        block(isa, p, edge(i), edge(i + 1), tile * width, std::min(strips, (tile + 1) * width));
     }
 }
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from platforms.cpu.tests.instruction_sets import once_each, run_again
 
+from mvllm.layers.quantization.rounded_matrix import round_rows
 from mvllm.ops.quantized_linear import quantized_linear as reference
 from mvllm.plugin_api import OpCase, QuantizedWeight
 from mvllm_cpu import kernels
 from mvllm_cpu.doctor import QUANTIZED_ISAS
+from mvllm_cpu.ops import KernelOps
 from mvllm_cpu.quantized_linear import MOST_INT8_COLUMNS, QuantizedLinear
 
 LOADED = kernels.load()
@@ -74,11 +78,23 @@ def assert_rounds(found, x, weight, bias=None):
 
 
 def assert_is_the_reference(found, x, weight, bias=None):
-    """With int8 activations sums are exact, so nothing but float32's last place may differ before the rounding."""
+    """With int8 activations sums are exact, so nothing but float32's last places may differ before the rounding."""
     wide = reference(x.float(), weight, None if bias is None else bias.float()).double()
-    allowed = wide.abs() * (UNIT[x.dtype] * 1.01 + 2**-22) + 1e-6
+    sums = 0 if weight.scales.shape[1] == 1 else exact(x, weight)[1] * 2**-23
+    allowed = wide.abs() * (UNIT[x.dtype] * 1.01 + 2**-22) + sums + 1e-6
     assert found.dtype == x.dtype and found.shape == wide.shape
     assert ((found.double() - wide).abs() <= allowed).all()
+
+
+def in_factors(weight):
+    """The weight with scales that are small multiples of one number in every 256 columns, as `int4` makes them."""
+    per_block = max(1, 256 // weight.group_size)
+    generator = torch.Generator().manual_seed(5)
+    rows, groups = weight.scales.shape
+    units = (torch.rand(rows, -(-groups // per_block), generator=generator) * 0.01 + 0.001).bfloat16().float()
+    factors = torch.randint(1, 9, (rows, groups), generator=generator)
+    factors[0] = torch.arange(groups) % 8 + 1
+    return replace(weight, scales=units.repeat_interleave(per_block, dim=1)[:, :groups] * factors)
 
 
 SCHEMES = (
@@ -88,6 +104,7 @@ SCHEMES = (
     pytest.param({"bits": 8, "symmetric": False}, id="w8-zeros"),
     pytest.param({"bits": 4}, id="w4"),
     pytest.param({"bits": 4, "symmetric": False}, id="w4-zeros"),
+    pytest.param({"bits": 4, "symmetric": False, "int8_activations": True}, id="w4a8-zeros"),
 )
 
 
@@ -117,12 +134,30 @@ def test_right_for_any_group(op, bits, symmetric, dtype, shape):
     check(op, quantized(*shape, bits=bits, symmetric=symmetric), dtype, bias=False)
 
 
+@pytest.mark.parametrize("shape", [shape for shape in GROUPS if shape[2] <= 256], ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_groups_with_int8_activations_in_any_form_of_scales(op, bits, symmetric, dtype, shape):
+    any_scales = quantized(*shape, bits=bits, symmetric=symmetric, int8_activations=True)
+    narrow = replace(any_scales, scales=any_scales.scales.bfloat16().float())
+    multiples = in_factors(any_scales)
+    for weight in (any_scales, narrow, multiples):
+        check(op, weight, dtype, bias=weight is narrow)
+    # What a step has to read: that the smaller forms are found is what they are for.
+    assert op.pack(any_scales).scales.dtype == torch.float32
+    assert op.pack(narrow).scales.dtype == torch.bfloat16
+    if bits == 4 and shape[2] in (8, 32, 64, 128):
+        packed = op.pack(multiples)
+        tiles = packed.values.numel() * 8 // (-(-shape[1] // 8) * 8)
+        assert packed.scales.dtype == torch.bfloat16 and packed.scales.numel() == tiles * -(-shape[1] // 256)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_row_does_not_depend_on_the_others(op, scheme, dtype):
     """Neither on their number nor on its place: a request's tokens are the same alone and in any batch."""
-    group_size = None if scheme.get("int8_activations") else 64
-    for out_features, in_features in ((100, 768), (64, 385)):
+    for group_size, out_features, in_features in ((64, 100, 768), (64, 64, 385), (None, 100, 768)):
         packed = op.pack(quantized(out_features, in_features, group_size, **scheme))
         x = random(200, in_features, dtype=dtype, seed=1)
         alone = torch.cat([op.quantized_linear(row[None], packed, None) for row in x])
@@ -201,6 +236,19 @@ def test_threads_change_nothing(op, scheme):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_gated_is_bit_for_bit_the_product_and_the_activation(op, scheme, dtype):
+    silu_and_mul = KernelOps(LOADED.library).silu_and_mul
+    for group_size, size, in_features in ((None, 16, 67), (32, 48, 96), (64, 1040, 320)):
+        packed = op.pack(quantized(2 * size, in_features, group_size, **scheme))
+        for bias in (None, random(2 * size, dtype=dtype, seed=2)):
+            for rows in (1, 2, 5, 16, 97, 200):
+                x = random(rows, in_features, dtype=dtype, seed=rows)
+                found = op.quantized_linear_silu_and_mul(x, packed, bias)
+                assert torch.equal(found, silu_and_mul(op.quantized_linear(x, packed, bias)))
+
+
 def test_more_rows_than_are_converted_at_a_time(op):
     for scheme in ({"int8_activations": True}, {"bits": 4, "symmetric": False}):
         weight = quantized(20, 72, **scheme)
@@ -208,7 +256,16 @@ def test_more_rows_than_are_converted_at_a_time(op):
         packed = op.pack(weight)
         found = op.quantized_linear(x, packed, None)
         assert torch.equal(found[-3:], op.quantized_linear(x[-3:], packed, None))
-        assert torch.equal(found[1023:1026], op.quantized_linear(x[1023:1026], packed, None))
+        assert torch.equal(found[1151:1154], op.quantized_linear(x[1151:1154], packed, None))
+
+
+def test_what_is_rounded_while_loading_is_packed_in_blocks(op):
+    """4.3 bits per weight: the reference's scales take 5."""
+    weight = replace(quantized(64, 640, 32, bits=4, symmetric=False), int8_activations=True)
+    round_rows(random(64, 640), weight, slice(0, 64))
+    packed = op.pack(weight)
+    assert packed.block_size == 256 and packed.scales.dtype == torch.bfloat16
+    assert packed.values.nbytes + packed.scales.nbytes + packed.zero_points.nbytes == 64 * (640 // 2 + 3 * 2 + 20)
 
 
 def test_packing_takes_as_many_bytes_as_the_bits_say(op):
@@ -234,9 +291,14 @@ def test_declined_with_a_reason(op):
     assert "float64" in reasons("float64")
     assert "3 bits" in reasons(bits=3)
     assert "groups of 20" in reasons(bits=4, group_size=20)
-    assert "one scale per row" in reasons(int8_activations=True, group_size=128)
+    assert not reasons(int8_activations=True, group_size=128)
+    assert "at most 256 columns" in reasons(int8_activations=True, in_features=1024, group_size=512)
     many = MOST_INT8_COLUMNS + 1
     assert "32 bits" in reasons(int8_activations=True, in_features=many, group_size=many)
+    facts["size"] = facts.pop("out_features")
+    assert not op.supports_silu(OpCase("quantized_linear_silu_and_mul", "bfloat16", facts))
+    narrow = OpCase("quantized_linear_silu_and_mul", "bfloat16", {**facts, "size": 40})
+    assert "no multiple of 16" in " ".join(op.supports_silu(narrow))
 
 
 def test_the_longest_sum_of_bytes_fits(op):

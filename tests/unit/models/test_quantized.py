@@ -174,11 +174,31 @@ def test_weights_are_rounded_to_the_nearest_while_they_are_loaded(
         assert weight.bits == (8 if is_head else bits)
         assert size == (floats.shape[1] if is_head or group_size is None else group_size)
         assert weight.int8_activations
-        assert size == floats.shape[1] or torch.equal(weight.scales, weight.scales.bfloat16().float())
         for group, start in enumerate(range(0, floats.shape[1], size)):
             half_a_step = weight.scales[: len(floats), group, None] / 2
             off = (near - floats)[:, start : start + size].abs()
             assert (off <= half_a_step * 1.02 + 1e-7).all(), f"{name}, group {group}"
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_scales_of_four_bits_are_small_multiples_of_one_in_every_256_columns(group_size: int, symmetric: bool) -> None:
+    from mvllm.layers.quantization.rounded_matrix import round_rows
+
+    generator = torch.Generator().manual_seed(0)
+    floats = torch.randn(40, 640, generator=generator) * torch.rand(40, 1, generator=generator)
+    floats[3] = 0
+    floats[4, 100] = 50.0
+    shape = (40, 640 // group_size)
+    zero_points = None if symmetric else torch.zeros(shape, dtype=torch.int8)
+    weight = QuantizedWeight(torch.zeros(40, 640, dtype=torch.int8), torch.zeros(shape), zero_points, group_size, 4)
+    round_rows(floats, weight, slice(0, 40))
+    for scales in weight.scales.split(256 // group_size, dim=1):
+        units = [unit for most in range(1, 9) if ((unit := scales.amax(dim=1) / most).bfloat16() == unit).any()]
+        fits = [(scales / unit[:, None] == (scales / unit[:, None]).round().clamp(1, 8)).all(dim=1) for unit in units]
+        assert torch.stack(fits).any(dim=0).all()
+    steps = (weight.dequantize() - floats).abs() / weight.scales.repeat_interleave(group_size, dim=1)
+    assert steps.max() <= 1.02 / 2, "nothing is clipped"
 
 
 def test_rows_of_zeros_and_rows_of_one_sign_stay_what_they_are() -> None:

@@ -217,9 +217,9 @@ class TestWhichMatrices:
     def test_on_load_takes_every_matrix_and_the_head_with_eight_bits(self, folder: Path) -> None:
         method = quantization_method(config_of(folder, quantization="int4"))
         assert method is not None
-        assert method.matrix(make_context(), layout("x")).bits == 4  # type: ignore[union-attr]
+        assert method.matrix(make_context(), layout("x")).format.bits == 4  # type: ignore[union-attr]
         head = method.matrix(make_context(), layout("lm_head", is_head=True))
-        assert head is not None and (head.bits, head.group_size, head.symmetric) == (8, 64, True)  # type: ignore[attr-defined]
+        assert head is not None and (head.format.bits, head.group_size, head.format.symmetric) == (8, 64, True)  # type: ignore[attr-defined]
 
 
 def test_experts_cannot_be_quantized_yet_and_say_so() -> None:

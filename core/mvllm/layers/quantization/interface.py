@@ -73,30 +73,39 @@ class QuantizationMethod(ABC):
 
 
 @dataclass(frozen=True)
-class PackedFormat:
-    """How a checkpoint stores one matrix of integers.
+class IntegerFormat:
+    """What a matrix of integers holds, and what it is multiplied with.
 
     Attributes:
         bits: 8 or 4.
         group_size: Columns that share a scale; None where a row has one.
         symmetric: There are no zero points.
         int8_activations: Inputs are rounded to int8, row by row.
-        order_tensor: Name of the tensor that gives each column's group, where columns were ordered by importance.
-        packing: Which of its method's ways to pack.
     """
 
     bits: int
     group_size: int | None = None
     symmetric: bool = True
     int8_activations: bool = False
-    order_tensor: str | None = None
-    packing: str = ""
 
     def __str__(self) -> str:
         size = "rows" if self.group_size is None else f"groups of {self.group_size}"
         kind = "symmetric" if self.symmetric else "with zero points"
         inputs = ", int8 inputs" if self.int8_activations else ""
         return f"{self.bits} bits in {size}, {kind}{inputs}"
+
+
+@dataclass(frozen=True)
+class PackedFormat(IntegerFormat):
+    """How a checkpoint stores one matrix of integers.
+
+    Attributes:
+        order_tensor: Name of the tensor that gives each column's group, where columns were ordered by importance.
+        packing: Which of its method's ways to pack.
+    """
+
+    order_tensor: str | None = None
+    packing: str = ""
 
 
 def format_of_all(layout: MatrixLayout, quantized: Sequence[PackedFormat | None]) -> PackedFormat | None:

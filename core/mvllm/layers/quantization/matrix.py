@@ -11,6 +11,7 @@ from torch import nn
 
 from mvllm.layers.context import BuildContext
 from mvllm.layers.matrix_layout import MatrixLayout
+from mvllm.layers.quantization.interface import IntegerFormat
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.ops.quantized_linear import QuantizedWeight
 from mvllm.ops.registry import ResolvedOp
@@ -49,34 +50,27 @@ class IntegerMatrix(QuantizedMatrix):
     Args:
         ctx: Build context.
         layout: What the matrix is made of.
-        bits: 8 or 4.
-        group_size: Columns that share a scale; None for all that this rank has.
-        symmetric: There are no zero points.
-        int8_activations: Inputs are rounded to int8, row by row.
+        format: What it holds.
+
+    Attributes:
+        layout: As given.
+        group_size: Columns of this rank's that share a scale.
+        format: As given.
     """
 
-    def __init__(
-        self,
-        ctx: BuildContext,
-        layout: MatrixLayout,
-        *,
-        bits: int,
-        group_size: int | None,
-        symmetric: bool,
-        int8_activations: bool,
-    ) -> None:
+    def __init__(self, ctx: BuildContext, layout: MatrixLayout, format: IntegerFormat) -> None:
         super().__init__()
-        self.layout = layout
-        self.bits, self.symmetric, self.int8_activations = bits, symmetric, int8_activations
-        self.group_size = layout.num_columns if group_size is None else min(group_size, layout.num_columns)
+        self.layout, self.format = layout, format
+        size = layout.num_columns
+        self.group_size = size if format.group_size is None else min(format.group_size, size)
         self._device = ctx.device
         self._facts = {
             "in_features": layout.num_columns,
             "bias": layout.bias,
-            "bits": bits,
+            "bits": format.bits,
             "group_size": self.group_size,
-            "symmetric": symmetric,
-            "int8_activations": int8_activations,
+            "symmetric": format.symmetric,
+            "int8_activations": format.int8_activations,
         }
         self._op = ctx.op("quantized_linear", out_features=layout.out_features, **self._facts)
 
@@ -119,10 +113,10 @@ class IntegerMatrix(QuantizedMatrix):
         return QuantizedWeight(
             torch.zeros(self.layout.out_features, self.layout.num_columns, dtype=torch.int8),
             torch.zeros(shape, dtype=torch.float32),
-            None if self.symmetric else torch.zeros(shape, dtype=torch.int8),
+            None if self.format.symmetric else torch.zeros(shape, dtype=torch.int8),
             self.group_size,
-            self.bits,
-            self.int8_activations,
+            self.format.bits,
+            self.format.int8_activations,
         )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.layers.matrix_layout import MatrixLayout
-from mvllm.layers.quantization.interface import QuantizationMethod
+from mvllm.layers.quantization.interface import IntegerFormat, QuantizationMethod
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,17 +24,11 @@ class OnLoad(QuantizationMethod):
     """Rounds weights to the nearest integers.
 
     Attributes:
-        bits: 8 or 4; the head has 8.
-        group_size: Columns that share a scale where there are 4 bits; with 8, a row has one.
-        symmetric: There are no zero points; with 8 bits there never are.
-        int8_activations: Inputs are rounded to int8.
+        format: Of all matrices but the head, which has 8 bits and a scale per row.
     """
 
     quantizes_on_load = True
-    bits: ClassVar[int]
-    group_size: ClassVar[int | None] = None
-    symmetric: ClassVar[bool] = True
-    int8_activations: ClassVar[bool] = False
+    format: ClassVar[IntegerFormat]
 
     @classmethod
     def of(cls, settings: HFConfig) -> OnLoad:
@@ -45,29 +39,19 @@ class OnLoad(QuantizationMethod):
     ) -> RoundedMatrix | None:
         from mvllm.layers.quantization.rounded_matrix import RoundedMatrix
 
-        rows_of_8_bits = self.bits == 8 or layout.is_head
-        return RoundedMatrix(
-            ctx,
-            layout,
-            bits=8 if rows_of_8_bits else self.bits,
-            group_size=None if rows_of_8_bits else self.group_size,
-            symmetric=rows_of_8_bits or self.symmetric,
-            int8_activations=self.int8_activations,
-            tied_to=tied_to,
-        )
+        format = self.format
+        if layout.is_head:
+            format = IntegerFormat(8, int8_activations=format.int8_activations)
+        return RoundedMatrix(ctx, layout, format, tied_to)
 
 
 class Int8(OnLoad):
     """8-bit weights and inputs."""
 
-    bits = 8
-    int8_activations = True
+    format = IntegerFormat(8, int8_activations=True)
 
 
 class Int4(OnLoad):
     """4-bit weights in groups, 8-bit inputs."""
 
-    bits = 4
-    group_size = 32
-    symmetric = False
-    int8_activations = True
+    format = IntegerFormat(4, 32, symmetric=False, int8_activations=True)

@@ -114,14 +114,7 @@ class PackedMatrix(IntegerMatrix):
     """
 
     def __init__(self, ctx: BuildContext, layout: MatrixLayout, packing: Packing, how: PackedFormat) -> None:
-        super().__init__(
-            ctx,
-            layout,
-            bits=how.bits,
-            group_size=how.group_size,
-            symmetric=how.symmetric,
-            int8_activations=how.int8_activations,
-        )
+        super().__init__(ctx, layout, how)
         self._packing, self._how = packing, how
         groups = _groups(layout, how, ctx)
         num_groups = 1 if how.group_size is None else -(-layout.in_features // how.group_size)
@@ -171,7 +164,7 @@ class PackedMatrix(IntegerMatrix):
             )
 
     def _tensors(self, share: Share) -> dict[str, Stored]:
-        tensors = dict(self._packing.tensors(share, symmetric=self.symmetric))
+        tensors = dict(self._packing.tensors(share, symmetric=self._how.symmetric))
         if self._how.order_tensor is not None:
             size = share.num_columns
             tensors[self._how.order_tensor] = Stored((size,), (slice(0, size),), torch.int32)

@@ -9,6 +9,7 @@ from torch import nn
 
 from mvllm.layers.context import BuildContext
 from mvllm.layers.matrix_layout import MatrixLayout
+from mvllm.layers.quantization.interface import IntegerFormat
 from mvllm.layers.quantization.matrix import IntegerMatrix, staging
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.ops.quantized_linear import QuantizedWeight
@@ -21,24 +22,14 @@ class RoundedMatrix(IntegerMatrix):
     """Stages the layer's floats on the host, in the compute dtype.
 
     Args:
-        ctx, layout, bits, group_size, symmetric, int8_activations: As in IntegerMatrix.
+        ctx, layout, format: As in IntegerMatrix.
         tied_to: Take this matrix instead of reading one.
     """
 
     def __init__(
-        self,
-        ctx: BuildContext,
-        layout: MatrixLayout,
-        *,
-        bits: int,
-        group_size: int | None,
-        symmetric: bool,
-        int8_activations: bool,
-        tied_to: nn.Parameter | None = None,
+        self, ctx: BuildContext, layout: MatrixLayout, format: IntegerFormat, tied_to: nn.Parameter | None = None
     ) -> None:
-        super().__init__(
-            ctx, layout, bits=bits, group_size=group_size, symmetric=symmetric, int8_activations=int8_activations
-        )
+        super().__init__(ctx, layout, format)
         self._tied_to = [tied_to]  # in a list: it belongs to the embedding
         self.floats = staging(layout.out_features, layout.num_columns, dtype=ctx.dtype) if tied_to is None else None
 
@@ -76,8 +67,9 @@ def round_rows(floats: torch.Tensor, weight: QuantizedWeight, rows: slice) -> No
     smallest to its largest value (zero between them, so that it stays exact) over the number of steps. The scale of a
     group with a NaN is NaN, so that a damaged checkpoint is told by its logits, as without rounding.
 
-    Scales of groups of 4 bits are made larger, by at most an eighth of the largest of their neighbours, so that those of every 256 columns are 1 to 8
-    times one number in bfloat16: they can be kept in a few bits, and multiplied with as integers.
+    Scales of groups of 4 bits are made larger, by at most an eighth of the largest of their neighbours, so that those
+    of every 256 columns are 1 to 8 times one number in bfloat16: they can be kept in a few bits, and multiplied with
+    as integers.
     """
     largest = 2 ** (weight.bits - 1) - 1
     groups = [slice(start, start + weight.group_size) for start in range(0, floats.shape[1], weight.group_size)]
@@ -104,13 +96,14 @@ def round_rows(floats: torch.Tensor, weight: QuantizedWeight, rows: slice) -> No
 
 
 def _kept(scales: torch.Tensor, group_size: int) -> torch.Tensor:
-    """The smallest scales, none smaller than it is, that are 1 to 8 times one number in bfloat16 in every 256 columns."""
+    """The scales made larger until those of every 256 columns are 1 to 8 times one number in bfloat16."""
     if _BLOCK % group_size:
         return scales
     kept = torch.empty_like(scales)
     for start in range(0, scales.shape[1], _BLOCK // group_size):
         block = scales[:, start : start + _BLOCK // group_size]
         unit = _upwards_to_bfloat16(block.amax(dim=1, keepdim=True) / _LARGEST_FACTOR)
+        unit = unit.where(unit != 0, 1.0)
         kept[:, start : start + block.shape[1]] = (block / unit).ceil().clamp(1, _LARGEST_FACTOR) * unit
     return kept
 

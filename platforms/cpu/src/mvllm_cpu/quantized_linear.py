@@ -1,10 +1,10 @@
 """Matrix products with integer weights by the compiled kernels, packed once, after loading.
 
-There are two kinds of product (csrc/qlinear.h). With *int8 activations* each row of x is rounded to int8 as the reference
-does it, and sums over a row, or over a group of columns, are exact integers; those of groups are scaled and added in
-float32, in their order. *Weight-only* keeps x: the integers are multiplied unscaled, exactly, in bfloat16 (where x is,
-and the processor can) or float32, and each group's sum is scaled in float32. Nothing is rounded but the sums and the
-result.
+There are two kinds of product (csrc/qlinear.h). With *int8 activations* each row of x is rounded to int8 as the
+reference does it, and sums over a row, or over a group of columns, are exact integers; those of groups are scaled and
+added in float32, in their order. *Weight-only* keeps x: the integers are multiplied unscaled, exactly, in bfloat16
+(where x is, and the processor can) or float32, and each group's sum is scaled in float32. Nothing is rounded but the
+sums and the result.
 
 A row's result depends neither on the other rows nor on their number.
 """
@@ -132,7 +132,8 @@ class QuantizedLinear:
         bits = 8 if weight.int8_activations and groups == 1 else weight.bits
         with_factors = bits == 4 and weight.int8_activations
         if with_factors and MOST_INT8_GROUP % weight.group_size == 0:
-            found = _factors(scales, MOST_INT8_GROUP // weight.group_size)
+            per_block = MOST_INT8_GROUP // weight.group_size
+            found = _factors(scales, per_block, narrow=True) or _factors(scales, per_block, narrow=False)
             if found is not None:
                 scales, factors = found
                 block_size = MOST_INT8_GROUP
@@ -213,10 +214,11 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _factors(scales: torch.Tensor, per_block: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Scales [rows, groups] as whole factors [rows, groups], int8, of one scale per `per_block` groups.
+def _factors(scales: torch.Tensor, per_block: int, *, narrow: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Scales [rows, groups] as whole factors [rows, groups], int8, of one scale per `per_block` groups [rows, blocks].
 
-    None where they are not, to the last bit, for all blocks and with factors of at most MOST_FACTOR.
+    None where they are not, to the last bit, for all blocks and with factors of at most MOST_FACTOR; and, if `narrow`,
+    with scales in bfloat16.
     """
     rows, groups = scales.shape
     blocks = -(-groups // per_block)
@@ -226,11 +228,11 @@ def _factors(scales: torch.Tensor, per_block: int) -> tuple[torch.Tensor, torch.
     for most in range(MOST_FACTOR, 0, -1):
         unit = largest / most
         whole = (padded / unit).round()
-        fits = ((whole * unit == padded) & ((whole >= 1) | (padded == 0))).all(dim=2, keepdim=True)
+        fits = (whole * unit == padded).all(dim=2, keepdim=True)
+        if narrow:
+            fits &= unit.bfloat16() == unit
         base, factors = torch.where(fits, unit, base), torch.where(fits, whole, factors)
-    if not bool((base > 0).all()):
-        return None
     factors = factors.view(rows, -1)[:, :groups]
-    if not bool((factors >= 1).all()):
+    if not bool((base > 0).all() & (factors >= 1).all()):
         return None
     return base[:, :, 0].contiguous(), factors.to(torch.int8).contiguous()

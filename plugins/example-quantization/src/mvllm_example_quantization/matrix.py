@@ -10,6 +10,7 @@ from torch import nn
 from mvllm.extension_api import (
     BuildContext,
     ConfigError,
+    IntegerFormat,
     IntegerMatrix,
     MatrixLayout,
     QuantizedWeight,
@@ -24,7 +25,7 @@ class TernaryMatrix(IntegerMatrix):
     """One linear layer's matrix, as its bytes and scales until it is loaded."""
 
     def __init__(self, ctx: BuildContext, layout: MatrixLayout) -> None:
-        super().__init__(ctx, layout, bits=4, group_size=None, symmetric=True, int8_activations=False)
+        super().__init__(ctx, layout, IntegerFormat(bits=4))
         start, stop = layout.columns.start, layout.columns.stop
         if start % PER_BYTE or stop % PER_BYTE:
             raise ConfigError(
