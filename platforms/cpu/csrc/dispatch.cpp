@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "amx.h"
 #include "kernels.h"
 
 namespace mvllm {
@@ -40,6 +41,11 @@ const Isa* const best_first[] = {
 
 const Isa& choose() {
     const char* asked = std::getenv("MVLLM_CPU_ISA");
+#if MVLLM_AMX
+    // Only where it is named: it has not run on hardware yet.
+    if (asked && !std::strcmp(asked, "amx_bf16"))
+        if (const Isa* isa = amx_isa()) return *isa;
+#endif
     const Isa* best = nullptr;
     for (const Isa* isa : best_first) {
         if (!isa || !runs_here(*isa)) continue;
