@@ -1,7 +1,8 @@
 // Which instruction set runs: the best that the processor has, or what MVLLM_CPU_ISA names if the processor has it.
 
-#include "processor.h"
+#include "amx.h"
 #include "kernels.h"
+#include "processor.h"
 
 namespace mvllm {
 
@@ -16,6 +17,12 @@ extern const Isa isa_generic __attribute__((weak));
 namespace {
 
 const Isa& choose() {
+#if MVLLM_AMX
+    // Only where it is named: it has not run on hardware yet.
+    const char* asked = std::getenv("MVLLM_CPU_ISA");
+    if (asked && !std::strcmp(asked, "amx_bf16"))
+        if (const Isa* isa = amx_isa()) return *isa;
+#endif
     [[maybe_unused]] const Features has;
     const Candidate<Isa> best_first[] = {
 #if MVLLM_X86

@@ -22,6 +22,7 @@ NEEDS = {
     "avx512": _AVX512,
     "avx512_vnni": _AVX512 | {"avx512_vnni"},
     "avx512_bf16": _AVX512 | {"avx512_vnni", "avx512_bf16"},
+    "amx_bf16": _AVX512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"},
 }
 """What the kernel's list of the processor's features has to name for each instruction set."""
 

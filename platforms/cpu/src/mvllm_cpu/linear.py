@@ -22,10 +22,13 @@ from mvllm_cpu.recording import Kernel
 FASTER_THAN_ONEDNN = 1
 """Priority of the provider; the others have 0."""
 
+AMX = "amx_bf16"
+"""Written and tested over emulated tiles, not run on hardware: only who names it gets it."""
+
 FASTEST_WITH = {
-    "bfloat16": ("avx512_bf16",),
-    "float16": ("avx512", "avx512_bf16"),
-    "float32": ("avx512", "avx512_bf16"),
+    "bfloat16": ("avx512_bf16", AMX),
+    "float16": ("avx512", "avx512_bf16", AMX),
+    "float32": ("avx512", "avx512_bf16", AMX),
 }
 """Instruction sets with which the kernel is the fastest there is, at any number of rows; by dtype."""
 
@@ -82,7 +85,7 @@ class Linear:
             return [f"dtype {case.dtype} has no kernel (there are kernels for {', '.join(FASTEST_WITH)})"]
         if self._isa not in fastest_with:
             return [f"for {case.dtype} the kernel is the fastest with {'/'.join(fastest_with)}, not with {self._isa}"]
-        if case.dtype == "bfloat16" and torch.cpu._is_amx_tile_supported():
+        if case.dtype == "bfloat16" and self._isa != AMX and torch.cpu._is_amx_tile_supported():
             return ["oneDNN multiplies matrices with AMX here"]
         if case.dtype != "bfloat16" and _may_be_tied(case):
             return ["a vocabulary's weight may be the embedding's too, and packing it would keep a second copy"]

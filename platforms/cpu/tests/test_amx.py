@@ -1,0 +1,66 @@
+"""Products on AMX tiles, over tiles emulated in C++: no machine that these tests have run on has the extension."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from platforms.cpu.tests.instruction_sets import features
+
+from mvllm_cpu import kernels
+
+HERE = Path(__file__).resolve().parent
+CSRC = HERE.parent / "csrc"
+SANITIZED = ["-O1", "-g1", "-std=c++17", "-fopenmp", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+INSTRUCTIONS = ("ldtilecfg", "tilerelease", "tilezero", "tileloadd", "tilestored", "tdpbf16ps")
+
+
+def compiler() -> str:
+    found = shutil.which("g++")
+    if found is None:
+        pytest.skip("no g++ to build with")
+    return found
+
+
+def test_products_over_emulated_tiles_are_right_for_any_shape(tmp_path):
+    sources = [CSRC / "amx_linear.cpp", CSRC / "linear.cpp", HERE / "amx_products.cpp"]
+    program = tmp_path / "products"
+    command = [compiler(), *SANITIZED, "-DMVLLM_AMX_EMULATED=1", f"-I{CSRC}", *map(str, sources), "-o", str(program)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    if built.returncode and "asan" in built.stderr:
+        pytest.skip("this g++ comes without the address sanitizer")
+    assert built.returncode == 0, built.stderr
+    env = {**os.environ, "OMP_NUM_THREADS": "2", "ASAN_OPTIONS": "detect_leaks=0"}
+    done = subprocess.run([str(program)], env=env, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout.split()[0]) > 100_000
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or platform.system() != "Linux", reason="AMX is x86's; Linux's here")
+def test_the_library_has_the_instructions(tmp_path):
+    listing = tmp_path / "amx_linear.s"
+    command = [compiler(), "-O3", "-std=c++17", "-fopenmp", "-S", str(CSRC / "amx_linear.cpp"), "-o", str(listing)]
+    subprocess.run(command, check=True, timeout=300)
+    text = listing.read_text()
+    assert all(name in text for name in INSTRUCTIONS)
+
+
+def test_it_runs_only_where_the_processor_has_it_and_it_is_named():
+    if kernels.load().library is None:
+        pytest.skip(f"no kernels: {kernels.load().reason}")
+    ask = "from mvllm_cpu import kernels; print(kernels.load().isa)"
+    env = {name: value for name, value in os.environ.items() if name != "MVLLM_CPU_ISA"}
+
+    def isa(**more: str) -> str:
+        command = [sys.executable, "-c", ask]
+        done = subprocess.run(command, env={**env, **more}, capture_output=True, text=True, check=True, timeout=60)
+        return done.stdout.strip()
+
+    assert isa() != "amx_bf16"
+    has_it = {"amx_tile", "amx_bf16", "avx512_bf16"} <= features()
+    assert (isa(MVLLM_CPU_ISA="amx_bf16") == "amx_bf16") is has_it
