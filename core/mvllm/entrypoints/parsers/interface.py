@@ -9,8 +9,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 
+class Delta(ABC):
+    """A piece of an answer: a ContentDelta, a ReasoningDelta or a ToolCallDelta."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def as_json(self) -> dict[str, Any]:
+        """It as the `delta` of a chat completion chunk."""
+
+
 @dataclass(frozen=True, slots=True)
-class ContentDelta:
+class ContentDelta(Delta):
     """A piece of the answer itself."""
 
     text: str
@@ -21,7 +31,7 @@ class ContentDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class ReasoningDelta:
+class ReasoningDelta(Delta):
     """A piece of the thoughts before the answer."""
 
     text: str
@@ -32,7 +42,7 @@ class ReasoningDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCallDelta:
+class ToolCallDelta(Delta):
     """A piece of a call: the first has an id, a name and no arguments yet, each later one a piece of the arguments.
 
     Attributes:
@@ -53,9 +63,6 @@ class ToolCallDelta:
             return {"tool_calls": [{"index": self.index, "function": {"arguments": self.arguments}}]}
         function = {"name": self.name, "arguments": self.arguments}
         return {"tool_calls": [{"index": self.index, "id": self.id, "type": "function", "function": function}]}
-
-
-Delta = ContentDelta | ReasoningDelta | ToolCallDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +192,7 @@ def collect(deltas: Iterable[Delta]) -> Parsed:
             content.append(delta.text)
         elif isinstance(delta, ReasoningDelta):
             reasoning.append(delta.text)
-        else:
+        elif isinstance(delta, ToolCallDelta):
             heads.setdefault(delta.index, delta)
             arguments.setdefault(delta.index, []).append(delta.arguments)
     calls = tuple(ToolCall(head.id or "", head.name or "", "".join(arguments[i])) for i, head in heads.items())
