@@ -98,6 +98,20 @@ class Parsed:
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str | None = None
 
+    def as_json(self) -> dict[str, Any]:
+        """It as the `message` of a chat completion, whose content is null where there are calls and nothing else."""
+        content = None if self.tool_calls and not self.content else self.content
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self.reasoning is not None:
+            message["reasoning"] = message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_json() for call in self.tool_calls]
+        return message
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """Why the answer ended, in the API's words; see `called_tools`."""
+        return called_tools(reason, len(self.tool_calls))
+
 
 class ToolStream(ABC):
     """Reads one answer, and finds the calls in it. For one sequence; not thread-safe.
@@ -197,6 +211,11 @@ def collect(deltas: Iterable[Delta]) -> Parsed:
             arguments.setdefault(delta.index, []).append(delta.arguments)
     calls = tuple(ToolCall(head.id or "", head.name or "", "".join(arguments[i])) for i, head in heads.items())
     return Parsed("".join(content), calls, "".join(reasoning) if reasoning else None)
+
+
+def called_tools(reason: str | None, num_calls: int) -> str | None:
+    """The `finish_reason` of an answer with calls. One that was cut off stays one that was cut off."""
+    return "tool_calls" if num_calls and reason == "stop" else reason
 
 
 def make_call_id() -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from mvllm.entrypoints.parsers.answer import AnswerParser
 from mvllm.entrypoints.parsers.interface import ContentDelta, ReasoningDelta, ToolCallDelta
+from mvllm.entrypoints.parsers.registry import reasoning_parser, tool_parser
 from tests.unit.entrypoints.parsers.readers import make_parser, stream_deltas, streamed, without_ids
 
 OPEN, CLOSED, PLAIN = "<|im_start|>assistant\n<think>\n", "assistant\n<think>\n\n</think>\n\n", "assistant\n"
@@ -75,6 +77,47 @@ def test_thoughts_then_content_then_calls_in_one_stream():
     assert kinds == sorted(kinds, key=[ReasoningDelta, ContentDelta, ToolCallDelta].index)
     assert without_ids(streamed(parser, text, PLAIN)) == ("Wait.", [("f", "{}")], "I <tool_call> it.")
     assert without_ids(parser.parse(text, PLAIN)) == ("Wait.", [("f", "{}")], "I <tool_call> it.")
+
+
+TWO_CALLS = '<think>a</think>b<tool_call>{"name": "f"}</tool_call>c<tool_call>{"name": "g"}</tool_call>'
+
+
+def test_thoughts_that_nobody_wants_and_calls_beyond_the_first_are_left_out():
+    parser = AnswerParser(tools=tool_parser("hermes")(), reasoning=reasoning_parser("qwen3")(), show_reasoning=False)
+    assert without_ids(streamed(parser, TWO_CALLS)) == ("bc", [("f", "{}"), ("g", "{}")], None)
+    parser = AnswerParser(tools=tool_parser("hermes")(), reasoning=reasoning_parser("qwen3")(), one_call=True)
+    assert without_ids(parser.parse(TWO_CALLS)) == ("bc", [("f", "{}")], "a")
+    assert without_ids(streamed(parser, TWO_CALLS)) == ("bc", [("f", "{}")], "a")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "said"),
+    [
+        (TWO_CALLS, "stop", "tool_calls"),
+        (TWO_CALLS, "length", "length"),
+        (TWO_CALLS, None, None),
+        ("plain", "stop", "stop"),
+    ],
+)
+def test_an_answer_with_calls_ended_to_make_them_unless_it_was_cut_off(text, reason, said):
+    parser = make_parser("hermes", "qwen3")
+    stream = parser.stream()
+    stream.feed(text)
+    stream.finish()
+    assert stream.finish_reason(reason) == parser.parse(text).finish_reason(reason) == said
+
+
+def test_a_whole_answer_as_a_message():
+    parser = make_parser("hermes", "qwen3")
+    message = parser.parse(TWO_CALLS).as_json()
+    assert [call["function"] for call in message.pop("tool_calls")] == [
+        {"name": "f", "arguments": "{}"},
+        {"name": "g", "arguments": "{}"},
+    ]
+    thoughts = {"reasoning": "a", "reasoning_content": "a"}
+    assert message == {"role": "assistant", "content": "bc", "refusal": None, **thoughts}
+    assert parser.parse("").as_json() == {"role": "assistant", "content": "", "refusal": None}
+    assert parser.parse('<tool_call>{"name": "f"}</tool_call>').as_json()["content"] is None
 
 
 def test_without_parsers_all_is_content():
