@@ -19,7 +19,9 @@ How a caller drives them, for one sequence of one request:
             send(delta.as_json())
     for delta in stream.finish():
         send(delta.as_json())
-    finish_reason = "tool_calls" if stream.num_calls and reason == "stop" else reason   # never instead of "length"
+    finish_reason = stream.finish_reason(reason)  # "tool_calls" in place of "stop", never of "length"
 
-Without streaming, `parser.parse(text, prompt)` gives all of it as one `Parsed`. Nothing here knows HTTP.
+Without streaming, `parser.parse(text, prompt)` gives all of it as one `Parsed`, which is a message by `as_json()`. What
+`tools` and `tool_choice` ask for is read by `tool_choice.read_tool_choice`; where it is a grammar's work, text that was
+held to it is read by `AnswerStream(choice.stream(), reasoning)`. Nothing here knows HTTP.
 """

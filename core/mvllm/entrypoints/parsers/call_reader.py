@@ -26,7 +26,7 @@ class CallReader:
 
     Args:
         index: Its place among the answer's calls.
-        name: The function's name, where it stands elsewhere and all that comes is the arguments; else None.
+        name: The function's name, where it stands elsewhere and all that comes is the arguments, an object; else None.
         strict: Whether it must have a name and arguments and no key of other things: for a format without markers,
             where an object may be an answer.
         make_id: Makes the call's id.
@@ -104,7 +104,8 @@ class CallReader:
         return i if self.broken else i + 1
 
     def _begin_value(self, i: int, c: str, out: list[Delta]) -> int:
-        if self._key == "name" and self._name is None and c not in QUOTES:
+        misplaced = self._key == "name" and self._name is None and c not in QUOTES
+        if misplaced or (self._only_arguments and c != "{"):
             self._break(out)
             return i
         self._value, self._value_text = JsonValue(), []

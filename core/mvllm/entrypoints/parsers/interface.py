@@ -9,8 +9,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 
+class Delta(ABC):
+    """A piece of an answer: a ContentDelta, a ReasoningDelta or a ToolCallDelta."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def as_json(self) -> dict[str, Any]:
+        """It as the `delta` of a chat completion chunk."""
+
+
 @dataclass(frozen=True, slots=True)
-class ContentDelta:
+class ContentDelta(Delta):
     """A piece of the answer itself."""
 
     text: str
@@ -21,7 +31,7 @@ class ContentDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class ReasoningDelta:
+class ReasoningDelta(Delta):
     """A piece of the thoughts before the answer."""
 
     text: str
@@ -32,7 +42,7 @@ class ReasoningDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCallDelta:
+class ToolCallDelta(Delta):
     """A piece of a call: the first has an id, a name and no arguments yet, each later one a piece of the arguments.
 
     Attributes:
@@ -53,9 +63,6 @@ class ToolCallDelta:
             return {"tool_calls": [{"index": self.index, "function": {"arguments": self.arguments}}]}
         function = {"name": self.name, "arguments": self.arguments}
         return {"tool_calls": [{"index": self.index, "id": self.id, "type": "function", "function": function}]}
-
-
-Delta = ContentDelta | ReasoningDelta | ToolCallDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +97,20 @@ class Parsed:
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """It as the `message` of a chat completion, whose content is null where there are calls and nothing else."""
+        content = None if self.tool_calls and not self.content else self.content
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self.reasoning is not None:
+            message["reasoning"] = message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_json() for call in self.tool_calls]
+        return message
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """Why the answer ended, in the API's words; see `called_tools`."""
+        return called_tools(reason, len(self.tool_calls))
 
 
 class ToolStream(ABC):
@@ -185,11 +206,16 @@ def collect(deltas: Iterable[Delta]) -> Parsed:
             content.append(delta.text)
         elif isinstance(delta, ReasoningDelta):
             reasoning.append(delta.text)
-        else:
+        elif isinstance(delta, ToolCallDelta):
             heads.setdefault(delta.index, delta)
             arguments.setdefault(delta.index, []).append(delta.arguments)
     calls = tuple(ToolCall(head.id or "", head.name or "", "".join(arguments[i])) for i, head in heads.items())
     return Parsed("".join(content), calls, "".join(reasoning) if reasoning else None)
+
+
+def called_tools(reason: str | None, num_calls: int) -> str | None:
+    """The `finish_reason` of an answer with calls. One that was cut off stays one that was cut off."""
+    return "tool_calls" if num_calls and reason == "stop" else reason
 
 
 def make_call_id() -> str:

@@ -233,7 +233,7 @@ def _merged(deltas: list[Delta]) -> list[Delta]:
 def _continues(before: Delta, delta: Delta) -> bool:
     if isinstance(delta, ToolCallDelta):
         return isinstance(before, ToolCallDelta) and before.id is None and delta.id is None
-    return type(before) is type(delta)
+    return isinstance(before, ContentDelta)
 
 
 def _joined(run: list[Delta]) -> Delta:
@@ -242,4 +242,4 @@ def _joined(run: list[Delta]) -> Delta:
         return first
     if isinstance(first, ToolCallDelta):
         return ToolCallDelta(first.index, arguments="".join(d.arguments for d in run if isinstance(d, ToolCallDelta)))
-    return type(first)("".join(d.text for d in run if not isinstance(d, ToolCallDelta)))
+    return ContentDelta("".join(d.text for d in run if isinstance(d, ContentDelta)))

@@ -43,7 +43,7 @@ def stream_deltas(parser, pieces: Sequence[str], prompt: str | None = None):
                 assert delta.index == begun - 1 and delta.name is None and delta.arguments
         else:
             assert isinstance(delta, ContentDelta | ReasoningDelta) and delta.text
-    assert stream.num_calls == begun if hasattr(stream, "num_calls") else not begun
+    assert stream.num_calls == begun
     return deltas
 
 
@@ -90,6 +90,10 @@ class Written:
 calls = st.builds(lambda name, args, how: Written(name, json.dumps(args, **how)), names, arguments, layouts)
 
 _fragments = [
+    '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', '<tool_call>{"name": "f", "arguments": {"a": ',
+    '<tool_call>[{"name": "f"}, ', "<tool_call>{'arguments': \"{}\", 'name': ", '<tool_call>{"name": "f", ',
+    '[TOOL_CALLS]f[ARGS]{"a": 1}', "[TOOL_CALLS]f[ARGS]{", '[TOOL_CALLS] [{"name": "f"}, ', "[TOOL_CALLS]f[CALL_ID]1",
+    '\n{"name": "f", "parameters": {}}', '<|python_tag|>{"name": "f", "parameters": {}};', '\n{"name": "f", ',
     *MARKERS, *(m[:k] for m in MARKERS for k in (1, 3, len(m) - 1)),
     '{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "parameters": {"a": [1, {}]}}', '{"name": "f"}',
     '{"name":', '"arguments":', '"f"', "{", "}", "[", "]", ",", ";", ":", '"', "'", "\\", "\\u00", "\n", " ", "\t",

@@ -74,10 +74,12 @@ class _Stream(MarkedCalls):
         if c == "{":
             self.read_arguments("".join(self._name))
             return i
-        for marker, state in ((ARGUMENTS, self._behind_marker), (CALL_ID, self._read_id)):
-            if text.startswith(marker, i):
-                self.state = state
-                return self.hold(text, i, i + len(marker))
+        if text.startswith(ARGUMENTS, i):
+            self.read_arguments("".join(self._name))
+            return self.hold(text, i, i + len(ARGUMENTS))
+        if text.startswith(CALL_ID, i):
+            self.state = self._read_id
+            return self.hold(text, i, i + len(CALL_ID))
         if is_beginning(text, i, ARGUMENTS) or is_beginning(text, i, CALL_ID):
             return self.wait(text, i)
         return self.give_up(i, out)
@@ -88,16 +90,6 @@ class _Stream(MarkedCalls):
         if end < len(text):
             self.state = self._behind_name
         return self.hold(text, i, end)
-
-    def _behind_marker(self, text: str, i: int, out: list[Delta]) -> int:
-        found = NOT_SPACE.search(text, i)
-        if found is None:
-            return self.hold(text, i, len(text))
-        self.hold(text, i, found.start())
-        if found.group() != "{":
-            return self.give_up(found.start(), out)
-        self.read_arguments("".join(self._name))
-        return found.start()
 
 
 def make_short_id() -> str:
