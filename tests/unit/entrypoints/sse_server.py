@@ -59,17 +59,20 @@ class SSEServer:
         script: From a request, and its place among all requests, to the answer.
         requests: All that came.
         most_at_once: Most POSTs that were being answered at the same time.
+        url: Where it listens.
     """
 
     script: Callable[[Request, int], Answer]
     requests: list[Request] = field(default_factory=list)
     most_at_once: int = 0
+    url: str = ""
 
     def __enter__(self) -> SSEServer:
         self._active = 0
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
         return self
@@ -79,10 +82,6 @@ class SSEServer:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-    @property
-    def url(self) -> str:
-        return "http://127.0.0.1:{}".format(self._server.sockets[0].getsockname()[1])
 
     async def _close(self) -> None:
         self._server.close()

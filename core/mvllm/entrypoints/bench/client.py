@@ -18,6 +18,7 @@ import msgspec
 
 from mvllm.entrypoints.bench.metrics import Trace
 from mvllm.entrypoints.bench.prompts import Sample
+from mvllm.entrypoints.urls import join_url
 from mvllm.errors import ConfigError, MvllmError
 
 if TYPE_CHECKING:
@@ -102,14 +103,6 @@ class Target:
         if self.ignore_eos:
             body["ignore_eos"] = True
         return msgspec.json.encode(body | dict(self.extra_body))
-
-
-def join_url(base_url: str, path: str) -> str:
-    """A URL whose base may end with a slash, or with the `/v1` with which the path begins."""
-    base = base_url.rstrip("/")
-    if base.endswith("/v1") and path.startswith("/v1/"):
-        base = base.removesuffix("/v1")
-    return base + path
 
 
 def require_client() -> None:

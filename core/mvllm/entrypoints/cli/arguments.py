@@ -60,6 +60,16 @@ def engine_args(args: argparse.Namespace) -> EngineArgs:
     return EngineArgs.from_kwargs(**given)
 
 
+def require_model(args: argparse.Namespace) -> None:
+    """Refuses a command line that names neither a model nor a server.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if getattr(args, "model", None) is None:
+        raise ConfigError("Name a model with --model, or a running server with --url.")
+
+
 def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int | None, several: bool = False) -> None:
     """Adds one option per sampling parameter.
 

@@ -16,7 +16,7 @@ from mvllm.entrypoints.bench.metrics import GOODPUT_METRICS, METRICS
 from mvllm.entrypoints.bench.prompts import DATASETS, DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, DEFAULT_PREFIX_LEN
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
 from mvllm.entrypoints.cli.config_file import add_config_argument
-from mvllm.errors import ConfigError
+from mvllm.errors import ConfigError, MvllmError
 
 if TYPE_CHECKING:
     from mvllm.entrypoints.bench.client import Target
@@ -350,7 +350,7 @@ def _run_serve(args: argparse.Namespace) -> int:
     if not target.model:
         target = dataclasses.replace(target, model=asyncio.run(ask_model(target)))
     name = args.tokenizer or target.model
-    tokenizer = None if name == "none" or not _needs_tokenizer(args) else _tokenizer(name)
+    tokenizer = None if name == "none" or not _needs_tokenizer(args) else _tokenizer_of_server(name)
     samples = _samples(args, tokenizer)
     load = Load(args.request_rate, args.burstiness, args.max_concurrency, args.num_warmups, args.seed)
     with _Progress(args, len(samples)) as step:
@@ -415,6 +415,16 @@ def _tokenizer(name: str) -> BenchTokenizer:
     from mvllm.entrypoints.bench.prompts import BenchTokenizer
 
     return BenchTokenizer(name)
+
+
+def _tokenizer_of_server(name: str) -> BenchTokenizer:
+    try:
+        return _tokenizer(name)
+    except MvllmError as e:
+        raise ConfigError(
+            f"{e}\nThe server's model is not where its tokenizer can be read: name one with --tokenizer, or go without "
+            "by --dataset-name builtin --tokenizer none."
+        ) from e
 
 
 def _samples(args: argparse.Namespace, tokenizer: BenchTokenizer | None) -> list[Sample]:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from mvllm.entrypoints.cli.arguments import add_engine_arguments, add_sampling_arguments, engine_args, sampling_params
-from mvllm.errors import RequestError
+from mvllm.entrypoints.cli.arguments import (
+    add_engine_arguments,
+    add_sampling_arguments,
+    engine_args,
+    require_model,
+    sampling_params,
+)
+from mvllm.entrypoints.cli.remote import add_url_arguments
+from mvllm.errors import ConfigError, RequestError
 from mvllm.messages.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -21,55 +29,87 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command."""
     parser.add_argument("--system", metavar="TEXT", help="A system message, put before the conversation.")
     parser.add_argument("--chat-template", metavar="TEXT", help="A Jinja template, or a file that holds one.")
+    add_url_arguments(parser)
     add_sampling_arguments(parser, max_tokens=None)
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, model_required=False)
 
 
 def run(args: argparse.Namespace) -> int:
     """Answers each line of input, remembering the conversation."""
-    from mvllm.entrypoints.cli.terminal import Speedometer, read_lines
+    from mvllm.entrypoints.cli.remote import RemoteModel
+
+    if args.url is not None:
+        if args.chat_template is not None:
+            raise ConfigError("--chat-template is for an engine in this process; with --url, the server has its own.")
+        remote = RemoteModel(args)
+        return _converse(Conversation(remote.print_chat, system=args.system), remote.summary)
+
     from mvllm.entrypoints.llm import LLM
 
+    require_model(args)
     settings = engine_args(args)
     sampling_params(args, SamplingParams())  # refuses before the model is loaded what would be refused after
     template = _read_template(args.chat_template)
     with LLM.from_engine_args(settings) as llm:
-        engine = llm.llm_engine
         params = sampling_params(args, llm.get_default_sampling_params())
-        speed = Speedometer()
-        conversation = Conversation(engine, params, system=args.system, template=template)
-        if sys.stdin.isatty():
-            print(f"Running on platform {engine.platform_summary}.\n{_HELP}")
-        for line in read_lines("> "):
-            match line.strip():
-                case "":
-                    pass
-                case "/exit" | "/quit":
-                    break
-                case "/reset":
-                    conversation.reset()
-                case "/stats":
-                    print(speed.summary(engine))
-                case "/help":
-                    print(_HELP)
-                case _:
-                    _answer(conversation, line, speed)
+        say = _speaker(llm.llm_engine, params, template)
+        return _converse(Conversation(say, system=args.system), f"platform {llm.llm_engine.platform_summary}")
+
+
+def _converse(conversation: Conversation, where: str) -> int:
+    """Goes through the lines of input until one ends the conversation."""
+    from mvllm.entrypoints.cli.terminal import Speedometer, read_lines
+
+    speed = Speedometer()
+    if sys.stdin.isatty():
+        print(f"Running on {where}.\n{_HELP}")
+    for line in read_lines("> "):
+        match line.strip():
+            case "":
+                pass
+            case "/exit" | "/quit":
+                break
+            case "/reset":
+                conversation.reset()
+            case "/stats":
+                print(speed.summary(where))
+            case "/help":
+                print(_HELP)
+            case _:
+                _answer(conversation, line, speed)
     return 0
+
+
+Messages = list[dict[str, Any]]
+Speaker = Callable[[Messages, "Speedometer"], tuple[str, str | None]]
+"""Prints the next message as it comes; returns it, and the error that ended it, if one did."""
+
+
+def _speaker(engine: LLMEngine, params: SamplingParams, template: str | None) -> Speaker:
+    """Has an engine in this process speak, with a chat template in place of the tokenizer's own if there is one."""
+    from mvllm.entrypoints.chat_template import render_chat
+    from mvllm.entrypoints.cli.terminal import print_stream
+
+    def say(messages: Messages, speed: Speedometer) -> tuple[str, str | None]:
+        rendered = render_chat(engine.tokenizer, messages, chat_template=template)
+        engine.input_processor.check_text(rendered)
+        ids = engine.tokenizer.encode(rendered, add_special_tokens=False)
+        return print_stream(engine, {"prompt_token_ids": ids}, params, speed)
+
+    return say
 
 
 class Conversation:
     """What has been said so far.
 
     Args:
+        speaker: Who answers.
         system: Text of the system message, if there is one.
-        template: Chat template in place of the tokenizer's own.
     """
 
-    def __init__(self, engine: LLMEngine, params: SamplingParams, *, system: str | None, template: str | None) -> None:
-        self._engine = engine
-        self._params = params
-        self._template = template
-        self._first = [{"role": "system", "content": system}] if system else []
+    def __init__(self, speaker: Speaker, *, system: str | None) -> None:
+        self._speaker = speaker
+        self._first: Messages = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._first)
 
     def reset(self) -> None:
@@ -82,14 +122,8 @@ class Conversation:
         Raises:
             RequestError: The conversation is not acceptable, for instance too long; it is as before.
         """
-        from mvllm.entrypoints.chat_template import render_chat
-        from mvllm.entrypoints.cli.terminal import print_stream
-
         messages = [*self._messages, {"role": "user", "content": text}]
-        rendered = render_chat(self._engine.tokenizer, messages, chat_template=self._template)
-        self._engine.input_processor.check_text(rendered)
-        ids = self._engine.tokenizer.encode(rendered, add_special_tokens=False)
-        answer, error = print_stream(self._engine, {"prompt_token_ids": ids}, self._params, speed)
+        answer, error = self._speaker(messages, speed)
         self._messages = [*messages, {"role": "assistant", "content": answer}]
         if error:
             raise RequestError(error)

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
                     speed.num_tokens += len(sequence.token_ids)
                     failed = failed or sequence.error is not None
                     print(f"{output.prompt}{sequence.text}{describe_end(sequence)}\n")
-        print(("\n" if streamed else "") + speed.summary(llm.llm_engine))
+        print(("\n" if streamed else "") + speed.summary(f"platform {llm.llm_engine.platform_summary}"))
     return 1 if failed else 0
 
 

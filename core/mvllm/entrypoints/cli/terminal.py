@@ -21,13 +21,10 @@ class Speedometer:
         self.num_tokens = 0
         self.seconds = 0.0
 
-    def summary(self, engine: LLMEngine) -> str:
-        """`64 output tokens in 0.52 s, 123.1 tokens/s, platform ...`"""
+    def summary(self, where: str) -> str:
+        """`64 output tokens in 0.52 s, 123.1 tokens/s, ` and where."""
         rate = self.num_tokens / self.seconds if self.seconds > 0 else 0.0
-        return (
-            f"{self.num_tokens} output tokens in {self.seconds:.2f} s, {rate:,.1f} output tokens/s, "
-            f"platform {engine.platform_summary}"
-        )
+        return f"{self.num_tokens} output tokens in {self.seconds:.2f} s, {rate:,.1f} output tokens/s, {where}"
 
 
 def print_stream(

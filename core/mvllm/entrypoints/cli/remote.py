@@ -1,0 +1,187 @@
+"""`chat` and `complete` with a running server in place of an engine of their own: `--url`.
+
+One connection per answer, with the standard library alone. Whoever stops reading closes the connection, and by that
+the server knows that it may stop, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import time
+import urllib.parse
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from mvllm.config.engine_args import EngineArgs
+from mvllm.entrypoints.urls import join_url
+from mvllm.errors import ConfigError, MvllmError, RequestError
+from mvllm.messages.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from mvllm.entrypoints.cli.terminal import Speedometer
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+_SECONDS = 600.0
+_LONGEST_ERROR = 500
+
+
+def add_url_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for a running server."""
+    group = parser.add_argument_group("server", "In place of an engine in this process.")
+    group.add_argument(
+        "--url",
+        metavar="URL",
+        help="Ask the OpenAI-compatible server there; --model is then a name on it, by default the first it lists.",
+    )
+    group.add_argument("--api-key", metavar="KEY", help=f"For the server. Default, and better: {KEY_VARIABLE}.")
+
+
+class BrokenAnswerError(MvllmError):
+    """An answer that did not come to its end."""
+
+
+class RemoteModel:
+    """A model behind an OpenAI-compatible server.
+
+    Args:
+        args: The command's, with `url`; sampling parameters that were given go into every request.
+
+    Raises:
+        ConfigError: Settings of an engine were given, too, or the server lists no model.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._url: str = args.url
+        key = args.api_key or os.environ.get(KEY_VARIABLE)
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._sampling = _given_sampling(args)
+        _refuse_engine_settings(args)
+        self._model: str = getattr(args, "model", None) or self._first_model()
+
+    @property
+    def summary(self) -> str:
+        """Which model, and where."""
+        return f"model {self._model} at {self._url}"
+
+    def print_chat(self, messages: list[dict[str, Any]], speed: Speedometer) -> tuple[str, str | None]:
+        """Prints the next message of a conversation as it comes; returns it, and the error that ended it."""
+        return self._print("/v1/chat/completions", {"messages": messages}, speed)
+
+    def print_completion(self, prompt: str, speed: Speedometer) -> tuple[str, str | None]:
+        """Prints what follows a text as it comes; returns it, and the error that ended it."""
+        return self._print("/v1/completions", {"prompt": prompt}, speed)
+
+    def _print(self, path: str, body: dict[str, Any], speed: Speedometer) -> tuple[str, str | None]:
+        start, text, num_pieces, num_tokens, error = time.perf_counter(), "", 0, 0, None
+        body = {**self._sampling, **body, "model": self._model, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        try:
+            for event in self._events(path, body):
+                if event.get("error"):
+                    error = _message(event)
+                    break
+                for choice in event.get("choices") or ():
+                    delta = choice.get("delta") or {}
+                    piece = choice.get("text") or delta.get("reasoning_content") or delta.get("content") or ""
+                    num_pieces += bool(piece)
+                    text += piece
+                    print(piece, end="", flush=True)
+                num_tokens = (event.get("usage") or {}).get("completion_tokens") or num_tokens
+        except BrokenAnswerError as e:
+            error = str(e)
+        finally:
+            speed.seconds += time.perf_counter() - start
+            speed.num_tokens += num_tokens or num_pieces
+        print(flush=True)
+        return text, error
+
+    def _first_model(self) -> str:
+        with self._request("GET", "/v1/models") as response:
+            try:
+                name: str = json.load(response)["data"][0]["id"]
+                return name
+            except (ValueError, LookupError, TypeError) as e:
+                raise ConfigError(f"{self._url} lists no model. Name one with --model.") from e
+
+    def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of a streamed answer.
+
+        Raises:
+            RequestError, MvllmError: As `_request`.
+            BrokenAnswerError: The stream breaks off, or is none.
+        """
+        ended = False
+        with self._request("POST", path, json.dumps(body)) as response:
+            try:
+                for line in response:
+                    data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
+                    ended = ended or data == b"[DONE]"
+                    if data and not ended:
+                        yield json.loads(data)
+            except (OSError, http.client.HTTPException, ValueError) as e:
+                raise BrokenAnswerError(f"The answer of {self._url} broke off: {type(e).__name__}: {e}") from e
+        if not ended:
+            raise BrokenAnswerError(f"The answer of {self._url} broke off.")
+
+    @contextlib.contextmanager
+    def _request(self, method: str, path: str, body: str | None = None) -> Iterator[http.client.HTTPResponse]:
+        """The server's answer, as far as its head.
+
+        Raises:
+            RequestError: The server refuses the request; has its reason.
+            MvllmError: It cannot be reached.
+        """
+        url = urllib.parse.urlsplit(join_url(self._url, path))
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ConfigError(f"--url is {self._url!r}; it must be like http://localhost:8000.")
+        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        try:
+            connection = kind(url.hostname, url.port, timeout=_SECONDS)
+        except ValueError as e:  # a port that is no number
+            raise ConfigError(f"--url is {self._url!r}: {e}.") from e
+        with contextlib.closing(connection):
+            try:
+                connection.request(method, url.path, body and body.encode(), self._headers)
+                response = connection.getresponse()
+                if response.status != 200:
+                    said = response.read().decode("utf-8", "replace")
+            except (OSError, http.client.HTTPException) as e:
+                raise MvllmError(f"{self._url} does not answer: {type(e).__name__}: {e}") from e
+            if response.status != 200:
+                raise RequestError(f"{self._url} answers with status {response.status}: {_reason(said)}")
+            yield response
+
+
+def _given_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that were given, checked as for an engine here."""
+    names = {field.name for field in msgspec.structs.fields(SamplingParams)}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    SamplingParams(**given)
+    if args.default_max_tokens is not None:
+        given.setdefault("max_tokens", args.default_max_tokens)
+    return given
+
+
+def _refuse_engine_settings(args: argparse.Namespace) -> None:
+    names = {setting.name for setting in EngineArgs.options()} - {"model", "seed"}
+    if given := sorted(names & vars(args).keys()):
+        flag = f"--{given[0].replace('_', '-')}"
+        raise ConfigError(f"{flag} is a setting of an engine in this process; with --url, the server has its own.")
+
+
+def _reason(said: str) -> str:
+    try:
+        return _message(json.loads(said))
+    except ValueError:
+        return " ".join(said.split())[:_LONGEST_ERROR]
+
+
+def _message(found: Any) -> str:
+    error = found.get("error", found) if isinstance(found, dict) else found
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:_LONGEST_ERROR]
