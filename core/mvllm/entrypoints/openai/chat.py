@@ -169,6 +169,7 @@ class ChatCall:
         plain = not (request.logprobs or request.return_token_ids or continuous)
         before = [b'{"index":%d,"delta":{"content":' % i for i in range(self._params.n)]
         begun: set[int] = set()
+        written = b""
         try:
             async for _, output in self._generation.outputs():
                 self._usage.take(0, output)
@@ -176,24 +177,27 @@ class ChatCall:
                     index = sequence.index
                     if index not in begun:
                         begun.add(index)
-                        yield frame.chunk(self._opening(index, output))
-                    if sequence.text or not plain:
-                        if plain:
+                        written += frame.chunk(self._opening(index, output))
+                    if plain:
+                        if sequence.text:
                             content = encode(sequence.text)
-                            yield frame.chunk(before[index] + content + b'},"logprobs":null,"finish_reason":null}')
-                        elif sequence.text or sequence.token_ids:
-                            piece = encode(self._piece(sequence))
-                            yield frame.with_usage(piece, self._usage.as_json()) if continuous else frame.chunk(piece)
+                            written += frame.chunk(before[index] + content + b'},"logprobs":null,"finish_reason":null}')
+                    elif sequence.text or sequence.token_ids:
+                        piece = encode(self._piece(sequence))
+                        written += frame.with_usage(piece, self._usage.as_json()) if continuous else frame.chunk(piece)
                     if sequence.finish_reason is not None:
-                        yield frame.chunk(self._closing(sequence))
+                        written += frame.chunk(self._closing(sequence))
                         if sequence.finish_reason == "error":
                             raise failed_in_engine(sequence.error)
+                if written and not output.finished:  # else it leaves together with the stream's end
+                    yield written
+                    written = b""
         except Exception as e:  # noqa: BLE001  (logged where it is not an answer)
-            yield error_event(as_api_error(e))
+            yield written + error_event(as_api_error(e))
             return
         if include:
-            yield frame.with_usage(b"", self._usage.as_json())
-        yield DONE
+            written += frame.with_usage(b"", self._usage.as_json())
+        yield written + DONE
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
