@@ -7,8 +7,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,37 +19,14 @@ from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, QueueFullError, RequestError
 from mvllm.messages.sampling_params import RequestOutputKind
+from tests.helpers.async_engine import PROMPTS, SETTINGS, async_engine, joined, last, params
 from tests.helpers.parity import bytes_of_blocks, engine
 
 T = TypeVar("T")
 Run = Callable[[Coroutine[Any, Any, T]], T]
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
-PROMPTS = ["Hello world", "The capital of", [5, 6, 7, 8], "x"]
-SETTINGS = {
-    "dtype": "float32",
-    "block_size": 16,
-    "max_model_len": 176,
-    "max_num_seqs": 16,
-    "kv_cache_memory_bytes": 2**24,
-    "use_tqdm_on_load": False,
-}
-
-
-def params(**settings: Any) -> SamplingParams:
-    return SamplingParams(**({"temperature": 0, "max_tokens": 20, "ignore_eos": True} | settings))
-
-
 LONG = params(max_tokens=150, output_kind=DELTA)
-
-
-@contextmanager
-def async_engine(checkpoint: Path, **settings: Any) -> Iterator[AsyncLLM]:
-    llm = AsyncLLM.from_engine_args(EngineArgs.from_kwargs(model=str(checkpoint), **(SETTINGS | settings)))
-    try:
-        yield llm
-    finally:
-        llm.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -86,22 +62,6 @@ def nothing_goes_on(llm: AsyncLLM, run: Run) -> Iterator[None]:
     assert run(llm.reset_prefix_cache())
     assert (llm.stats.num_running, llm.stats.num_waiting, llm.stats.kv_cache_usage) == (0, 0, 0.0)
     assert llm.heartbeat_age == 0.0
-
-
-async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
-    *_, output = [output async for output in outputs]
-    assert output.finished
-    return output
-
-
-async def joined(outputs: AsyncIterator[RequestOutput]) -> tuple[list[int], str]:
-    """The pieces of a request of one sequence, put together."""
-    ids: list[int] = []
-    text = ""
-    async for output in outputs:
-        ids += output.outputs[0].token_ids
-        text += output.outputs[0].text
-    return ids, text
 
 
 def shown(output: RequestOutput) -> object:

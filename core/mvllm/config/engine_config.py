@@ -65,6 +65,7 @@ class ParallelConfig:
         tensor_parallel_size: Ranks that share each layer.
         pipeline_parallel_size: Groups of ranks that each hold a run of layers.
         data_parallel_size: Engine replicas.
+        data_parallel_rank: Which of them this is; their workers take the machine's devices in this order.
         distributed_executor_backend: Name of a built-in or installed executor, a dotted path, or None to choose.
         start_timeout: Seconds that each phase of start-up may take on a worker process.
         step_timeout: Seconds after which a step that has not ended is taken for hung, and ends the engine.
@@ -77,6 +78,7 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    data_parallel_rank: int = 0
     distributed_executor_backend: str | None = None
     start_timeout: float = 1800.0
     step_timeout: float = 300.0

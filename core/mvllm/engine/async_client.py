@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from mvllm.config.engine_config import EngineConfig
-from mvllm.engine.async_mp_client import AsyncMPClient, OnDeath, OnOutputs
+from mvllm.engine.async_mp_client import AsyncMPClient, OnDeath, OnOutputs, start_all
+from mvllm.engine.dp_async_client import DPAsyncMPClient
 from mvllm.engine.kv_sizing import CacheSummary
 from mvllm.engine.planning import settle_config
 from mvllm.errors import ConfigError, EngineDeadError
@@ -50,7 +51,7 @@ class AsyncClient(Protocol):
         """Has news read in `loop`."""
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
-        """Queues the sequences of one request."""
+        """Queues the sequences of one request, which stay together."""
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Drops sequences."""
@@ -65,7 +66,7 @@ class AsyncClient(Protocol):
 def make_async_client(
     config: EngineConfig, chosen: ChosenPlatform, meanwhile: Callable[[EngineConfig], None] = lambda config: None
 ) -> AsyncClient:
-    """Settles the configuration and starts an engine core in a process of its own.
+    """Settles the configuration and starts as many engine cores as it says, each in a process of its own.
 
     Args:
         config: What was asked for.
@@ -81,10 +82,9 @@ def make_async_client(
             "A server's engine core runs in a process of its own: engine_core_process=False and "
             "distributed_executor_backend='external_launcher' are for offline use."
         )
-    if parallel.data_parallel_size > 1:
-        raise ConfigError(
-            f"data_parallel_size is {parallel.data_parallel_size}, but this version of mvllm runs one engine. "
-            "Set it to 1, or start several processes."
-        )
     settled = settle_config(config, chosen.platform)
-    return AsyncMPClient.start(settled, chosen, meanwhile)
+    if parallel.data_parallel_size > 1:
+        return DPAsyncMPClient(settled, chosen, meanwhile)
+    client = AsyncMPClient(settled, chosen)
+    start_all([client], lambda: meanwhile(settled))
+    return client

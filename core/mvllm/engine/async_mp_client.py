@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import zmq
@@ -71,28 +71,6 @@ class AsyncMPClient:
         self._on_death: OnDeath = lambda error: None
 
     # --- its life
-
-    @classmethod
-    def start(
-        cls, config: EngineConfig, chosen: ChosenPlatform, meanwhile: Callable[[EngineConfig], None]
-    ) -> AsyncMPClient:
-        """A client whose core waits for requests.
-
-        Args:
-            meanwhile: Called with the configuration while the core's process starts.
-
-        Raises:
-            Exception: The core's own exception, if it cannot be started. Nothing stays behind.
-        """
-        client = cls(config, chosen)
-        try:
-            client.launch()
-            meanwhile(config)
-            client.wait_ready()
-        except BaseException:
-            client.shutdown()
-            raise
-        return client
 
     def launch(self) -> None:
         """Starts the process; returns when it exists."""
@@ -272,3 +250,24 @@ class AsyncMPClient:
         with contextlib.suppress(zmq.ZMQError):
             loop.remove_reader(self._channel.news_fd)
         loop.remove_reader(self._process.stop.fd)
+
+
+def start_all(clients: Sequence[AsyncMPClient], meanwhile: Callable[[], None]) -> None:
+    """Starts cores side by side; they wait for requests when this returns.
+
+    Args:
+        meanwhile: Called while their processes start.
+
+    Raises:
+        Exception: A core's own exception, if one cannot be started. Nothing stays behind.
+    """
+    try:
+        for client in clients:
+            client.launch()
+        meanwhile()
+        for client in clients:
+            client.wait_ready()
+    except BaseException:
+        for client in clients:
+            client.shutdown()
+        raise

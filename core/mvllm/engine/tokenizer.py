@@ -34,7 +34,7 @@ class Tokenizer:
 
     def __init__(self, hf: Any) -> None:
         self.hf = hf
-        self._fast = getattr(hf, "backend_tokenizer", None) if getattr(hf, "is_fast", False) else None
+        self._fast: Any = getattr(hf, "backend_tokenizer", None) if getattr(hf, "is_fast", False) else None
         self._token_texts: dict[int, str] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
