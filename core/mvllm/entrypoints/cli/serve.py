@@ -12,6 +12,7 @@ from pathlib import Path
 from mvllm.config.engine_args import EngineArgs
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
 from mvllm.entrypoints.openai.keys import read_keys
+from mvllm.entrypoints.openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from mvllm.entrypoints.openai.settings import DEFAULT_PORT, ServerSettings
 from mvllm.errors import ConfigError
 
@@ -125,6 +126,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="Let requests bring templates of their own, which run in a sandbox and for a limited time.",
     )
+    chat.add_argument(
+        "--tool-call-parser",
+        choices=sorted(TOOL_PARSERS),
+        help="How the model writes calls of tools; without it, requests with tools are refused.",
+    )
+    chat.add_argument("--enable-auto-tool-choice", action="store_true", help=argparse.SUPPRESS)  # what users type
+    chat.add_argument(
+        "--reasoning-parser", choices=sorted(REASONING_PARSERS), help="How the model marks what it writes for itself."
+    )
     add_engine_arguments(parser, model_required=False)
 
 
@@ -204,6 +214,8 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         served_model_names=tuple(args.served_model_name),
         chat_template=_template(args.chat_template),
         trust_request_chat_template=args.trust_request_chat_template,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         allowed_origins=tuple(args.allowed_origins),
         max_body_bytes=args.max_body_bytes,
         send_timeout=args.send_timeout,

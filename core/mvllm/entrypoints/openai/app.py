@@ -51,7 +51,9 @@ def build_routes(state: ServerState, models: ServedModels, metrics: HTTPMetrics,
         openapi_url="/openapi.json" if settings.docs else None,
         redirect_slashes=False,  # a redirect would repeat the Host that the client claims
     )
-    for router in Routes(state, models, metrics, settings).routers():
+    routes = Routes(state, models, metrics, settings)
+    app.router.routes[:0] = routes.short_cuts()
+    for router in routes.routers():
         app.include_router(router)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     if settings.docs:

@@ -7,6 +7,8 @@ import uuid
 from collections.abc import AsyncGenerator
 from typing import Any, cast
 
+import msgspec
+
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.outputs import CompletionOutput, RequestOutput
 from mvllm.entrypoints.chat_template import render_chat
@@ -15,6 +17,8 @@ from mvllm.entrypoints.openai.events import DONE, ChunkFrame, encode, error_even
 from mvllm.entrypoints.openai.generation import Generation, failed_in_engine
 from mvllm.entrypoints.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from mvllm.entrypoints.openai.params import chat_params
+from mvllm.entrypoints.openai.parsers.answer import AnswerParser
+from mvllm.entrypoints.openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest, TokenizeRequest
 from mvllm.entrypoints.openai.text_work import MAX_TEMPLATE_LENGTH, TextWork
 from mvllm.entrypoints.openai.usage import UsageCounter
@@ -30,6 +34,7 @@ class ChatPrompts:
         text_work: Where templates run.
         chat_template: Template in place of the tokenizer's own, from the server's settings.
         trust_request_chat_template: Whether requests may bring their own.
+        tool_parser, reasoning_parser: Names of what takes the answers apart, if anything does.
     """
 
     def __init__(
@@ -39,7 +44,11 @@ class ChatPrompts:
         *,
         chat_template: str | None = None,
         trust_request_chat_template: bool = False,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
     ) -> None:
+        self.tool_parser = tool_parser
+        self.reasoning_parser = reasoning_parser
         self._engine = engine
         self._text_work = text_work
         self._chat_template = chat_template
@@ -76,11 +85,11 @@ class ChatPrompts:
             extra.setdefault("reasoning_effort", effort)
         return render_chat(
             tokenizer,
-            messages,
+            [_with_parsed_arguments(message) for message in messages],
             chat_template=request.chat_template or self._chat_template,
             add_generation_prompt=not go_on if request.add_generation_prompt is None else request.add_generation_prompt,
             continue_final_message=go_on,
-            tools=_tools(request),
+            tools=request.tools,
             chat_template_kwargs=extra,
         )
 
@@ -119,12 +128,10 @@ class ChatCall:
         )
         self._usage = UsageCounter()
         self._generation: Generation | None = None
-        if request.tools and request.tool_choice != "none":
-            raise RequestError(
-                "tools are not supported, since this server does not find calls in what the model writes; send "
-                "tool_choice 'none' to show them to the model all the same.",
-                parameter="tools",
-            )
+        self._parses_tools = _wants_calls(request, prompts.tool_parser)
+        if self._parses_tools and TOOL_PARSERS[prompts.tool_parser or ""].needs_special_tokens:
+            self._params = msgspec.structs.replace(self._params, skip_special_tokens=False)
+        self._is_plain = not self._parses_tools and prompts.reasoning_parser is None
 
     async def start(self) -> None:
         """Hands the request to the engine.
@@ -152,7 +159,7 @@ class ChatCall:
         self._usage.take(0, output)
         answer: dict[str, Any] = {
             **self._head("chat.completion"),
-            "choices": [self._choice(sequence) for sequence in output.outputs],
+            "choices": [self._choice(sequence, self._parser(output)) for sequence in output.outputs],
             "usage": self._usage.as_json(),
         }
         self._add_prompt(answer, output)
@@ -166,9 +173,11 @@ class ChatCall:
         include = options is not None and bool(options.include_usage)
         continuous = include and options is not None and bool(options.continuous_usage_stats)
         frame = ChunkFrame(self._head("chat.completion.chunk"), with_usage=include)
-        plain = not (request.logprobs or request.return_token_ids or continuous)
+        plain = self._is_plain and not (request.logprobs or request.return_token_ids or continuous)
+        parsers: dict[int, AnswerParser] = {}
         before = [b'{"index":%d,"delta":{"content":' % i for i in range(self._params.n)]
         begun: set[int] = set()
+        written = b""
         try:
             async for _, output in self._generation.outputs():
                 self._usage.take(0, output)
@@ -176,37 +185,43 @@ class ChatCall:
                     index = sequence.index
                     if index not in begun:
                         begun.add(index)
-                        yield frame.chunk(self._opening(index, output))
-                    if sequence.text or not plain:
-                        if plain:
+                        written += frame.chunk(self._opening(index, output))
+                    if plain:
+                        if sequence.text:
                             content = encode(sequence.text)
-                            yield frame.chunk(before[index] + content + b'},"logprobs":null,"finish_reason":null}')
-                        elif sequence.text or sequence.token_ids:
-                            piece = encode(self._piece(sequence))
-                            yield frame.with_usage(piece, self._usage.as_json()) if continuous else frame.chunk(piece)
+                            written += frame.chunk(before[index] + content + b'},"logprobs":null,"finish_reason":null}')
+                    elif sequence.text or sequence.token_ids or sequence.finish_reason is not None:
+                        if index not in parsers:
+                            parsers[index] = self._parser(output)
+                        for piece in self._pieces(sequence, parsers[index]):
+                            usage = self._usage.as_json() if continuous else None
+                            written += frame.chunk(piece) if usage is None else frame.with_usage(piece, usage)
                     if sequence.finish_reason is not None:
-                        yield frame.chunk(self._closing(sequence))
+                        written += frame.chunk(self._closing(sequence, parsers.get(index)))
                         if sequence.finish_reason == "error":
                             raise failed_in_engine(sequence.error)
+                if written and not output.finished:  # else it leaves together with the stream's end
+                    yield written
+                    written = b""
         except Exception as e:  # noqa: BLE001  (logged where it is not an answer)
-            yield error_event(as_api_error(e))
+            yield written + error_event(as_api_error(e))
             return
         if include:
-            yield frame.with_usage(b"", self._usage.as_json())
-        yield DONE
+            written += frame.with_usage(b"", self._usage.as_json())
+        yield written + DONE
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
-    def _choice(self, sequence: CompletionOutput) -> dict[str, Any]:
-        content = sequence.text
+    def _choice(self, sequence: CompletionOutput, parser: AnswerParser) -> dict[str, Any]:
+        message = parser.message(sequence.text)
         if self._request.echo and self._request.messages:
-            content = _text_of(self._request.messages[-1]) + content
+            message["content"] = _text_of(self._request.messages[-1]) + (message["content"] or "")
         choice: dict[str, Any] = {
             "index": sequence.index,
-            "message": {"role": "assistant", "content": content, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(sequence),
-            "finish_reason": sequence.finish_reason,
+            "finish_reason": parser.finish_reason(sequence.finish_reason),
             "stop_reason": sequence.stop_reason,
         }
         if self._request.return_token_ids:
@@ -225,25 +240,45 @@ class ChatCall:
         self._add_prompt(choice, output)
         return encode(choice)
 
-    def _piece(self, sequence: CompletionOutput) -> dict[str, Any]:
-        piece: dict[str, Any] = {
-            "index": sequence.index,
-            "delta": {"content": sequence.text},
-            "logprobs": self._logprobs(sequence),
-            "finish_reason": None,
-        }
-        if self._request.return_token_ids:
-            piece["token_ids"] = sequence.token_ids
-        return piece
+    def _parser(self, output: RequestOutput) -> AnswerParser:
+        """What takes one choice apart."""
+        prompts, request = self._prompts, self._request
+        make = REASONING_PARSERS.get(prompts.reasoning_parser or "")
+        return AnswerParser(
+            None if make is None else make(output.prompt or ""),
+            TOOL_PARSERS[prompts.tool_parser or ""]() if self._parses_tools else None,
+            show_reasoning=request.include_reasoning is not False,
+            one_call=request.parallel_tool_calls is False,
+        )
 
-    def _closing(self, sequence: CompletionOutput) -> bytes:
+    def _pieces(self, sequence: CompletionOutput, parser: AnswerParser) -> list[bytes]:
+        """The next pieces of a choice; what concerns its tokens is in the first."""
+        deltas = parser.feed(sequence.text, last=sequence.finish_reason is not None)
+        logprobs = self._logprobs(sequence)
+        if not deltas and (logprobs is not None or self._request.return_token_ids):
+            deltas = [{}]
+        pieces = []
+        for i, delta in enumerate(deltas):
+            piece: dict[str, Any] = {
+                "index": sequence.index,
+                "delta": delta,
+                "logprobs": logprobs if i == 0 else None,
+                "finish_reason": None,
+            }
+            if self._request.return_token_ids:
+                piece["token_ids"] = sequence.token_ids if i == 0 else []
+            pieces.append(encode(piece))
+        return pieces
+
+    def _closing(self, sequence: CompletionOutput, parser: AnswerParser | None) -> bytes:
         """The last piece of a choice: why it ended."""
+        reason = sequence.finish_reason
         return encode(
             {
                 "index": sequence.index,
                 "delta": {},
                 "logprobs": None,
-                "finish_reason": sequence.finish_reason,
+                "finish_reason": reason if parser is None else parser.finish_reason(reason),
                 "stop_reason": sequence.stop_reason,
             }
         )
@@ -260,8 +295,45 @@ class ChatCall:
             target["prompt_token_ids"] = output.prompt_token_ids
 
 
-def _tools(request: ChatCompletionRequest | TokenizeRequest) -> list[dict[str, Any]] | None:
-    return request.tools
+def _wants_calls(request: ChatCompletionRequest, parser: str | None) -> bool:
+    """Whether calls are to be looked for in the answer.
+
+    Raises:
+        RequestError: The request wants what this server cannot do.
+    """
+    choice = request.tool_choice
+    if choice not in (None, "none", "auto"):
+        raise RequestError(
+            "tool_choice must be 'auto' or 'none': this server cannot force the output into a call.",
+            parameter="tool_choice",
+        )
+    if not request.tools or choice == "none":
+        return False
+    if parser is None:
+        raise RequestError(
+            "tools need a parser that finds calls in what the model writes: start the server with --tool-call-parser, "
+            "or send tool_choice 'none' to show them to the model all the same.",
+            parameter="tools",
+        )
+    return True
+
+
+def _with_parsed_arguments(message: Any) -> Any:
+    """A message whose calls have their arguments as objects, which is what templates want; the API has them as text."""
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    if not isinstance(calls, list):
+        return message
+    parsed = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = msgspec.json.decode(function["arguments"] or "{}")
+            except (msgspec.DecodeError, RecursionError) as e:
+                raise RequestError("The arguments of a call are not JSON.", parameter="messages") from e
+            call = {**call, "function": {**function, "arguments": arguments}}
+        parsed.append(call)
+    return {**message, "tool_calls": parsed}
 
 
 def _text_of(message: dict[str, Any]) -> str:

@@ -92,6 +92,8 @@ class CompletionCall:
         continuous = include and options is not None and bool(options.continuous_usage_stats)
         frame = ChunkFrame(self._head(), with_usage=include)
         pieces: dict[int, _ChoicePieces] = {}
+        written = b""
+        num_open = self._generation.num_prompts
         try:
             async for position, output in self._generation.outputs():
                 self._usage.take(position, output)
@@ -101,21 +103,23 @@ class CompletionCall:
                     if choice is None:
                         choice = pieces[index] = _ChoicePieces(self, index)
                     encoded = choice.piece(output, sequence)
-                    if not encoded:
-                        continue
-                    if continuous:
+                    if encoded and continuous:
                         usage = self._usage.as_json(without_completion=self._prompt_only)
-                        yield frame.with_usage(encoded, usage)
-                    else:
-                        yield frame.chunk(encoded)
+                        written += frame.with_usage(encoded, usage)
+                    elif encoded:
+                        written += frame.chunk(encoded)
                     if sequence.finish_reason == "error":
                         raise failed_in_engine(sequence.error)
+                num_open -= output.finished
+                if written and num_open:  # else it leaves together with the stream's end
+                    yield written
+                    written = b""
         except Exception as e:  # noqa: BLE001  (logged where it is not an answer)
-            yield error_event(as_api_error(e))
+            yield written + error_event(as_api_error(e))
             return
         if include:
-            yield frame.with_usage(b"", self._usage.as_json(without_completion=self._prompt_only))
-        yield DONE
+            written += frame.with_usage(b"", self._usage.as_json(without_completion=self._prompt_only))
+        yield written + DONE
 
     async def _make_prompts(self) -> list[PromptType]:
         prompts = _prompts(self._request.prompt)

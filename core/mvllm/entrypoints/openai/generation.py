@@ -50,6 +50,11 @@ class Generation:
         """
         return cls(await engine.add_requests(prompts, [params] * len(prompts), call_id, priority=priority or 0))
 
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts there are."""
+        return len(self._streams)
+
     async def collect(self) -> list[RequestOutput]:
         """The final output of each prompt, in order.
 

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import Scope
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.openai.bodies import BodyDecoder, BodyReader
@@ -129,6 +131,14 @@ class Routes:
         admin.add_api_route("/is_sleeping", self.is_sleeping, methods=["GET"], summary="Whether the engine sleeps.")
         admin.add_api_route("/server_info", self.server_info, methods=["GET"], summary="What runs here.")
         return [health, api, more, admin]
+
+    def short_cuts(self) -> list[BaseRoute]:
+        """The busiest routes once more, to be looked at first: without what FastAPI does for parameters and models of
+        answers, as they have neither."""
+        return [
+            _ShortCut("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            _ShortCut("/v1/completions", self.completions, methods=["POST"]),
+        ]
 
     # --- health, from memory
 
@@ -288,13 +298,14 @@ class Routes:
 
         streams = False
         try:
+            if wants_stream:
+                await call.start()
+                streams = True
+                return EventStream(call.stream(), self._settings.send_timeout, end)  # which notices who leaves
             async with while_connected(request.receive):
                 await call.start()
-                answer = b"" if wants_stream else await call.answer()
-            if not wants_stream:
-                return Response(answer, media_type="application/json")
-            streams = True
-            return EventStream(call.stream(), self._settings.send_timeout, end)
+                answer = await call.answer()
+            return Response(answer, media_type="application/json")
         finally:
             if not streams:
                 end()
@@ -323,6 +334,16 @@ class Routes:
             "prompt_tokens_per_second": load.prompt_tokens_per_second,
             "generation_tokens_per_second": load.generation_tokens_per_second,
         }
+
+
+class _ShortCut(Route):
+    """A route that says which one it is, as FastAPI's do. Other methods than its own are for the routes behind it."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, found = super().matches(scope)
+        if match is not Match.FULL:
+            return Match.NONE, {}
+        return match, {**found, "route": self}
 
 
 def _json(value: dict[str, Any], status: int = 200) -> Response:

@@ -188,6 +188,8 @@ class _Server:
             text_work,
             chat_template=settings.chat_template,
             trust_request_chat_template=settings.trust_request_chat_template,
+            tool_parser=settings.tool_call_parser,
+            reasoning_parser=settings.reasoning_parser,
         )
         self._registry.register(
             EngineCollector(engine, model_name=self._models.name, prefixes=settings.metrics_prefixes)

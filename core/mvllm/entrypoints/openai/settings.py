@@ -19,6 +19,8 @@ class ServerSettings:
         served_model_names: Names of the model in requests; empty for the name it was started with.
         chat_template: Template in place of the tokenizer's own.
         trust_request_chat_template: Whether requests may bring a template.
+        tool_call_parser: Name of what finds calls of tools in answers.
+        reasoning_parser: Name of what finds thoughts in answers.
         allowed_origins: Origins whose pages may send requests from a browser.
         max_body_bytes: Longest body of a request.
         body_timeout: Seconds that the next piece of a body may take.
@@ -38,6 +40,8 @@ class ServerSettings:
     served_model_names: tuple[str, ...] = ()
     chat_template: str | None = None
     trust_request_chat_template: bool = False
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 64 << 20
     body_timeout: float = 30.0

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from mvllm.entrypoints.openai.events import DONE
 from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
@@ -65,7 +66,7 @@ class EventStream(Response):
     """Server-sent events, written as they come.
 
     Args:
-        events: What is written. Closed at the end, whatever the end is.
+        events: What is written, up to DONE. Closed at the end, whatever the end is.
         send_timeout: Seconds that the client may leave a full buffer unread.
         on_end: Called at the end.
     """
@@ -105,10 +106,10 @@ class EventStream(Response):
             async with while_connected(receive), contextlib.aclosing(self._events) as events:
                 await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
                 async for piece in events:
+                    more = not piece.endswith(DONE)
                     self._waiting_since = loop.time()
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    await send({"type": "http.response.body", "body": piece, "more_body": more})
                     self._waiting_since = None
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ClientGone:
             logger.debug("A client left before the end of its stream.")
         except asyncio.CancelledError:
