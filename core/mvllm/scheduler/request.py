@@ -7,12 +7,15 @@
                │     preempt, last token in flight
     token ─── WAITING_FOR_TOKEN <──┘
 
+A request whose text must have a form begins as WAITING_FOR_GRAMMAR, until that has been compiled.
+
 (An abort or an error ends a request from every state.)
 """
 
 from __future__ import annotations
 
 import enum
+from typing import Protocol
 
 from mvllm.kv_cache.block_table import BlockTable
 from mvllm.messages.requests import EngineCoreRequest, FinishReason, PositionLogprobs
@@ -24,8 +27,28 @@ class RequestStatus(enum.Enum):
 
     WAITING = enum.auto()
     WAITING_FOR_TOKEN = enum.auto()
+    WAITING_FOR_GRAMMAR = enum.auto()
     RUNNING = enum.auto()
     FINISHED = enum.auto()
+
+
+class Grammar(Protocol):
+    """Which tokens may come next in one sequence. It knows the tokens generated so far."""
+
+    @property
+    def mask(self) -> bytes:
+        """As in `SchedulerOutput.token_masks`, of one row."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow."""
+
+    @property
+    def error(self) -> str | None:
+        """Why it cannot go on, if it cannot."""
+
+    def accept(self, token: int) -> None:
+        """Goes on to the next position."""
 
 
 class Request:
@@ -52,11 +75,14 @@ class Request:
         prompt_logprobs: Of prompt tokens 1, 2, ... so far, if asked for; None again once they were sent out.
         num_cached_tokens: Found in the prefix cache when first scheduled; -1 before.
         scheduled_time: When first scheduled.
+        grammar: Says which tokens may come next, where not all may. Such a request is planned only when its last token
+            is known.
     """
 
     __slots__ = (
         "data",
         "emits_each_step",
+        "grammar",
         "is_plain",
         "logprobs",
         "max_num_tokens",
@@ -102,6 +128,7 @@ class Request:
         self.is_plain = self.emits_each_step and self.logprobs is None and self.prompt_logprobs is None
         self.num_cached_tokens = -1
         self.scheduled_time = 0.0
+        self.grammar: Grammar | None = None
 
     def __lt__(self, other: Request) -> bool:
         return self.order < other.order
@@ -138,3 +165,21 @@ class Request:
         if num_tokens >= self.max_num_tokens:
             return FinishReason.LENGTH, None
         return None
+
+    def follow_grammar(
+        self, token: int, stop: tuple[FinishReason, int | None] | None
+    ) -> tuple[FinishReason, int | None] | None:
+        """Tells the grammar of `token`, its newest, unless that stands outside of it.
+
+        Args:
+            stop: What `find_stop` says.
+
+        Returns:
+            How the request ends, if it does: `stop`, or because nothing can follow.
+        """
+        grammar = self.grammar
+        assert grammar is not None
+        if stop is not None and stop[0] is FinishReason.STOP:
+            return stop
+        grammar.accept(token)
+        return (FinishReason.STOP, None) if grammar.is_complete else stop
