@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from mvllm.errors import ConfigError, ModelError, MvllmError, PlatformError, RequestError
     from mvllm.messages.inputs import TextPrompt, TokensPrompt
     from mvllm.messages.sampling_params import SamplingParams
+    from mvllm.messages.structured_outputs import StructuredOutputsParams
 
 _EXPORTS = {
     "LLM": "mvllm.entrypoints.llm",
     "LLMEngine": "mvllm.engine.llm_engine",
     "EngineArgs": "mvllm.config.engine_args",
     "SamplingParams": "mvllm.messages.sampling_params",
+    "StructuredOutputsParams": "mvllm.messages.structured_outputs",
     "TextPrompt": "mvllm.messages.inputs",
     "TokensPrompt": "mvllm.messages.inputs",
     "RequestOutput": "mvllm.engine.outputs",
@@ -50,6 +52,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "__version__",

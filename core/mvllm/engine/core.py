@@ -11,12 +11,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 import msgspec
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.rope_parameters import prompt_cache_key
+from mvllm.engine.grammar_vocabulary import load_vocabulary
 from mvllm.engine.kv_sizing import CacheSummary, choose_block_size, size_kv_cache
 from mvllm.errors import EngineDeadError
 from mvllm.executor.choose import make_executor
@@ -26,8 +28,13 @@ from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, Schedu
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.interface import Platform
 from mvllm.scheduler.scheduler import Scheduler
+from mvllm.structured_output.library import check_available
+from mvllm.structured_output.manager import GrammarManager
 
 logger = get_logger(__name__)
+
+_GRAMMAR_WAIT_SECONDS = 0.01
+"""How long a step waits for a grammar at a time, where nothing else can be done: commands are taken in between."""
 
 _T = TypeVar("_T")
 
@@ -56,7 +63,9 @@ class EngineCore:
         num_stages = config.parallel.pipeline_parallel_size
         # A pipeline is full with one step per stage. More would only queue up, also with asynchronous scheduling.
         self._max_in_flight = num_stages if num_stages > 1 else 2 if config.scheduler.async_scheduling else 1
+        self._grammars: GrammarManager | None = None
         self._position_key = prompt_cache_key(config.model)
+        self._plans_alike = config.parallel.distributed_executor_backend == "external_launcher"
         self._may_share_blocks = platform.capabilities.prefix_caching
         self._executor = self._timed("start workers", lambda: make_executor(config, platform))
         try:
@@ -80,16 +89,29 @@ class EngineCore:
         logger.info("%s", self.cache_summary)
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Queues a validated request."""
+        """Queues a validated request.
+
+        Raises:
+            RequestError: The id is in use, or a form of the output is asked for and the library for it is missing.
+        """
+        if request.sampling_params.structured_outputs is not None:
+            check_available()
         if key := self._position_key(len(request.prompt_token_ids)):
             request = msgspec.structs.replace(request, position_key=key)
         if request.sibling_group is not None and not self._may_share_blocks:
             request = msgspec.structs.replace(request, sibling_group=None)
         self.scheduler.add_request(request)
+        if request.sampling_params.structured_outputs is not None:
+            self._order_grammar(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Drops requests in whatever state they are; unknown ids are ignored. No output follows for them."""
-        self.scheduler.abort_requests(request_ids)
+        if self._grammars is None:
+            self.scheduler.abort_requests(request_ids)
+        else:
+            ids = list(request_ids)
+            self.scheduler.abort_requests(ids)
+            self._grammars.cancel(ids)
 
     def has_requests(self) -> bool:
         """Whether a call of `step` would have work."""
@@ -104,6 +126,10 @@ class EngineCore:
         if self._dead is not None:
             raise EngineDeadError(f"The engine stopped after an earlier error: {self._dead!r}") from self._dead
         try:
+            if self._grammars is not None:
+                self._take_grammars(self._grammars)
+                if not self._in_flight and self.scheduler.waits_for_grammars:
+                    return EngineCoreOutputs(stats=self.make_stats())
             while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
                 if not self._launch():
                     break
@@ -113,7 +139,7 @@ class EngineCore:
             # be trusted. That holds for an interrupt, too.
             self._dead = self._dead or e
             if isinstance(e, Exception):
-                self._executor.shutdown()  # nobody will use the workers again: free what they hold
+                self.shutdown()  # nobody will use the workers again: free what they hold
             raise
 
     @property
@@ -139,7 +165,30 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Ends the workers. Idempotent."""
+        if self._grammars is not None:
+            self._grammars.shutdown()
         self._executor.shutdown()
+
+    def _order_grammar(self, request: EngineCoreRequest) -> None:
+        """Has the request's grammar compiled, on another thread; the request waits, the engine does not.
+
+        Ranks that each run a whole engine have to make the same plans, so there it does.
+        """
+        if self._grammars is None:
+            self._grammars = GrammarManager(partial(load_vocabulary, self.config.model))
+        self._grammars.submit(request)
+        while self._plans_alike and self.scheduler.is_waiting_for_grammar(request.request_id):
+            self._take_grammars(self._grammars)
+
+    def _take_grammars(self, grammars: GrammarManager) -> None:
+        """Gives requests their grammars, or ends them; waits for one where there is nothing else to do."""
+        if not self._in_flight and self.scheduler.waits_for_grammars:
+            grammars.wait(_GRAMMAR_WAIT_SECONDS)
+        for outcome in grammars.collect():
+            if outcome.grammar is not None:
+                self.scheduler.start_grammar(outcome.request_id, outcome.grammar)
+            else:
+                self.scheduler.fail_request(outcome.request_id, outcome.error or "")
 
     def _launch(self) -> bool:
         """Plans a step and starts it; returns whether there was one.

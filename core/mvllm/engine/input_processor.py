@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from mvllm.config.engine_config import EngineConfig
+from mvllm.engine.grammar_vocabulary import check_tokenizer_for_grammars
 from mvllm.engine.tokenizer import Tokenizer
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.messages.sampling_params import SamplingParams, validate_for_model
+from mvllm.structured_output.library import check_available
 
 MAX_CACHE_SALT_LENGTH = 256
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
@@ -243,6 +245,9 @@ class InputProcessor:
                 "Pass stop_token_ids instead of stop.",
                 parameter="stop",
             )
+        if params.structured_outputs is not None:
+            check_available()
+            check_tokenizer_for_grammars(self._tokenizer)
         return validate_for_model(
             params.clone(),  # checked anew: its fields may have been set since, and may be while it is under way
             vocab_size=self._model.vocab_size,

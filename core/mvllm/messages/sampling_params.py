@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from mvllm.errors import RequestError
+from mvllm.messages.structured_outputs import StructuredOutputsParams, as_structured_outputs
 
 MAX_N = 128
 """Sequences per prompt. Each takes a row and blocks of its own: one request must not be able to ask for thousands."""
@@ -70,6 +71,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         skip_special_tokens: Leave special tokens out of the text.
         spaces_between_special_tokens: Put spaces between special tokens in the text.
         output_kind: What each output of the engine carries.
+        structured_outputs: The form that the text must have. The output ends as soon as nothing can follow, and tokens
+            that end it can be chosen only where it is complete. As many tokens as `min_tokens` only if it goes on so far.
 
     Raises:
         RequestError: A value has the wrong type or lies outside its range.
@@ -96,6 +99,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         for name, default, check in _CHECKS:
@@ -313,6 +317,7 @@ _CHECK_OF_FIELD: dict[str, _Check] = {
     "skip_special_tokens": _boolean,
     "spaces_between_special_tokens": _boolean,
     "output_kind": _output_kind,
+    "structured_outputs": as_structured_outputs,
 }
 _CHECKS = tuple(
     (field.name, field.default, _CHECK_OF_FIELD[field.name]) for field in msgspec.structs.fields(SamplingParams)

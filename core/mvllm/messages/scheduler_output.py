@@ -44,7 +44,7 @@ class NewRequestData(msgspec.Struct, array_like=True):
 
 
 class SchedulerOutput(msgspec.Struct, omit_defaults=True):
-    """One step's plan. Integers only; rows freed are named before rows are used again.
+    """One step's plan. Integers and bits only; rows freed are named before rows are used again.
 
     Attributes:
         step: Counts from 0.
@@ -54,6 +54,9 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
         rows: Rows that compute in this step, in batch order.
         num_scheduled_tokens: Tokens each of `rows` computes, at least one.
         total_num_scheduled_tokens: Their sum.
+        mask_rows: Those of `rows` that sample in this step and may not choose every token.
+        token_masks: For each of them, one after the other, a bit per token of the vocabulary, set where it may be
+            chosen: token t is bit t % 8 of byte t // 8. Each mask is filled up to a multiple of 4 bytes.
     """
 
     step: int
@@ -64,6 +67,8 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
     rows: list[int] = []
     num_scheduled_tokens: list[int] = []
     total_num_scheduled_tokens: int = 0
+    mask_rows: list[int] = []
+    token_masks: bytes = b""
 
 
 class ModelRunnerOutput(msgspec.Struct, omit_defaults=True):

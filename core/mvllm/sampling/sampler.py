@@ -24,6 +24,7 @@ from mvllm.platform.staging import StepStaging
 from mvllm.sampling.draw import draw
 from mvllm.sampling.filters import Filters, filtered_weights, num_candidates
 from mvllm.sampling.logprobs import gather_logprobs
+from mvllm.sampling.masks import TokenMasks, allowed_tokens
 from mvllm.sampling.output import GatheredLogprobs, SamplerOutput
 from mvllm.sampling.penalties import TokenCounts, apply_penalties
 from mvllm.sampling.state import LOGPROBS, MIN_TOKENS, PENALTIES, RANDOM, SamplingState, TokenHistory
@@ -65,6 +66,7 @@ class Sampler:
         state: SamplingState,
         history: TokenHistory,
         mask: torch.Tensor | None = None,
+        masks: TokenMasks | None = None,
     ) -> SamplerOutput:
         """Samples one token for each of `rows`.
 
@@ -74,13 +76,14 @@ class Sampler:
             state: Settings of the rows.
             history: Tokens of the rows so far; read for penalties, `min_tokens` and the position of the draw.
             mask: bool [n, vocab] on the device; tokens that may be chosen. None allows all.
+            masks: Likewise, on the host, for some of the rows.
 
         Returns:
             Tokens, and for rows that asked their log-probabilities. Rows without a usable logit (NaN, infinite, all
             masked) are in its `errors`; the others are not affected by them.
         """
         flags = state.flags[rows]
-        if mask is None and not flags.any():
+        if mask is None and masks is None and not flags.any():
             peaks, token_ids = self._argmax(logits)
             return SamplerOutput(token_ids, peaks)
         size = max(1, _ELEMENTS_AT_ONCE // logits.shape[1]) if self.may_look else len(rows)
@@ -91,6 +94,7 @@ class Sampler:
             staging=self._staging,
             argmax=self._argmax,
             may_look=self.may_look,
+            masks=masks,
         )
         if len(rows) <= size:
             whole = batch(logits, rows, flags=flags, mask=mask)
@@ -116,6 +120,8 @@ class _Edits:
     penalty_ids: int
     penalty_factors: int
     penalty_amounts: int
+    masked: Selection
+    mask_words: int
 
 
 class _Batch:
@@ -133,13 +139,16 @@ class _Batch:
         staging: StepStaging | None,
         argmax: Argmax,
         may_look: bool,
+        masks: TokenMasks | None,
     ) -> None:
         self.logits, self.rows, self.state, self.history, self.mask = logits, rows, state, history, mask
+        self.masks = masks
         too_short = history.num_tokens[rows] < state.min_length[rows]
         is_blocked = (flags & MIN_TOKENS).astype(bool) & too_short
         is_penalized = (flags & PENALTIES).astype(bool)
         is_random = (flags & RANDOM).astype(bool)
-        is_edited = is_blocked | is_penalized | (mask is not None)
+        is_masked = np.zeros(len(rows), dtype=bool) if masks is None else masks.covers(rows)
+        is_edited = is_blocked | is_penalized | is_masked | (mask is not None)
         is_plain = ~(is_edited | is_random)
 
         self.argmax, self.may_look = argmax, may_look
@@ -147,7 +156,9 @@ class _Batch:
         self.plain, self.work = upload.select(is_plain), upload.select(~is_plain)
         in_work = self.work.indices
         self.greedy, self.random = upload.select(~is_random[in_work]), upload.select(is_random[in_work])
-        self.edits = self._add_edits(is_blocked[in_work], is_penalized[in_work]) if is_edited.any() else None
+        self.edits = (
+            self._add_edits(is_blocked[in_work], is_penalized[in_work], is_masked[in_work]) if is_edited.any() else None
+        )
         self.random_keys = self._add_random(in_work[self.random.indices]) if len(self.random) else None
         self.with_logprobs = upload.select((flags & LOGPROBS).astype(bool))
         upload.send(logits.device)
@@ -186,6 +197,10 @@ class _Batch:
         upload, edits = self.upload, self.edits
         if self.mask is not None:
             logits.masked_fill_(~self.work.take(self.mask), -torch.inf)
+        if len(edits.masked):
+            allowed = allowed_tokens(upload.get(edits.mask_words), len(edits.masked), logits.shape[1])
+            masked = edits.masked.take(logits)
+            logits = edits.masked.put(logits, masked.masked_fill_(~allowed, -torch.inf))
         blocked = upload.get_ids(edits.blocked_rows), upload.get_ids(edits.blocked_ids)
         if blocked[0].numel():
             logits[blocked] = -torch.inf
@@ -228,8 +243,8 @@ class _Batch:
 
     # --- on the host
 
-    def _add_edits(self, is_blocked: np.ndarray, is_penalized: np.ndarray) -> _Edits:
-        """Lists the places to change, as (row among the work rows, token id)."""
+    def _add_edits(self, is_blocked: np.ndarray, is_penalized: np.ndarray, is_masked: np.ndarray) -> _Edits:
+        """Lists the places to change, as (row among the work rows, token id), and the masks."""
         add, state = self.upload.add, self.state
         blocked, penalized = np.flatnonzero(is_blocked), np.flatnonzero(is_penalized)
         end_tokens = [state.end_tokens[row] for row in self.rows[self.work.indices[blocked]].tolist()]
@@ -246,7 +261,14 @@ class _Batch:
             penalty_ids=add(_concatenate([count.token_ids for count in counts])),
             penalty_factors=add(np.repeat(state.repetition[rows], lengths)),
             penalty_amounts=add(amounts),
+            masked=self.upload.select(is_masked),
+            mask_words=add(self._mask_words(is_masked)),
         )
+
+    def _mask_words(self, is_masked: np.ndarray) -> np.ndarray:
+        if self.masks is None:
+            return np.empty(0, dtype=np.uint16)
+        return self.masks.words(self.rows[self.work.indices[is_masked]])
 
     def _count_tokens(self, row: int) -> TokenCounts:
         """Brings the row's counts up to its history."""

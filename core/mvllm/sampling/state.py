@@ -171,7 +171,7 @@ class SamplingState:
         return (
             RANDOM * (not params.is_greedy and params.top_k != 1)
             | PENALTIES * (penalties != (0.0, 0.0, 1.0))
-            | MIN_TOKENS * (params.min_tokens > 0)
+            | MIN_TOKENS * (params.min_tokens > 0 and params.structured_outputs is None)  # else the masks see to it
             | LOGPROBS * (params.logprobs is not None)
         )
 

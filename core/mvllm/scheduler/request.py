@@ -7,12 +7,15 @@
                │     preempt, last token in flight
     token ─── WAITING_FOR_TOKEN <──┘
 
+A request whose text must have a form begins as WAITING_FOR_GRAMMAR, until that has been compiled.
+
 (An abort or an error ends a request from every state.)
 """
 
 from __future__ import annotations
 
 import enum
+from typing import Protocol
 
 from mvllm.kv_cache.block_table import BlockTable
 from mvllm.messages.requests import EngineCoreRequest, FinishReason, PositionLogprobs
@@ -24,8 +27,28 @@ class RequestStatus(enum.Enum):
 
     WAITING = enum.auto()
     WAITING_FOR_TOKEN = enum.auto()
+    WAITING_FOR_GRAMMAR = enum.auto()
     RUNNING = enum.auto()
     FINISHED = enum.auto()
+
+
+class Grammar(Protocol):
+    """Which tokens may come next in one sequence. It knows the tokens generated so far."""
+
+    @property
+    def mask(self) -> bytes:
+        """As in `SchedulerOutput.token_masks`, of one row."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow."""
+
+    @property
+    def error(self) -> str | None:
+        """Why it cannot go on, if it cannot."""
+
+    def accept(self, token: int) -> None:
+        """Goes on to the next position."""
 
 
 class Request:
@@ -53,12 +76,15 @@ class Request:
         num_cached_tokens: Found in the prefix cache when first scheduled; -1 before.
         scheduled_time: When first scheduled.
         first_token_time: When the first token was known, of requests that do not send tokens out at once; 0 before.
+        grammar: Says which tokens may come next, where not all may. Such a request is planned only when its last token
+            is known.
     """
 
     __slots__ = (
         "data",
         "emits_each_step",
         "first_token_time",
+        "grammar",
         "is_plain",
         "logprobs",
         "max_num_tokens",
@@ -105,6 +131,7 @@ class Request:
         self.num_cached_tokens = -1
         self.scheduled_time = 0.0
         self.first_token_time = 0.0
+        self.grammar: Grammar | None = None
 
     def __lt__(self, other: Request) -> bool:
         return self.order < other.order
@@ -141,3 +168,21 @@ class Request:
         if num_tokens >= self.max_num_tokens:
             return FinishReason.LENGTH, None
         return None
+
+    def follow_grammar(
+        self, token: int, stop: tuple[FinishReason, int | None] | None
+    ) -> tuple[FinishReason, int | None] | None:
+        """Tells the grammar of `token`, its newest, unless that stands outside of it.
+
+        Args:
+            stop: What `find_stop` says.
+
+        Returns:
+            How the request ends, if it does: `stop`, or because nothing can follow.
+        """
+        grammar = self.grammar
+        assert grammar is not None
+        if stop is not None and stop[0] is FinishReason.STOP:
+            return stop
+        grammar.accept(token)
+        return (FinishReason.STOP, None) if grammar.is_complete else stop

@@ -32,7 +32,7 @@ from mvllm.messages.requests import (
     SchedulerStats,
 )
 from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
-from mvllm.scheduler.request import Request, RequestStatus
+from mvllm.scheduler.request import Grammar, Request, RequestStatus
 from mvllm.scheduler.request_queue import RequestQueue
 from mvllm.scheduler.rows import RowAllocator
 
@@ -83,6 +83,7 @@ class Scheduler:
         self._next_step = 0
         self._num_added = 0
         self._num_prompt_logprobs = 0  # unfinished requests that want them
+        self._num_grammars = 0  # unfinished requests that have one
         self._stats = SchedulerStats()
 
     # ---------------------------------------------------------------------------------------- requests come and go
@@ -106,8 +107,13 @@ class Scheduler:
         """Whether something waits, runs or has an output that was not handed out."""
         return bool(self._requests or self._pending_outputs)
 
+    @property
+    def waits_for_grammars(self) -> bool:
+        """Whether nothing can be done before a grammar is there. Only while no results are to come."""
+        return bool(self._parked) and not (self._running or self._waiting or self._pending_outputs)
+
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Queues a request.
+        """Queues a request; one with `structured_outputs` waits aside for `start_grammar` or `fail_request`.
 
         Raises:
             RequestError: The id is in use, or the prompt is empty or leaves no room for a token.
@@ -132,7 +138,35 @@ class Scheduler:
         new = Request(request, table, order, self._max_model_len)
         self._requests[new.request_id] = new
         self._num_prompt_logprobs += new.prompt_logprobs is not None
-        self._waiting.push(new)
+        if request.sampling_params.structured_outputs is None:
+            self._waiting.push(new)
+        else:
+            new.status = RequestStatus.WAITING_FOR_GRAMMAR
+            self._parked.add(new)
+
+    def is_waiting_for_grammar(self, request_id: str) -> bool:
+        """Whether the request cannot begin before `start_grammar`."""
+        request = self._requests.get(request_id)
+        return request is not None and request.status is RequestStatus.WAITING_FOR_GRAMMAR
+
+    def start_grammar(self, request_id: str, grammar: Grammar) -> None:
+        """Lets a request begin that waits for its grammar. Unknown ids are ignored: it was aborted meanwhile."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            assert request.status is RequestStatus.WAITING_FOR_GRAMMAR
+            request.grammar = grammar
+            self._num_grammars += 1
+            self._parked.remove(request)
+            request.status = RequestStatus.WAITING
+            self._waiting.push(request)
+
+    def fail_request(self, request_id: str, message: str) -> None:
+        """Ends a request in whatever state it is, with an error; the next results bring it. Unknown ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._withdraw(request)
+            self._pending_outputs.append(_last_output(request, FinishReason.ERROR, None, message))
+            self._release(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Ends requests in whatever state they are, without an output. Unknown ids are ignored."""
@@ -190,6 +224,8 @@ class Scheduler:
         """Completes a plan that will be executed."""
         plan.freed_rows = self._rows.pop_freed()
         plan.total_num_scheduled_tokens = sum(plan.num_scheduled_tokens)
+        if self._num_grammars:
+            _add_masks(plan, batch)
         self._next_step += 1
         self._batches[plan.step] = batch
         if self._num_prompt_logprobs:
@@ -211,6 +247,8 @@ class Scheduler:
                 continue  # its last token is in flight
             if in_pipeline and (request.has_token_in_flight or not samples_left):
                 continue
+            if request.grammar is not None and request.has_token_in_flight:
+                continue  # what may come next depends on it
             num_computed = request.num_computed_tokens
             num_new = num_tokens - num_computed
             if num_new > budget:
@@ -359,14 +397,20 @@ class Scheduler:
         """Gives each request its token, and ends those that it ends."""
         running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
         ended: list[Request] = []
+        failed: list[tuple[str, str]] = []
         for request, token in zip(batch, tokens):
             status = request.status
             if token < 0 or status is finished:
                 continue
             token_ids = request.token_ids
             token_ids.append(token)
-            if token in request.stop_ids or len(token_ids) >= request.max_num_tokens:
+            grammar = request.grammar
+            if grammar is not None or token in request.stop_ids or len(token_ids) >= request.max_num_tokens:
                 stop = request.find_stop(token)
+                if grammar is not None:
+                    stop = request.follow_grammar(token, stop)
+                    if stop is None and grammar.error is not None:
+                        failed.append((request.request_id, grammar.error))
                 if stop is not None:
                     ended.append(request)
                     outputs.append(_last_output(request, *stop))
@@ -386,6 +430,8 @@ class Scheduler:
                 request.first_token_time = self._clock()
         if ended:
             self._finish(ended)
+        for request_id, error in failed:  # with the next results, after the token that came before it
+            self.fail_request(request_id, error)
 
     def _fail_rows(self, batch: list[Request], errors: dict[int, str], outputs: list[EngineCoreOutput]) -> None:
         """Ends the requests whose row failed; nothing that they computed or shared is found again."""
@@ -444,6 +490,8 @@ class Scheduler:
             request.row = -1
         self._kv_cache.free(request.table, request.num_computed_tokens)
         self._num_prompt_logprobs -= request.data.sampling_params.prompt_logprobs is not None
+        self._num_grammars -= request.grammar is not None
+        request.grammar = None
         request.status = RequestStatus.FINISHED
         del self._requests[request.request_id]
 
@@ -455,14 +503,16 @@ class Scheduler:
         assert len(listed) == len(set(listed)), "A request is listed twice"
         assert set(listed) == set(self._requests.values()), "The lists and the requests known differ"
         assert self._running == sorted(self._running), "The running requests are out of order"
-        places: list[tuple[Iterable[Request], RequestStatus]] = [
-            (self._running, RequestStatus.RUNNING),
-            (self._waiting, RequestStatus.WAITING),
-            (self._parked, RequestStatus.WAITING_FOR_TOKEN),
+        parked = (RequestStatus.WAITING_FOR_TOKEN, RequestStatus.WAITING_FOR_GRAMMAR)
+        places: list[tuple[Iterable[Request], tuple[RequestStatus, ...]]] = [
+            (self._running, (RequestStatus.RUNNING,)),
+            (self._waiting, (RequestStatus.WAITING,)),
+            (self._parked, parked),
         ]
+        assert self._num_grammars == sum(request.grammar is not None for request in listed), "Grammars leaked"
         for requests, status in places:
             for request in requests:
-                assert request.status is status, f"{request.request_id} is listed as {status}, says {request.status}"
+                assert request.status in status, f"{request.request_id} is listed as {status}, says {request.status}"
                 self._check_request(request)
         num_used = len({block for request in self._running for block in request.table.block_ids})
         assert num_used == self._kv_cache.num_blocks - self._kv_cache.num_free_blocks, "Blocks leaked"
@@ -490,6 +540,13 @@ def _check_config(config: SchedulerConfig, max_model_len: int) -> None:
             f"{config.max_num_batched_tokens} is less than max_model_len={max_model_len}. "
             "Raise the first, lower the second, or enable chunked prefill."
         )
+
+
+def _add_masks(plan: SchedulerOutput, batch: list[Request]) -> None:
+    """Says which tokens those may choose who sample in this step and may not choose every one."""
+    masked = [request for request in batch if request.grammar is not None and request.has_token_in_flight]
+    plan.mask_rows = [request.row for request in masked]
+    plan.token_masks = b"".join(request.grammar.mask for request in masked if request.grammar is not None)
 
 
 def _collect_logprobs(batch: list[Request], starts: dict[int, int], output: ModelRunnerOutput) -> None:

@@ -43,6 +43,7 @@ from mvllm.platform.shapes import ShapePolicy
 from mvllm.platform.tokens_on_device import keeps_tokens_on_device
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.sampling.logprobs import gather_prompt_logprobs
+from mvllm.sampling.masks import TokenMasks
 from mvllm.sampling.output import SamplerOutput
 from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.state import SamplingState, TokenHistory
@@ -190,7 +191,7 @@ class ModelRunner:
             inputs.token_ids = self._device_tokens.resolve(inputs.token_ids)
         hidden = self._forward(inputs, self._pipeline.receive_hidden(len(inputs.token_ids)))
         if self._pipeline.is_last:
-            output = self._finish_last_stage(plan.step, inputs, hidden)
+            output = self._finish_last_stage(plan, inputs, hidden)
         else:
             self._pipeline.send_hidden(hidden)
             self._pipeline.expect(plan.step, inputs.rows, inputs.sampling)
@@ -317,13 +318,16 @@ class ModelRunner:
             compiler: CompileBackend = ask(self._platform, "compiler", returns=CompileBackend)
             self._run_model = compiler.compile(self._call_model, dynamic=True)
 
-    def _finish_last_stage(self, step: int, inputs: StepInputs, hidden: torch.Tensor) -> ModelRunnerOutput | None:
+    def _finish_last_stage(
+        self, plan: SchedulerOutput, inputs: StepInputs, hidden: torch.Tensor
+    ) -> ModelRunnerOutput | None:
         """Turns hidden states into tokens and whatever else was asked for, and reads them unless that can wait."""
-        result = StepResult(step, inputs.rows, inputs.sampling)
+        result = StepResult(plan.step, inputs.rows, inputs.sampling)
         if self.rows.prompt_logprobs:
             result.prompt_pieces = self._prompt_logprobs(inputs, hidden)
         if len(inputs.sampling):
-            result.sampled = self._sample(inputs, hidden)
+            masks = TokenMasks(plan.mask_rows, plan.token_masks) if plan.mask_rows else None
+            result.sampled = self._sample(inputs, hidden, masks)
         if self._device_tokens is not None:
             self._device_tokens.add(result)
             return None
@@ -333,7 +337,7 @@ class ModelRunner:
             self._pipeline.send_back(output, any_sampled=len(tokens) > 0)
         return output
 
-    def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> SamplerOutput:
+    def _sample(self, inputs: StepInputs, hidden: torch.Tensor, masks: TokenMasks | None) -> SamplerOutput:
         """Samples for the rows that have reached the end of their known tokens."""
         state, history = self.rows.sampling, self.rows.history
         rows = inputs.rows[inputs.sampling]
@@ -341,10 +345,10 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden if everything else hidden.index_select(0, inputs.logits_at))
         logits = logits[: len(rows)]
         if self._device_tokens is None:
-            return self._sampler.sample(logits, rows, state, history)
+            return self._sampler.sample(logits, rows, state, history, masks=masks)
         if history.ends_unknown(state.reading_history(rows)):
             self._device_tokens.read_all()
-        sampled = self._sampler.sample(logits, rows, state, history)
+        sampled = self._sampler.sample(logits, rows, state, history, masks=masks)
         assert inputs.sample_rows is not None
         self._device_tokens.keep(sampled, inputs.sample_rows)
         return sampled

@@ -1,0 +1,174 @@
+"""What the text of an output must look like, and which such wishes are small enough to be looked at.
+
+Nothing is compiled here. What costs no time is checked when a `StructuredOutputsParams` comes to be, however it does:
+that exactly one form is given, its type, its size and how deep it nests. The rest shows when it is compiled, apart from
+the engine (mvllm.structured_output).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+import msgspec
+
+from mvllm.errors import RequestError
+
+MAX_GRAMMAR_BYTES = 256 << 10
+"""A schema, pattern, grammar or list of choices, as UTF-8."""
+
+MAX_CHOICES = 10_000
+MAX_NESTING = 64
+"""How deep a JSON schema may nest."""
+
+MAX_WHITESPACE_PATTERN = 256
+
+FORMS = ("json", "regex", "choice", "grammar", "json_object")
+_NAME = "structured_outputs"
+
+
+class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The form of an output: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
+
+    Attributes:
+        json: A JSON schema, as an object or as its text; kept as text. Properties come in the schema's order.
+        regex: A regular expression that all of the text matches. No look-around and no back-references.
+        choice: Texts of which the output is one, none empty.
+        grammar: A context-free grammar, either in Lark's notation (`start: ...`) or in EBNF (`root ::= ...`).
+        json_object: True for any JSON object.
+        whitespace_pattern: Regular expression of the white space allowed between the parts of JSON; up to 32 characters
+            of any by default.
+        disable_any_whitespace: No white space between the parts of JSON.
+
+    Raises:
+        RequestError: None or several forms are given, or one has the wrong type, is too large or nests too deep.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        if self.json_object is False:
+            self.json_object = None
+        given = [form for form in FORMS if getattr(self, form) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) if given else "none of them"
+            _refuse(f"needs exactly one of {', '.join(FORMS)}; found {found}")
+        form = given[0]
+        match form:
+            case "json":
+                self.json = _schema_text(self.json)
+            case "regex":
+                _check_text("regex", self.regex, may_be_empty=False)
+            case "choice":
+                self.choice = _checked_choices(self.choice)
+            case "grammar":
+                _check_text("grammar", self.grammar, may_be_empty=False)
+            case "json_object" if self.json_object is not True:
+                _refuse(f"json_object must be True or unset; found a {type(self.json_object).__name__}")
+        if not isinstance(self.disable_any_whitespace, bool):
+            _refuse("disable_any_whitespace must be True or False")
+        if self.whitespace_pattern is not None:
+            _check_text("whitespace_pattern", self.whitespace_pattern, limit=MAX_WHITESPACE_PATTERN)
+        if (self.whitespace_pattern is not None or self.disable_any_whitespace) and not form.startswith("json"):
+            _refuse(f"whitespace_pattern and disable_any_whitespace are about JSON, but the form is {form}")
+        if self.whitespace_pattern is not None and self.disable_any_whitespace:
+            _refuse("takes whitespace_pattern or disable_any_whitespace, not both")
+
+    @property
+    def form(self) -> str:
+        """Which of the forms is given."""
+        return next(form for form in FORMS if getattr(self, form) is not None)
+
+
+def as_structured_outputs(name: str, value: object) -> StructuredOutputsParams | None:
+    """What a caller may put into `SamplingParams.structured_outputs`: the struct, or its fields as a dict.
+
+    Raises:
+        RequestError: It is something else.
+    """
+    if value is None or isinstance(value, StructuredOutputsParams):
+        return value
+    if not isinstance(value, dict):
+        _refuse(f"must be StructuredOutputsParams; found a {type(value).__name__}")
+    known = StructuredOutputsParams.__struct_fields__
+    for key in value:
+        if key not in known:
+            _refuse(f"has the fields {', '.join(known)}; found {ascii(key)[:40]}")
+    return StructuredOutputsParams(**value)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise RequestError(f"{_NAME} {message}.", parameter=_NAME)
+
+
+def _check_text(name: str, value: object, *, may_be_empty: bool = True, limit: int = MAX_GRAMMAR_BYTES) -> str:
+    if not isinstance(value, str):
+        _refuse(f"{name} must be a text; found a {type(value).__name__}")
+    if not may_be_empty and not value.strip():
+        _refuse(f"{name} is empty")
+    if len(value) > limit:  # before it is encoded
+        _refuse(f"{name} has {len(value)} characters; at most {limit} bytes are taken")
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError:
+        _refuse(f"{name} is not valid Unicode: it has a lone surrogate")
+    if size > limit:
+        _refuse(f"{name} has {size} bytes; at most {limit} are taken")
+    return value
+
+
+def _checked_choices(value: object) -> list[str]:
+    if not isinstance(value, list | tuple) or not 0 < len(value) <= MAX_CHOICES:
+        _refuse(f"choice must be a list of 1 to {MAX_CHOICES} texts")
+    total = 0
+    for text in value:
+        total += len(_check_text("choice", text))
+        if not text:
+            _refuse("choice has an empty text")
+    if total > MAX_GRAMMAR_BYTES:
+        _refuse(f"choice has {total} characters in all; at most {MAX_GRAMMAR_BYTES} are taken")
+    return list(value)
+
+
+def _schema_text(value: object) -> str:
+    """A schema as compact JSON text, once it is known to be JSON and no deeper than MAX_NESTING."""
+    try:
+        if isinstance(value, str):
+            value = json.loads(_check_text("json", value, may_be_empty=False), parse_constant=_no_constant)
+        if not isinstance(value, dict | bool):
+            _refuse("json must be a JSON schema: an object, or the text of one")
+        _check_nesting(value)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except RecursionError:
+        _refuse(f"json nests deeper than {MAX_NESTING} levels")
+    except json.JSONDecodeError as e:
+        _refuse(f"json is not valid JSON: {e.msg} at line {e.lineno}, column {e.colno}")
+    except (TypeError, ValueError) as e:
+        if isinstance(e, RequestError):
+            raise
+        _refuse(f"json cannot be written as JSON: {str(e)[:100]}")
+    return _check_text("json", text)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON value")
+
+
+def _check_nesting(value: object) -> None:
+    level = [value]
+    for _ in range(MAX_NESTING):
+        level = [
+            item
+            for parent in level
+            if isinstance(parent, dict | list | tuple)
+            for item in (parent.values() if isinstance(parent, dict) else parent)
+        ]
+        if not level:
+            return
+    _refuse(f"json nests deeper than {MAX_NESTING} levels")

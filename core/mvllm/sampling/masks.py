@@ -1,0 +1,56 @@
+"""Which tokens some rows of a batch may choose: a bit for each, from the host.
+
+They go to the device with the step's other numbers, as float32 (see Upload), in words of 16 bits: float32 holds these
+exactly, and they are an eighth of what a float for each token would take.
+
+    token        0 1 2 ... 15 | 16 ...
+    word         0            | 1             bit t % 16 of word t // 16
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+_WORD_BITS = 16
+
+
+class TokenMasks:
+    """The masks of a step.
+
+    Args:
+        rows: Rows that have one.
+        masks: Theirs, one after the other, as in `SchedulerOutput.token_masks`.
+    """
+
+    def __init__(self, rows: Sequence[int], masks: bytes) -> None:
+        self._rows = np.array(rows, dtype=np.int64)
+        self._words = np.frombuffer(masks, dtype="<u2").reshape(len(self._rows), -1)
+        self._order = np.argsort(self._rows)
+
+    def covers(self, rows: np.ndarray) -> np.ndarray:
+        """bool [n]: which of `rows` have a mask."""
+        return np.isin(rows, self._rows)
+
+    def words(self, rows: np.ndarray) -> np.ndarray:
+        """uint16 [m * w]: the masks of `rows`, int [m], which all have one."""
+        at = self._order[np.searchsorted(self._rows, rows, sorter=self._order)]
+        return self._words[at].reshape(-1)
+
+
+def allowed_tokens(words: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Tensor:
+    """Unpacks masks on the device.
+
+    Args:
+        words: float32 [num_rows * w], whole numbers below 2**16.
+
+    Returns:
+        bool [num_rows, vocab_size]; tokens beyond the words are not allowed.
+    """
+    shifts = torch.arange(_WORD_BITS, dtype=torch.int32, device=words.device)
+    bits = (words.view(num_rows, -1, 1).int() >> shifts) & 1
+    flat = bits.view(num_rows, -1).bool()
+    missing = vocab_size - flat.shape[1]
+    return torch.nn.functional.pad(flat, (0, missing)) if missing > 0 else flat[:, :vocab_size]

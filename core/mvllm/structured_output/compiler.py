@@ -1,0 +1,144 @@
+"""From a wish to something that sequences can begin from; and the ones compiled before."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mvllm.errors import RequestError
+from mvllm.messages.requests import EngineCoreRequest
+from mvllm.messages.structured_outputs import StructuredOutputsParams
+from mvllm.structured_output import library
+from mvllm.structured_output.sequence import SequenceGrammar
+from mvllm.structured_output.trial import TrialJob
+from mvllm.structured_output.trial_process import GrammarTrial
+from mvllm.structured_output.vocabulary import Vocabulary
+
+CACHE_BYTES = 256 << 20
+CACHE_ENTRIES = 256
+_OVERHEAD_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class CompiledGrammar:
+    """A grammar at its beginning.
+
+    Attributes:
+        matcher: The library's; copied for each sequence.
+        special_ids: Tokens that the library takes for the end of a text.
+        memory: Bytes that it takes, roughly.
+    """
+
+    matcher: Any
+    special_ids: list[int]
+    memory: int
+
+    def begin(self, request: EngineCoreRequest) -> SequenceGrammar:
+        """A sequence at its beginning."""
+        params = request.sampling_params
+        ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else request.eos_token_ids)}
+        return SequenceGrammar(
+            self.matcher.deep_copy(),
+            end_ids=sorted(ends),
+            special_ids=self.special_ids,
+            min_tokens=params.min_tokens,
+        )
+
+
+def job_of(params: StructuredOutputsParams) -> TrialJob:
+    """What is to be compiled; equal ones need be compiled once."""
+    whitespace = "" if params.disable_any_whitespace else params.whitespace_pattern
+    match params.form:
+        case "json":
+            return TrialJob("json", str(params.json), whitespace)
+        case "json_object":
+            return TrialJob("json", '{"type":"object"}', whitespace)
+        case "choice":
+            return TrialJob("choice", json.dumps(params.choice))
+        case form:
+            return TrialJob(form, str(getattr(params, form)))
+
+
+class GrammarCompiler:
+    """What the compiling threads share.
+
+    Args:
+        load_vocabulary: Called once, when the first grammar is to be compiled.
+    """
+
+    def __init__(self, load_vocabulary: Callable[[], Vocabulary]) -> None:
+        self._load_vocabulary = load_vocabulary
+        self._loading = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._tokenizer: Any = None
+
+    def vocabulary(self) -> Vocabulary:
+        """The tokens.
+
+        Raises:
+            RequestError: The model's tokenizer cannot be used.
+        """
+        with self._loading:
+            if self._vocabulary is None:
+                vocabulary = self._load_vocabulary()
+                self._tokenizer = vocabulary.build()
+                self._vocabulary = vocabulary
+            return self._vocabulary
+
+    def compile(self, job: TrialJob, trial: GrammarTrial) -> CompiledGrammar:
+        """Compiles a grammar, once `trial` has survived it.
+
+        Raises:
+            RequestError: It cannot be compiled, or not within the limits.
+        """
+        verdict = trial.run(job)
+        if verdict.grammar is None:
+            raise _refusal(job, verdict.error or "")
+        api = library.load()
+        matcher = api.LLMatcher(self._tokenizer, verdict.grammar, log_level=0, limits=library.limits(api))
+        matcher.compute_bitmask()  # the first mask of every sequence, so that copies find it easy
+        if matcher.is_error():
+            raise _refusal(job, str(matcher.get_error()))
+        special_ids = [int(token) for token in self._tokenizer.eos_tokens]
+        return CompiledGrammar(matcher, special_ids, verdict.memory + len(verdict.grammar) + _OVERHEAD_BYTES)
+
+
+class GrammarCache:
+    """The grammars used last, as many as fit; and the refusals. Used from one thread."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[TrialJob, CompiledGrammar | RequestError] = OrderedDict()
+        self._sizes: dict[TrialJob, int] = {}
+        self.memory = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, job: TrialJob) -> CompiledGrammar | RequestError | None:
+        """What became of `job`, if it is known."""
+        found = self._entries.get(job)
+        if found is not None:
+            self._entries.move_to_end(job)
+        return found
+
+    def put(self, job: TrialJob, result: CompiledGrammar | RequestError) -> None:
+        """Keeps a result, and drops those used longest ago while there are too many."""
+        size = len(job.text) + (result.memory if isinstance(result, CompiledGrammar) else _OVERHEAD_BYTES)
+        self.memory += size - self._sizes.get(job, 0)
+        self._entries[job], self._sizes[job] = result, size
+        while len(self._entries) > CACHE_ENTRIES or self.memory > CACHE_BYTES:
+            oldest, _ = self._entries.popitem(last=False)
+            self.memory -= self._sizes.pop(oldest)
+
+
+def _refusal(job: TrialJob, reason: str) -> RequestError:
+    return RequestError(
+        f"structured_outputs: the {_WORDS[job.form]} cannot be used: {reason}", parameter="structured_outputs"
+    )
+
+
+_WORDS = {"json": "JSON schema", "regex": "regular expression", "choice": "list of choices", "grammar": "grammar"}

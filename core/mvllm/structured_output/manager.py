@@ -1,0 +1,221 @@
+"""The engine core's side: requests are handed in, and grammars come out, without anybody waiting in between."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from mvllm.errors import RequestError
+from mvllm.logging import get_logger
+from mvllm.messages.requests import EngineCoreRequest
+from mvllm.structured_output.compiler import CompiledGrammar, GrammarCache, GrammarCompiler, job_of
+from mvllm.structured_output.sequence import SequenceGrammar
+from mvllm.structured_output.trial import TrialJob
+from mvllm.structured_output.trial_process import GrammarTrial
+from mvllm.structured_output.vocabulary import Vocabulary
+
+logger = get_logger(__name__)
+
+NUM_THREADS = 2
+"""So that one grammar that takes all the time it may does not hold up every other one."""
+
+MAX_WAIT_SECONDS = 120.0
+"""A request whose grammar is not there by then, since so many others are before it, is given up."""
+
+_Result = CompiledGrammar | RequestError
+
+
+@dataclass(frozen=True)
+class GrammarOutcome:
+    """What became of a request's wish: a grammar to begin with, or why there is none."""
+
+    request_id: str
+    grammar: SequenceGrammar | None
+    error: str | None
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    request: EngineCoreRequest
+    since: float
+
+
+class GrammarManager:
+    """Compiles the grammars of an engine core's requests on threads of its own. Used from one thread.
+
+    Args:
+        load_vocabulary: Called once, on such a thread, for the first request.
+    """
+
+    def __init__(self, load_vocabulary: Callable[[], Vocabulary]) -> None:
+        self._cache = GrammarCache()
+        self._waiting: dict[TrialJob, list[_Waiting]] = {}
+        self._outcomes: list[GrammarOutcome] = []
+        self._workshop = _Workshop(load_vocabulary)
+        self._close = weakref.finalize(self, self._workshop.close)
+
+    def submit(self, request: EngineCoreRequest) -> None:
+        """Has a request's grammar made; `collect` brings it."""
+        wish = request.sampling_params.structured_outputs
+        assert wish is not None
+        job = job_of(wish)
+        known = self._cache.get(job)
+        if known is not None:
+            self._outcomes.append(_outcome(request, known))
+            return
+        others = self._waiting.setdefault(job, [])
+        others.append(_Waiting(request, time.monotonic()))
+        if len(others) == 1:
+            self._workshop.order(job)
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """Forgets requests; a grammar that nobody waits for, and nobody has begun with, is not compiled."""
+        if not self._waiting and not self._outcomes:
+            return
+        gone = set(request_ids)
+        self._outcomes = [outcome for outcome in self._outcomes if outcome.request_id not in gone]
+        for job, waiting in list(self._waiting.items()):
+            left = [each for each in waiting if each.request.request_id not in gone]
+            if left:
+                self._waiting[job] = left
+            elif self._workshop.withdraw(job):
+                del self._waiting[job]
+            else:
+                self._waiting[job] = []  # under way: the result is kept for whoever asks next
+
+    def collect(self) -> list[GrammarOutcome]:
+        """What has become of requests since the last call."""
+        if self._waiting:
+            for job, result in self._workshop.take_done():
+                self._cache.put(job, result)
+                self._outcomes += [_outcome(each.request, result) for each in self._waiting.pop(job, ())]
+            self._give_up_late()
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def wait(self, seconds: float) -> None:
+        """Returns when `collect` may have news, or after that many seconds."""
+        if not self._outcomes:
+            self._workshop.wait(seconds)
+
+    @property
+    def trial_pids(self) -> list[int]:
+        """Processes that try grammars out."""
+        return self._workshop.trial_pids
+
+    @property
+    def cache_memory(self) -> int:
+        """Bytes that the grammars kept take, roughly."""
+        return self._cache.memory
+
+    def shutdown(self) -> None:
+        """Ends threads and processes. Idempotent."""
+        self._close()
+
+    def _give_up_late(self) -> None:
+        limit = time.monotonic() - MAX_WAIT_SECONDS
+        for job, waiting in self._waiting.items():
+            late = [each for each in waiting if each.since < limit]
+            if late:
+                self._waiting[job] = [each for each in waiting if each.since >= limit]
+                error = f"structured_outputs: no time was found to compile this in {MAX_WAIT_SECONDS:g} s; try again."
+                self._outcomes += [GrammarOutcome(each.request.request_id, None, error) for each in late]
+
+
+def _outcome(request: EngineCoreRequest, result: _Result) -> GrammarOutcome:
+    if isinstance(result, RequestError):
+        return GrammarOutcome(request.request_id, None, str(result))
+    grammar = result.begin(request)
+    if grammar.error is not None:
+        return GrammarOutcome(request.request_id, None, grammar.error)
+    return GrammarOutcome(request.request_id, grammar, None)
+
+
+class _Workshop:
+    """The threads, and what they share with the one that orders. They begin with the first order."""
+
+    def __init__(self, load_vocabulary: Callable[[], Vocabulary]) -> None:
+        self._compiler = GrammarCompiler(load_vocabulary)
+        self._orders: SimpleQueue[TrialJob | None] = SimpleQueue()
+        self._done: SimpleQueue[tuple[TrialJob, _Result]] = SimpleQueue()
+        self._news = threading.Event()
+        self._lock = threading.Lock()
+        self._ordered: set[TrialJob] = set()  # and not begun
+        self._trials: list[GrammarTrial] = []
+        self._num_threads = 0
+        self._closed = False
+
+    def order(self, job: TrialJob) -> None:
+        with self._lock:
+            self._ordered.add(job)
+        self._orders.put(job)
+        if self._num_threads < NUM_THREADS:
+            self._num_threads += 1
+            threading.Thread(target=self._work, name=f"grammar-{self._num_threads}", daemon=True).start()
+
+    def withdraw(self, job: TrialJob) -> bool:
+        """Whether `job` had not been begun, and will not be."""
+        with self._lock:
+            was_ordered = job in self._ordered
+            self._ordered.discard(job)
+            return was_ordered
+
+    def take_done(self) -> list[tuple[TrialJob, _Result]]:
+        self._news.clear()
+        done = []
+        while True:
+            try:
+                done.append(self._done.get_nowait())
+            except Empty:
+                return done
+
+    def wait(self, seconds: float) -> None:
+        self._news.wait(seconds)
+
+    @property
+    def trial_pids(self) -> list[int]:
+        with self._lock:
+            return [trial.pid for trial in self._trials if trial.pid is not None]
+
+    def close(self) -> None:
+        self._closed = True
+        for _ in range(self._num_threads):
+            self._orders.put(None)
+        with self._lock:
+            trials = list(self._trials)
+        for trial in trials:
+            trial.close()
+
+    def _work(self) -> None:
+        trial: GrammarTrial | None = None
+        while (job := self._orders.get()) is not None and not self._closed:
+            with self._lock:
+                if job not in self._ordered:
+                    continue
+                self._ordered.remove(job)
+            result: _Result
+            try:
+                if trial is None:
+                    trial = self._add_trial()
+                result = self._compiler.compile(job, trial)
+            except RequestError as e:
+                result = e
+            except Exception as e:  # noqa: BLE001  (goes to whoever asked)
+                logger.warning("A grammar could not be compiled: %s: %s", type(e).__name__, e)
+                result = RequestError(
+                    f"structured_outputs: it could not be compiled: {type(e).__name__}", parameter="structured_outputs"
+                )
+            self._done.put((job, result))
+            self._news.set()
+
+    def _add_trial(self) -> GrammarTrial:
+        trial = GrammarTrial(self._compiler.vocabulary())
+        with self._lock:
+            self._trials.append(trial)
+        if self._closed:
+            trial.close()
+        return trial

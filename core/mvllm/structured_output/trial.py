@@ -1,0 +1,215 @@
+"""Tries grammars out, in a process that may be killed: `python -m mvllm.structured_output.trial <parent pid>`.
+
+The idea: some of what looks harmless takes minutes or gigabytes to compile, and some ends the process that compiles it,
+and no list of such things is complete. So each grammar is compiled here first, under limits that the kernel enforces:
+SECONDS of processor time and MEMORY_BYTES. What survives costs the engine as much again, and no more.
+
+    stdin   Vocabulary, then TrialJobs        each: 4 bytes of length, little-endian, then msgpack
+    stdout  a Verdict per job
+
+The process ends with its parent, or when stdin does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from typing import IO, Any, TypeVar
+
+import msgspec
+import psutil  # type: ignore[import-untyped]
+
+from mvllm.executor.process_tools import die_with_parent, set_process_name
+from mvllm.structured_output import library
+from mvllm.structured_output.vocabulary import Vocabulary, one_line
+
+SECONDS = 5
+MEMORY_BYTES = 384 << 20
+"""Address space beyond what the process has when it is ready."""
+
+DEFAULT_WHITESPACE = r"[ \t\r\n]{1,32}"
+"""Between the parts of JSON. Not without end: a model that has lost its thread would write nothing else."""
+
+_LOCATE_SECONDS = 0.5
+_T = TypeVar("_T")
+
+
+class TrialJob(msgspec.Struct, array_like=True, frozen=True):
+    """One wish, see StructuredOutputsParams.
+
+    Attributes:
+        form: `json`, `regex`, `choice` or `grammar`.
+        text: Of the schema, the pattern or the grammar; of the choices, as JSON.
+        whitespace: None for the default, empty for none.
+    """
+
+    form: str
+    text: str
+    whitespace: str | None = None
+
+
+class Verdict(msgspec.Struct, array_like=True, frozen=True):
+    """What became of a job.
+
+    Attributes:
+        grammar: In the library's own form, if it can be compiled.
+        error: Otherwise, why not.
+        memory: Bytes that it took.
+    """
+
+    grammar: str | None
+    error: str | None = None
+    memory: int = 0
+
+
+def write_message(stream: IO[bytes], message: msgspec.Struct) -> None:
+    """Writes one message, whole."""
+    payload = msgspec.msgpack.encode(message)
+    stream.write(len(payload).to_bytes(4, "little") + payload)
+    stream.flush()
+
+
+def read_message(stream: IO[bytes], kind: type[_T]) -> _T:
+    """Reads one message.
+
+    Raises:
+        EOFError: The other side has ended.
+    """
+    head = stream.read(4)
+    payload = stream.read(int.from_bytes(head, "little")) if len(head) == 4 else b""
+    if len(head) < 4 or len(payload) < int.from_bytes(head, "little"):
+        raise EOFError
+    return msgspec.msgpack.decode(payload, type=kind)
+
+
+def main() -> None:
+    """The program."""
+    die_with_parent(int(sys.argv[1]))
+    set_process_name("GrammarTrial")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    jobs, verdicts = sys.stdin.buffer, sys.stdout.buffer
+    try:
+        tokenizer = read_message(jobs, Vocabulary).build()
+        process = psutil.Process()
+        room = process.memory_info().vms + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (room, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        while True:
+            job = read_message(jobs, TrialJob)
+            _allow_seconds(SECONDS)
+            before = process.memory_info().rss
+            grammar, error = try_out(tokenizer, job)
+            memory = max(0, process.memory_info().rss - before)
+            write_message(verdicts, Verdict(grammar, error, memory))
+    except (EOFError, BrokenPipeError):
+        pass
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def _allow_seconds(seconds: int) -> None:
+    """Has the kernel end this process when it has computed that much longer."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    limit = int(usage.ru_utime + usage.ru_stime) + 1 + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def try_out(tokenizer: Any, job: TrialJob) -> tuple[str | None, str | None]:
+    """The grammar that a job means, or why there is none."""
+    started = time.monotonic()
+    try:
+        grammar = to_grammar(job)
+        error = find_error(tokenizer, grammar)
+    except Exception as e:  # noqa: BLE001  (told to whoever asked)
+        error = one_line(e) or type(e).__name__
+    if error is None:
+        return grammar, None
+    if job.form == "json" and time.monotonic() - started < _LOCATE_SECONDS:
+        error = f"{error} (at {_locate(tokenizer, job, error)})"
+    return None, error
+
+
+def to_grammar(job: TrialJob) -> str:
+    """In the library's own form.
+
+    Raises:
+        Exception: The text is not what the form says.
+    """
+    matcher = library.load().LLMatcher
+    grammar: str
+    match job.form:
+        case "json":
+            grammar = matcher.grammar_from_json_schema(job.text, overrides=_options(job.whitespace))
+        case "regex":
+            grammar = matcher.grammar_from_regex(job.text)
+        case "choice":
+            texts = json.loads(job.text)
+            grammar = matcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in texts))
+        case _:
+            from llguidance.gbnf_to_lark import any_to_lark  # type: ignore[import-not-found, unused-ignore]
+
+            grammar = matcher.grammar_from_lark(any_to_lark(job.text))
+    return grammar
+
+
+def _options(whitespace: str | None) -> dict[str, Any]:
+    if whitespace == "":
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": DEFAULT_WHITESPACE if whitespace is None else whitespace}
+
+
+def find_error(tokenizer: Any, grammar: str) -> str | None:
+    """Why there is no first token, if there is none."""
+    api = library.load()
+    matcher = api.LLMatcher(tokenizer, grammar, log_level=0, limits=library.limits(api))
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if not matcher.is_error():
+        return None
+    reason = one_line(matcher.get_error())
+    return "no text can match it" if reason.startswith("NoExtension") else reason
+
+
+def _locate(tokenizer: Any, job: TrialJob, error: str) -> str:
+    """The smallest part of a schema that fails as the whole does, as a JSON pointer."""
+    root = json.loads(job.text)
+    definitions = {key: root[key] for key in ("$defs", "definitions") if isinstance(root, dict) and key in root}
+    deadline = time.monotonic() + _LOCATE_SECONDS
+    place, part = "#", root
+    while True:
+        for path, child in _parts(part):
+            if time.monotonic() > deadline:
+                return place
+            text = json.dumps({**definitions, **child})
+            try:
+                found = find_error(tokenizer, to_grammar(TrialJob("json", text, job.whitespace)))
+            except Exception as e:  # noqa: BLE001  (compared)
+                found = one_line(e)
+            if found == error:
+                place, part = f"{place}/{path}", child
+                break
+        else:
+            return place
+
+
+def _parts(schema: object) -> list[tuple[str, dict[str, Any]]]:
+    """The schemas directly within a schema, with their places."""
+    found: list[tuple[str, object]] = []
+    if isinstance(schema, dict):
+        for key in ("properties", "patternProperties", "$defs", "definitions"):
+            inner = schema.get(key)
+            if isinstance(inner, dict):
+                found += [(f"{key}/{name}", part) for name, part in inner.items()]
+        for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+            inner = schema.get(key)
+            if isinstance(inner, list):
+                found += [(f"{key}/{i}", part) for i, part in enumerate(inner)]
+        found += [(key, schema.get(key)) for key in ("items", "additionalProperties", "not")]
+    return [(path, part) for path, part in found if isinstance(part, dict)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The process that tries grammars out, as the engine sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import msgspec
+
+from mvllm.executor.process_tools import search_path
+from mvllm.structured_output.trial import SECONDS, TrialJob, Verdict, write_message
+from mvllm.structured_output.vocabulary import Vocabulary
+
+WALL_SECONDS = 60.0
+"""A process that gets no processor time in this long is given up, too."""
+
+_ATTEMPTS = 2
+
+
+class GrammarTrial:
+    """Starts its process when there is something to try, and again after one that had to be killed.
+
+    Used from one thread, which must live as long as the process is wanted; `close` from any.
+
+    Args:
+        vocabulary: The tokens.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def run(self, job: TrialJob) -> Verdict:
+        """Tries a job out; what ends the process is a verdict like any other."""
+        for _ in range(_ATTEMPTS):
+            process = self._running_process()
+            if process is None:
+                return Verdict(None, "the engine is shutting down")
+            try:
+                assert process.stdin is not None
+                write_message(process.stdin, job)
+                return self._read_verdict(process)
+            except TimeoutError:
+                self._end()
+                return Verdict(None, f"compiling it took longer than {WALL_SECONDS:g} s")
+            except (EOFError, OSError):
+                error = _cause_of_death(process)
+                self._end()
+                if error is not None:
+                    return Verdict(None, error)
+        return Verdict(None, "the process that compiles grammars was killed while it worked on this one")
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, if there is one."""
+        return self._process.pid if self._process is not None else None
+
+    def close(self) -> None:
+        """Ends the process for good. Idempotent."""
+        self._closed = True
+        self._end()
+
+    def _running_process(self) -> subprocess.Popen[bytes] | None:
+        with self._lock:
+            if self._closed:
+                return None
+            if self._process is not None and self._process.poll() is None:
+                return self._process
+            self._process = process = _launch()
+        with contextlib.suppress(OSError):  # shows when the job is written
+            assert process.stdin is not None
+            write_message(process.stdin, self._vocabulary)
+        return process
+
+    def _read_verdict(self, process: subprocess.Popen[bytes]) -> Verdict:
+        assert process.stdout is not None
+        deadline = time.monotonic() + WALL_SECONDS
+        head = _read(process.stdout.fileno(), 4, deadline)
+        payload = _read(process.stdout.fileno(), int.from_bytes(head, "little"), deadline)
+        return msgspec.msgpack.decode(payload, type=Verdict)
+
+    def _end(self) -> None:
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):  # what was to be written has nobody to read it
+                    if pipe is not None:
+                        pipe.close()
+
+
+def _launch() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "mvllm.structured_output.trial", str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # a crash of native code would print what somebody asked for
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(search_path())},
+        start_new_session=True,  # Ctrl-C is the engine's business
+    )
+
+
+def _read(fd: int, size: int, deadline: float) -> bytes:
+    parts = b""
+    while len(parts) < size:
+        ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError
+        part = os.read(fd, size - len(parts))
+        if not part:
+            raise EOFError
+        parts += part
+    return parts
+
+
+def _cause_of_death(process: subprocess.Popen[bytes]) -> str | None:
+    """What the job did to the process; None if somebody else ended it."""
+    try:
+        status = process.wait(timeout=WALL_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"compiling it took longer than {WALL_SECONDS:g} s"
+    if status == -signal.SIGXCPU:
+        return f"compiling it takes more than {SECONDS} s"
+    if status in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT):
+        return None
+    return "compiling it takes more memory than allowed, or nests too deep"
