@@ -100,10 +100,13 @@ def why_not(lane: Lane) -> str:
 
 
 def find_python(version: str) -> str | None:
-    """An interpreter of that MAJOR.MINOR."""
+    """An interpreter of that MAJOR.MINOR: one that runs, since a version manager's command may be there without it."""
     if version == "{}.{}".format(*sys.version_info[:2]):
         return sys.executable
-    return shutil.which(f"python{version}")
+    found = shutil.which(f"python{version}")
+    if found is None or subprocess.run([found, "-c", ""], capture_output=True).returncode != 0:
+        return None
+    return found
 
 
 def run_lane(lane: Lane, *, start: Callable[..., int] | None = None) -> int:

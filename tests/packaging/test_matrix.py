@@ -93,6 +93,15 @@ class TestRunningHere:
         assert status == 77
         assert "NOT RUN" in printed and says in printed and "passed" not in printed
 
+    def test_a_version_managers_command_without_the_version_is_no_python(self, tmp_path, monkeypatch):
+        shim = tmp_path / "python3.99"
+        shim.write_text("#!/bin/sh\nexit 127\n")
+        shim.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        assert "has no python3.99" in matrix.why_not(lane(python="3.99"))
+        shim.write_text("#!/bin/sh\nexit 0\n")
+        assert matrix.why_not(lane(python="3.99")) == ""
+
     def test_a_lane_runs_its_commands_in_order_until_one_fails(self, capsys):
         started = []
 
