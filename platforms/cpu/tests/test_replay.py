@@ -352,16 +352,18 @@ def test_a_function_may_refuse(block, backend):
 
 def test_what_is_done_in_python_is_done_again(block, backend):
     """Ranks add up their parts there: on a tensor that a kernel has written, before another reads it."""
-    addresses = []
+    addresses, weights = [], []
 
-    def clear(address):
+    def clear(address, weight):
         addresses.append(address)
+        weights.append(weight)
         ctypes.memset(address, 0, 2 * HIDDEN)
 
     def function(ids):
         x = block.ops.embedding(ids, block.table)
         recording.call_host(clear, x.data_ptr())
-        return block.ops.rms_norm(block.ops.silu_and_mul(x), block.norm[: HIDDEN // 2], 1e-5)
+        x = block.ops.rms_norm(x, block.norm, 1e-5)
+        return block.linear(block.linear(x, block.weights["out"], None), block.weights["up"], None)
 
     compiled = backend.compile(function, dynamic=True)
     for seed in (0, 1, 2):
@@ -369,6 +371,7 @@ def test_what_is_done_in_python_is_done_again(block, backend):
         expected = function(ids)
         assert torch.equal(compiled(ids), expected) and not expected[0].any() and expected[1].any()
     assert len(addresses) == 3 + 2 + 2 and addresses[-1] == addresses[-3] != addresses[-2]
+    assert weights[-1] == weights[-3] == block.weights["out"].data.data_ptr() and not weights[-2]
 
 
 def test_long_steps_are_called(block, backend):
