@@ -3,8 +3,8 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "amx.h"
 #include "kernels.h"
+#include "other_isas.h"
 
 namespace mvllm {
 
@@ -41,11 +41,6 @@ const Isa* const best_first[] = {
 
 const Isa& choose() {
     const char* asked = std::getenv("MVLLM_CPU_ISA");
-#if MVLLM_AMX
-    // Only where it is named: it has not run on hardware yet.
-    if (asked && !std::strcmp(asked, "amx_bf16"))
-        if (const Isa* isa = amx_isa()) return *isa;
-#endif
     const Isa* best = nullptr;
     for (const Isa* isa : best_first) {
         if (!isa || !runs_here(*isa)) continue;
@@ -63,7 +58,8 @@ const Isa& choose() {
 }  // namespace
 
 const Isa& current_isa() {
-    static const Isa& isa = choose();
+    static const Isa* const other = other_isa(std::getenv("MVLLM_CPU_ISA"));
+    static const Isa& isa = other ? *other : choose();
     return isa;
 }
 
