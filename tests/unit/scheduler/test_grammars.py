@@ -100,7 +100,7 @@ def test_no_step_is_planned_for_it_before_its_last_token_is_known() -> None:
 
 
 def test_who_gives_way_goes_on_where_it_was() -> None:
-    scheduler = make_scheduler(num_blocks=6, block_size=4, enable_caching=False)
+    scheduler = make_scheduler(num_blocks=5, block_size=4, enable_caching=False)
     grammar = Countdown(7)
     scheduler.add_request(make_request(5, request_id="free", max_tokens=9))
     scheduler.add_request(make_request(5, request_id="formed", structured_outputs=FORM, max_tokens=9))
