@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from mvllm.engine.core_client import InprocClient
 from mvllm.engine.grammar_vocabulary import load_vocabulary
 from mvllm.engine.outputs import CompletionOutput
 from mvllm.structured_output import library
-from mvllm.structured_output.compiler import job_of
-from mvllm.structured_output.trial import to_grammar
+from mvllm.structured_output.compiler import CompiledGrammar, GrammarCompiler, job_of
+from mvllm.structured_output.trial import TrialJob, to_grammar
+from mvllm.structured_output.trial_process import GrammarTrial
 from tests.engine.conftest import MakeLLM
 from tests.helpers.parity import engine
 from tests.helpers.schemas import random_regex, random_schema
@@ -32,8 +34,6 @@ POINT = {
     "required": ["x", "on"],
     "additionalProperties": False,
 }
-MANY_PROPERTIES = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1200)}}
-"""A second of work."""
 
 
 @pytest.fixture(scope="module")
@@ -197,33 +197,57 @@ def test_what_cannot_be_compiled_fails_alone_and_says_where(llm: LLM) -> None:
     assert len(free.token_ids) == 4
 
 
-def test_others_go_on_and_an_abort_frees_while_a_grammar_is_compiled(llm: LLM) -> None:
-    slow = wanted(json=MANY_PROPERTIES)
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Grammars are compiled when this is set."""
+    opened = threading.Event()
+    compile_now = GrammarCompiler.compile
+
+    def compile_then(self: GrammarCompiler, job: TrialJob, trial: GrammarTrial) -> CompiledGrammar:
+        opened.wait(120)
+        return compile_now(self, job, trial)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_then)
+    yield opened
+    opened.set()
+
+
+def test_others_go_on_and_an_abort_frees_while_a_grammar_is_compiled(llm: LLM, gate: threading.Event) -> None:
     core = llm.llm_engine
-    core.add_request("slow", {"prompt_token_ids": PROMPT}, slow)
+    core.add_request("slow", {"prompt_token_ids": PROMPT}, wanted(regex="slowly"))
     core.add_request("free", {"prompt_token_ids": PROMPT}, SamplingParams(max_tokens=8, ignore_eos=True))
     ended = set[str]()
     while "free" not in ended:
         ended |= {output.request_id for output in core.step() if output.finished}
-    assert ended == {"free"}
     assert core.stats is not None and core.stats.num_waiting == 1
     core.abort_request("slow")
     assert not core.has_unfinished_requests()
     core.step()
     assert core.stats.num_waiting == core.stats.num_running == 0 and core.stats.kv_cache_usage == 0
+    gate.set()
+    assert run(llm, [wanted(regex="slowly")])[0].text == "slowly"
 
 
-def test_an_engine_whose_requests_all_wait_for_grammars_runs_no_steps(make_llm: MakeLLM) -> None:
+def test_an_engine_whose_requests_all_wait_for_grammars_runs_no_steps(make_llm: MakeLLM, gate: threading.Event) -> None:
     other = make_llm(**ROOM)
-    engine = other.llm_engine
-    core = core_of(other)
-    engine.add_request("slow", {"prompt_token_ids": PROMPT}, wanted(json=MANY_PROPERTIES, max_tokens=3))
+    engine, core = other.llm_engine, core_of(other)
+    engine.add_request("parked", {"prompt_token_ids": PROMPT}, wanted(regex="[a-z]{9}", max_tokens=3))
+    for _ in range(20):
+        assert engine.step() == []
+    assert core.scheduler.next_step == 0 and engine.has_unfinished_requests()
+    gate.set()
     outputs = []
     while engine.has_unfinished_requests():
         outputs += engine.step()
-    assert outputs[-1].outputs[0].finish_reason == "length"
-    assert core.scheduler.next_step == 3
-    assert core._grammars is not None
+    assert re.fullmatch("[a-z]{1,9}", outputs[-1].outputs[0].text)
+
+
+def test_engines_that_must_plan_alike_wait_for_the_grammar(make_llm: MakeLLM) -> None:
+    other = make_llm(**ROOM)
+    core = core_of(other)
+    core._plans_alike = True  # as where every rank runs the whole engine
+    other.llm_engine.add_request("here", {"prompt_token_ids": PROMPT}, wanted(regex="[a-z]{3}"))
+    assert core.scheduler.num_waiting == 1 and not core.scheduler.waits_for_grammars
 
 
 def core_of(llm: LLM) -> EngineCore:
