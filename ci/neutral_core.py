@@ -43,8 +43,9 @@ VENDOR_WORDS = frozenset(
 )
 
 # The neutral meanings of vendor-flavoured words: an argument that every user of the field already types, and torch's
-# name of its place for devices of any maker, which core speaks of but never computes on.
-ALLOWED_NAMES = frozenset({"gpu_memory_utilization", "PrivateUse1", "_get_privateuse1_backend_name"})
+# name of its place for devices of any maker, which core speaks of but never computes on. Python's own name of
+# asynchronous iteration is some library's, too.
+ALLOWED_NAMES = frozenset({"gpu_memory_utilization", "PrivateUse1", "_get_privateuse1_backend_name", "__aiter__"})
 
 # Makers' names that are ordinary words, too: a question about one is a branch on a maker all the same.
 QUESTION = re.compile(

@@ -48,6 +48,26 @@ class EngineDeadError(MvllmError, RuntimeError):
     """The engine stopped because of an earlier error, which is kept as the cause."""
 
 
+class UnavailableError(MvllmError, RuntimeError):
+    """The engine takes no request now, but will later; the request itself is fine.
+
+    Args:
+        retry_after: Seconds after which it is worth another try.
+    """
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class QueueFullError(UnavailableError):
+    """As many requests are waiting as the engine was told to let wait."""
+
+
+class EngineSleepingError(UnavailableError):
+    """The engine has been put to sleep."""
+
+
 class WorkerError(MvllmError, RuntimeError):
     """A worker process failed; its own exception, with its traceback, is the cause.
 

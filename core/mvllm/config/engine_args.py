@@ -140,6 +140,18 @@ class EngineArgs:
         help="Plan step N + 1 while step N runs; by default where the device computes beside the host.",
         group="scheduler",
     )
+    max_queued_requests: int = option(
+        1024,
+        help="Behind a server: most sequences that may wait beyond those that can run at once; more are refused.",
+        group="scheduler",
+        minimum=0,
+    )
+    max_queued_tokens: int | None = option(
+        None,
+        help="Behind a server: most prompt tokens of all requests under way; what would exceed them is refused.",
+        group="scheduler",
+        minimum=1,
+    )
 
     tensor_parallel_size: int = option(
         1, help="Ranks that share each layer.", group="parallel", minimum=1, maximum=1024
@@ -294,6 +306,8 @@ class EngineArgs:
                 enable_chunked_prefill=self.enable_chunked_prefill,
                 policy=self.scheduling_policy,
                 async_scheduling=self.async_scheduling,
+                max_queued_requests=self.max_queued_requests,
+                max_queued_tokens=self.max_queued_tokens,
             ),
             parallel=ParallelConfig(
                 tensor_parallel_size=self.tensor_parallel_size,

@@ -44,6 +44,8 @@ class SchedulerConfig:
         enable_chunked_prefill: Let a prompt be computed over several steps.
         policy: `fcfs` (first come, first served) or `priority`.
         async_scheduling: Plan step N + 1 while step N runs; None to let the platform's abilities decide.
+        max_queued_requests: Most sequences that may wait beyond those that can run at once, behind a server.
+        max_queued_tokens: Most prompt tokens of all requests under way, behind a server; None for any number.
     """
 
     max_num_seqs: int = 256
@@ -51,6 +53,8 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = True
     policy: str = "fcfs"
     async_scheduling: bool | None = None
+    max_queued_requests: int = 1024
+    max_queued_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class ParallelConfig:
         tensor_parallel_size: Ranks that share each layer.
         pipeline_parallel_size: Groups of ranks that each hold a run of layers.
         data_parallel_size: Engine replicas.
+        data_parallel_rank: Which of them this is; their workers take the machine's devices in this order.
         distributed_executor_backend: Name of a built-in or installed executor, a dotted path, or None to choose.
         start_timeout: Seconds that each phase of start-up may take on a worker process.
         step_timeout: Seconds after which a step that has not ended is taken for hung, and ends the engine.
@@ -73,6 +78,7 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    data_parallel_rank: int = 0
     distributed_executor_backend: str | None = None
     start_timeout: float = 1800.0
     step_timeout: float = 300.0

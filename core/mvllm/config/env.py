@@ -10,6 +10,8 @@ KNOWN_VARIABLES: dict[str, str] = {
     "MVLLM_PLATFORM": "Platform plugin to run on, where --platform or platform= does not say.",
     "MVLLM_PLUGINS": "Comma-separated packages or names that may plug in beside platforms; without it, all that are "
     "asked for may.",
+    "MVLLM_API_KEY": "Key that requests to `mvllm serve` must carry; several, one per line.",
+    "MVLLM_ADMIN_API_KEY": "Key for everything that `mvllm serve` offers, administration included.",
     "MVLLM_LOGGING_LEVEL": "Level of mvllm's log: DEBUG, INFO, WARNING or ERROR.",
 }
 """Name to meaning. Environment variables carry facts about a deployment; behaviour has settings."""

@@ -88,6 +88,13 @@ class FrontChannel:
         """Readable when a core may have come."""
         return self._commands
 
+    @property
+    def news_fd(self) -> int:
+        """A descriptor that becomes readable when news may have come, and says so once: read until there are none."""
+        fd = self.news.getsockopt(zmq.FD)
+        assert isinstance(fd, int)
+        return fd
+
     def all_here(self) -> bool:
         """Whether every core has connected; before that, nothing can be sent."""
         while self._absent:

@@ -92,8 +92,8 @@ def make_client(
     chosen = chosen or choose_platform(config.platform)
     if config.parallel.data_parallel_size > 1:
         raise ConfigError(
-            f"data_parallel_size is {config.parallel.data_parallel_size}, but this version of mvllm runs one engine. "
-            "Set it to 1, or start several processes."
+            f"data_parallel_size is {config.parallel.data_parallel_size}, but offline there is one engine: replicas "
+            "are for a server. Set it to 1, or start several processes."
         )
     settled = settle_config(config, chosen.platform)
     if _wants_own_process(settled.parallel):

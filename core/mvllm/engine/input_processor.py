@@ -24,6 +24,7 @@ from mvllm.messages.sampling_params import SamplingParams, validate_for_model
 MAX_CACHE_SALT_LENGTH = 256
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _PRIORITY_LIMIT = 2**31
+_CHECKED_AT_ONCE = 1 << 20  # characters: between them, other threads get their turn
 
 
 @dataclass(slots=True)
@@ -134,13 +135,15 @@ class InputProcessor:
                 "Pass {'prompt_token_ids': [...]}.",
                 parameter="prompt",
             )
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:
-            raise RequestError(
-                f"The prompt is not valid Unicode: character {e.start} is a lone surrogate U+{ord(text[e.start]):04X}.",
-                parameter="prompt",
-            ) from None
+        for start in range(0, len(text), _CHECKED_AT_ONCE):
+            try:
+                text[start : start + _CHECKED_AT_ONCE].encode()
+            except UnicodeEncodeError as e:
+                place = start + e.start
+                raise RequestError(
+                    f"The prompt is not valid Unicode: character {place} is a lone surrogate U+{ord(text[place]):04X}.",
+                    parameter="prompt",
+                ) from None
         return text
 
     def _take_apart(self, prompt: PromptType) -> _Prompt:
@@ -195,12 +198,12 @@ class InputProcessor:
             )
         return values
 
-    def _check_length(self, length: int) -> None:
+    def _check_length(self, length: int, how: str = "") -> None:
         limit = self._model.max_model_len
         if length >= limit:
             raise RequestError(
-                f"The prompt has {length} tokens, but prompt and output together may have {limit} (max_model_len), and "
-                "at least one token is to be generated. Shorten the prompt"
+                f"The prompt has {how}{length} tokens, but prompt and output together may have {limit} "
+                "(max_model_len), and at least one token is to be generated. Shorten the prompt"
                 + (", or start the engine with a larger max_model_len." if length > limit else "."),
                 parameter="prompt",
             )
@@ -211,7 +214,14 @@ class InputProcessor:
         if not waiting:
             return
         assert self._tokenizer is not None
-        encoded = self._tokenizer.encode_batch([part.text or "" for _, part in waiting])
+        texts = [part.text or "" for _, part in waiting]
+
+        def check_length(at: int, length: int) -> None:
+            self._at(waiting[at][0], parts, self._check_length, length)
+
+        for at, text in enumerate(texts):  # what is far too long need not be tokenized to know that
+            self._at(waiting[at][0], parts, self._check_length, self._tokenizer.fewest_tokens(text), "at least ")
+        encoded = self._tokenizer.encode_batch(texts, check_length=check_length)
         for (i, part), ids in zip(waiting, encoded, strict=True):
             if not ids:
                 raise RequestError(

@@ -8,24 +8,18 @@ from typing import Any, Protocol
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.model import ModelConfig
-from mvllm.config.vocabulary import check_tokenizer
 from mvllm.engine.core_client import make_client
+from mvllm.engine.front_end import FrontEnd
 from mvllm.engine.input_processor import InputProcessor, ProcessedRequest
 from mvllm.engine.kv_sizing import CacheSummary
 from mvllm.engine.output_processor import OutputProcessor
 from mvllm.engine.outputs import RequestOutput
 from mvllm.engine.parallel_sampling import CoreIds, fan_out
-from mvllm.engine.start_phases import StartPhases
-from mvllm.engine.stat_loggers import StatLoggers
-from mvllm.engine.tokenizer import Tokenizer, load_tokenizer
+from mvllm.engine.tokenizer import Tokenizer
 from mvllm.errors import ConfigError, EngineDeadError, RequestError
-from mvllm.executor.process_tools import collector_paused
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.messages.sampling_params import SamplingParams
-from mvllm.models.support import check_architecture, check_quantization
-from mvllm.ops.installed import check_providers
-from mvllm.platform.choose import choose_platform
 
 
 class EngineClient(Protocol):
@@ -77,27 +71,11 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig, client: EngineClient | None = None) -> None:
-        # The cheapest reasons to fail come first, and the weights last.
-        self._phases = phases = StartPhases()
-        if client is None:
-            check_architecture(config.model)
-            check_quantization(config.model, config.load.load_format)
-            check_providers(config.op_providers)
-        with phases.phase("platform"):
-            chosen = choose_platform(config.platform) if client is None else None
-        self._tokenizer: Tokenizer | None = None
-        self._stat_loggers = StatLoggers(config)
-        try:
-            with collector_paused():
-                if client is None:
-                    client = make_client(config, chosen, self._load_tokenizer)
-                else:
-                    self._load_tokenizer(config)
-        except BaseException:
-            self._stat_loggers.close()
-            raise
-        self._client: EngineClient = client
-        phases.end(getattr(client, "start_seconds", {}))
+        front_end = FrontEnd(config, make_client, client)
+        self._phases = front_end.phases
+        self._tokenizer = front_end.tokenizer
+        self._stat_loggers = front_end.stat_loggers
+        self._client = front_end.client
         self.config = self._client.config
         self._closed = False
         self._dead: BaseException | None = None
@@ -106,14 +84,6 @@ class LLMEngine:
         self._core_ids = CoreIds()
         self._stats: SchedulerStats | None = None
         self.num_generated_tokens = 0
-
-    def _load_tokenizer(self, config: EngineConfig) -> None:
-        """While the engine core starts, if that has a process of its own."""
-        with self._phases.phase("tokenizer"):
-            self._tokenizer = load_tokenizer(config.model)
-            if self._tokenizer is not None:
-                name = f"The tokenizer of {config.model.tokenizer}"
-                check_tokenizer(config.model.vocab_size, self._tokenizer.length, tokenizer=name)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:

@@ -1,7 +1,7 @@
 """Turns what the engine core says about sequences into what callers see of requests.
 
-The idea: one `_Sequence` per sequence collects token ids, text and log-probabilities; one `_Request` owns its n
-sequences and says when it is worth showing. A request that only wants its final result (`FINAL_ONLY`) costs one
+The idea: one `_Sequence` per sequence collects token ids, text and log-probabilities; one `RequestState` owns its n
+sequences and says what there is to show. A request that only wants its final result (`FINAL_ONLY`) costs one
 `list.extend` per step; without stop strings its text is decoded once, at the end.
 """
 
@@ -42,6 +42,26 @@ class ProcessedOutputs:
     num_new_tokens: int = 0
 
 
+@dataclass(slots=True)
+class TakenOutputs:
+    """What one step has changed.
+
+    Attributes:
+        requests: Those with something to show that had nothing to show before.
+        requests_to_abort, num_new_tokens: As in ProcessedOutputs.
+        started: Requests whose first token this is.
+        finished: Requests that have ended.
+        gaps: How many tokens came how long after the one before, in seconds; the newest of each output.
+    """
+
+    requests: list[RequestState] = field(default_factory=list)
+    requests_to_abort: list[str] = field(default_factory=list)
+    num_new_tokens: int = 0
+    started: list[RequestState] = field(default_factory=list)
+    finished: list[RequestState] = field(default_factory=list)
+    gaps: dict[float, int] = field(default_factory=dict)
+
+
 class OutputProcessor:
     """Follows all requests of one engine from the front end's side.
 
@@ -51,50 +71,115 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, RequestState] = {}
         self._sequences: dict[str, _Sequence] = {}
 
-    def add_request(self, request: ProcessedRequest, children: Sequence[EngineCoreRequest]) -> None:
-        """Follows a request, whose sequences run in the engine core under the ids of `children`."""
-        entry = _Request(request, self._tokenizer)
+    def add_request(
+        self, request: ProcessedRequest, children: Sequence[EngineCoreRequest], key: str | None = None
+    ) -> RequestState:
+        """Follows a request, whose sequences run in the engine core under the ids of `children`.
+
+        Args:
+            key: What the request is called here; by default the caller's id, which then has to be unique.
+        """
+        entry = RequestState(request, self._tokenizer, key)
         entry.sequences = [
             _Sequence(entry, index, child.request_id, request.params, self._tokenizer)
             for index, child in enumerate(children)
         ]
         entry.num_unfinished = len(entry.sequences)
-        self._requests[entry.request_id] = entry
+        self._requests[entry.key] = entry
         self._sequences.update((sequence.core_id, sequence) for sequence in entry.sequences)
+        return entry
 
     def process(self, core_outputs: EngineCoreOutputs) -> ProcessedOutputs:
-        """Takes in one step's outputs. Sequences that are not followed (any more) are passed over."""
-        result = ProcessedOutputs()
-        now = time.monotonic()
-        touched: dict[str, _Request] = {}
-        for output in core_outputs.outputs:
-            sequence = self._sequences.get(output.request_id)
-            if sequence is None:
-                continue
-            result.num_new_tokens += len(output.new_token_ids)
-            request = sequence.request
-            try:
-                request.note(output, now)
-                sequence.take(output)
-            except Exception as e:  # noqa: BLE001  (a tokenizer may raise anything; only this sequence ends of it)
-                sequence.fail(e)
-            if sequence.finish_reason is not None:
-                request.num_unfinished -= 1
-                del self._sequences[output.request_id]
-                if output.finish_reason is None:
-                    result.requests_to_abort.append(output.request_id)
-            if sequence.finish_reason is not None or not request.final_only:
-                touched[request.request_id] = request
-        for request_id, request in touched.items():
-            if request.num_unfinished == 0:
-                del self._requests[request_id]
-            shown = request.show(now)
+        """Takes in one step's outputs and shows what they mean, at once. Unknown sequences are passed over."""
+        taken = self.take(core_outputs)
+        result = ProcessedOutputs([], taken.requests_to_abort, taken.num_new_tokens)
+        for request in taken.requests:
+            shown, broken = self.show(request)
+            result.requests_to_abort += broken
             if shown is not None:
                 result.request_outputs.append(shown)
         return result
+
+    def take(self, core_outputs: EngineCoreOutputs) -> TakenOutputs:
+        """Takes in one step's outputs. Sequences that are not followed (any more) are passed over.
+
+        What requests have to show is left to `RequestState.show`; until that is called, what comes adds up.
+        """
+        taken = TakenOutputs()
+        now = time.monotonic()
+        sequences, gaps = self._sequences, taken.gaps
+        num_new_tokens = 0
+        for output in core_outputs.outputs:
+            sequence = sequences.get(output.request_id)
+            if sequence is None:
+                continue
+            request, last = sequence.request, sequence.last_token_time
+            new = output.new_token_ids
+            if new:
+                num_new_tokens += len(new)
+                sequence.last_token_time = now
+                if last:
+                    gaps[last] = gaps.get(last, 0) + 1
+                elif request.metrics.first_token_time is None:
+                    taken.started.append(request)
+            if last and sequence.only_grows and output.finish_reason is None:
+                sequence.token_ids += new  # the usual case, once per token: all else waits until it is shown
+            elif not self._take_with_care(sequence, output, now, taken):
+                continue
+            if not request.has_news:
+                request.has_news = True
+                taken.requests.append(request)
+        taken.num_new_tokens = num_new_tokens
+        taken.gaps = {now - last: count for last, count in gaps.items()}
+        return taken
+
+    def _take_with_care(self, sequence: _Sequence, output: EngineCoreOutput, now: float, taken: TakenOutputs) -> bool:
+        """Takes in an output that may be a sequence's first or last, or more than tokens; whether there is news."""
+        request = sequence.request
+        try:
+            request.note(output, now)
+            sequence.take(output)
+        except Exception as e:  # noqa: BLE001  (a tokenizer may raise anything; only this sequence ends of it)
+            sequence.fail(e)
+        if sequence.finish_reason is None:
+            return not request.final_only
+        if output.finish_reason is None:
+            taken.requests_to_abort.append(sequence.core_id)
+        if self._end(sequence, now):
+            taken.finished.append(request)
+        return True
+
+    def _end(self, sequence: _Sequence, now: float) -> bool:
+        """Stops following a sequence that has ended; returns whether its request has, too."""
+        del self._sequences[sequence.core_id]
+        request = sequence.request
+        request.num_unfinished -= 1
+        if request.num_unfinished == 0:
+            self._finish(request, now)
+        return request.num_unfinished == 0
+
+    def _finish(self, request: RequestState, now: float) -> None:
+        request.metrics.finished_time = now
+        self._requests.pop(request.key, None)
+
+    def show(self, request: RequestState) -> tuple[RequestOutput | None, list[str]]:
+        """What the caller gets now, if anything: all there is, or all that was not shown yet.
+
+        Returns:
+            It, and the core ids of sequences that end here, because their tokens cannot be turned into text.
+        """
+        output = request.show()
+        if not request.broken:
+            return output, []
+        broken, request.broken = request.broken, []
+        for core_id in broken:
+            self._sequences.pop(core_id, None)
+        if request.num_unfinished == 0:
+            self._finish(request, time.monotonic())
+        return output, broken
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
         """Stops following requests; unknown ids are ignored.
@@ -109,6 +194,16 @@ class OutputProcessor:
                 core_ids += [s.core_id for s in request.sequences if self._sequences.pop(s.core_id, None) is not None]
         return core_ids
 
+    def end_requests(self, requests: Iterable[RequestState]) -> tuple[TakenOutputs, list[str]]:
+        """Ends requests with what they have, for the reason `abort`; those that have ended are passed over.
+
+        Returns:
+            As `take`; and the core ids of their sequences that were still running.
+        """
+        running = [s for request in requests for s in request.sequences if s.core_id in self._sequences]
+        ends = [EngineCoreOutput(s.core_id, [], FinishReason.ABORT) for s in running]
+        return self.take(EngineCoreOutputs(outputs=ends)), [s.core_id for s in running]
+
     def has_request(self, request_id: str) -> bool:
         """Whether a request of this id is under way."""
         return request_id in self._requests
@@ -119,13 +214,27 @@ class OutputProcessor:
         return len(self._requests)
 
 
-class _Request:
-    """A request as its caller sees it."""
+class RequestState:
+    """A request as its caller sees it.
 
-    def __init__(self, request: ProcessedRequest, tokenizer: Tokenizer | None) -> None:
+    Attributes:
+        request_id: As the caller calls it.
+        key: As the OutputProcessor calls it.
+        num_unfinished: Sequences that have not ended.
+        has_news: Whether `show` may have something to show that it has not shown.
+        broken: Core ids of sequences that `show` has found to be no text, which the OutputProcessor still follows.
+        final_only: Whether it shows nothing before its end.
+        metrics: When things happened.
+    """
+
+    def __init__(self, request: ProcessedRequest, tokenizer: Tokenizer | None, key: str | None = None) -> None:
         self.request_id = request.core.request_id
+        self.key = key or self.request_id
+        self.params = request.params
         self.sequences: list[_Sequence] = []
         self.num_unfinished = 0
+        self.has_news = False
+        self.broken: list[str] = []
         self.kind = request.params.output_kind
         self.final_only = self.kind == RequestOutputKind.FINAL_ONLY
         self._prompt = request.prompt
@@ -135,15 +244,28 @@ class _Request:
         self._prompt_logprobs: list[PositionLogprobMap | None] | None = None
         self._prompt_logprobs_shown = False
         self._num_cached_tokens: int | None = None
-        self._metrics = RequestMetrics(arrival_time=request.core.arrival_time)
+        self.metrics = RequestMetrics(arrival_time=request.core.arrival_time)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._prompt_token_ids)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose KV came from the prefix cache."""
+        return self._num_cached_tokens or 0
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens so far, over all sequences."""
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
 
     def note(self, output: EngineCoreOutput, now: float) -> None:
         """Takes in what concerns the request as a whole."""
-        metrics = self._metrics
-        if output.new_token_ids:
-            metrics.last_token_time = now
-            if metrics.first_token_time is None:
-                metrics.first_token_time = now
+        metrics = self.metrics
+        if output.new_token_ids and metrics.first_token_time is None:
+            metrics.first_token_time = output.first_token_time or now
         if self._num_cached_tokens is None:
             # Later sequences of the request find the prompt in the cache because of the first, which is not news.
             self._num_cached_tokens = output.num_cached_tokens
@@ -151,29 +273,22 @@ class _Request:
         if output.prompt_logprobs is not None and self._wants_prompt_logprobs:
             self._prompt_logprobs = [None, *(_as_map(p, self._tokenizer) for p in output.prompt_logprobs)]
 
-    def show(self, now: float) -> RequestOutput | None:
-        """What the caller gets after this step, if anything."""
-        try:
-            return self._show(now)
-        except Exception as e:  # noqa: BLE001  (text is decoded here only where it has waited for the end)
-            for sequence in self.sequences:
-                sequence.fail(e)
-            return self._show(now)
-
-    def _show(self, now: float) -> RequestOutput | None:
-        finished = self.num_unfinished == 0
+    def show(self) -> RequestOutput | None:
+        """What the caller gets now, if anything: all there is, or all that was not shown yet."""
+        self.has_news = False
+        sequences = self.sequences
         if self.final_only:
-            if not finished:
+            if self.num_unfinished:
                 return None
-            shown = [sequence.show_all() for sequence in self.sequences]
+            shown = [sequence.show_all() for sequence in sequences]
         elif self.kind == RequestOutputKind.DELTA:
-            shown = [sequence.show_new() for sequence in self.sequences if sequence.has_news]
+            shown = [sequence.show_new() for sequence in sequences if sequence.has_news]
         else:
-            shown = [sequence.show_all() for sequence in self.sequences]
+            shown = [sequence.show_all() for sequence in sequences]
+        finished = self.num_unfinished == 0  # as of now: text that cannot be decoded is an end, too
         if not shown and not finished:
             return None
-        if finished:
-            self._metrics.finished_time = now
+        self.metrics.last_token_time = max([sequence.last_token_time for sequence in sequences]) or None
         return RequestOutput(
             self.request_id,
             self._prompt,
@@ -181,7 +296,7 @@ class _Request:
             self._prompt_logprobs_to_show(),
             shown,
             finished,
-            self._metrics.snapshot(),
+            self.metrics.snapshot(),
             self._num_cached_tokens or 0,
         )
 
@@ -199,7 +314,7 @@ class _Sequence:
     """One sequence: its tokens, its text, and whether it has ended."""
 
     def __init__(
-        self, request: _Request, index: int, core_id: str, params: SamplingParams, tokenizer: Tokenizer | None
+        self, request: RequestState, index: int, core_id: str, params: SamplingParams, tokenizer: Tokenizer | None
     ) -> None:
         self.request = request
         self.index = index
@@ -208,13 +323,14 @@ class _Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
+        self.last_token_time = 0.0
         self._tokenizer = tokenizer if params.detokenize else None
         self._wants_logprobs = params.logprobs is not None
         self._logprobs: list[PositionLogprobMap] = []
         self._cumulative_logprob = 0.0
-        self._text = _make_text(params, self._tokenizer, request.final_only)
+        self._text = _make_text(params, self._tokenizer, request.final_only, self.token_ids)
+        self.only_grows = not self._wants_logprobs and (self._text is None or isinstance(self._text, _TextWhenAsked))
         self._num_tokens_shown = 0
-        self._num_chars_shown = 0
         self._end_shown = False
 
     def take(self, output: EngineCoreOutput) -> None:
@@ -247,20 +363,33 @@ class _Sequence:
 
     def show_all(self) -> CompletionOutput:
         """Everything so far. Later steps do not change what was shown."""
-        text = self._text.visible(ended=self.finish_reason is not None) if self._text is not None else ""
+        text = self._written(new=False)
         logprobs = list(self._logprobs) if self._wants_logprobs else None
         return self._completion(text, list(self.token_ids), logprobs)
 
     def show_new(self) -> CompletionOutput:
         """What has come since the last call."""
-        text = self._text.visible(ended=self.finish_reason is not None) if self._text is not None else ""
+        text = self._written(new=True)
         start = self._num_tokens_shown
         logprobs = self._logprobs[start:] if self._wants_logprobs else None
-        shown = self._completion(text[self._num_chars_shown :], self.token_ids[start:], logprobs)
+        shown = self._completion(text, self.token_ids[start:], logprobs)
         self._num_tokens_shown = len(self.token_ids)
-        self._num_chars_shown = len(text)
         self._end_shown = self.finish_reason is not None
         return shown
+
+    def _written(self, *, new: bool) -> str:
+        """The text that may be shown; only what was not, if `new`. Ends the sequence if there is no having it."""
+        if self._text is None:
+            return ""
+        ended = self.finish_reason is not None
+        try:
+            return self._text.new(ended=ended) if new else self._text.visible(ended=ended)
+        except Exception as e:  # noqa: BLE001  (a tokenizer may raise anything; only this sequence ends of it)
+            if not ended:
+                self.request.num_unfinished -= 1
+                self.request.broken.append(self.core_id)
+            self.fail(e)
+            return ""
 
     def _completion(
         self, text: str, token_ids: list[int], logprobs: list[PositionLogprobMap] | None
@@ -278,18 +407,15 @@ class _Sequence:
 
 
 class _Text:
-    """The text of a sequence that is decoded as it grows, with stop strings."""
+    """The text of a sequence that is decoded as it grows, because stop strings are looked for."""
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer) -> None:
-        self._detokenizer = IncrementalDetokenizer(
-            tokenizer,
-            skip_special_tokens=params.skip_special_tokens,
-            spaces_between_special_tokens=params.spaces_between_special_tokens,
-        )
+        self._detokenizer = _make_detokenizer(params, tokenizer)
         self._include_stop = params.include_stop_str_in_output
-        self._stop = StopStrings(params.stop or (), self._include_stop) if params.stop else None
+        self._stop = StopStrings(params.stop or (), self._include_stop)
         self._min_tokens = params.min_tokens
         self._text = ""
+        self._num_shown = 0
 
     def take(self, new: Sequence[int], num_before: int, ended: FinishReason | None) -> tuple[int, str | None]:
         """Decodes new tokens up to the first stop string.
@@ -302,13 +428,10 @@ class _Text:
             How many of `new` belong to the sequence, and the stop string that was found.
         """
         shown = _without_end_token(new, ended, self._include_stop)
-        if self._stop is None:
-            self._text += self._detokenizer.append(shown)
-        else:
-            for i, token_id in enumerate(shown, start=1):
-                stop = self._grow(self._detokenizer.append((token_id,)), checked=num_before + i > self._min_tokens)
-                if stop is not None:
-                    return i, stop
+        for i, token_id in enumerate(shown, start=1):
+            stop = self._grow(self._detokenizer.append((token_id,)), checked=num_before + i > self._min_tokens)
+            if stop is not None:
+                return i, stop
         if ended is not None:
             stop = self._grow(self._detokenizer.finish(), checked=num_before + len(new) > self._min_tokens)
             if stop is not None:
@@ -317,15 +440,21 @@ class _Text:
 
     def visible(self, *, ended: bool) -> str:
         """The text that may be shown: all of it at the end, before that nothing that may begin a stop string."""
-        if self._stop is None or ended:
+        if ended:
             return self._text
         held = self._stop.held_back(self._text)
         return self._text[:-held] if held else self._text
 
+    def new(self, *, ended: bool) -> str:
+        """What has become visible since the last call."""
+        text = self.visible(ended=ended)
+        shown, self._num_shown = self._num_shown, len(text)
+        return text[shown:]
+
     def _grow(self, piece: str, *, checked: bool) -> str | None:
         settled = len(self._text)
         self._text += piece
-        if self._stop is None or not checked or not piece:
+        if not checked or not piece:
             return None
         found = self._stop.find(self._text, settled)
         if found is None:
@@ -333,6 +462,40 @@ class _Text:
         stop, length = found
         self._text = self._text[:length]
         return stop
+
+
+class _TextWhenAsked:
+    """The text of a sequence in which nothing is looked for: decoded when it is asked for, many tokens at once if it is
+    asked for seldom.
+
+    Args:
+        token_ids: The sequence's, which grows.
+    """
+
+    def __init__(self, params: SamplingParams, tokenizer: Tokenizer, token_ids: list[int]) -> None:
+        self._detokenizer = _make_detokenizer(params, tokenizer)
+        self._include_stop = params.include_stop_str_in_output
+        self._token_ids = token_ids
+        self._num_decoded = 0
+        self._without_last = False
+        self._text = ""
+
+    def take(self, new: Sequence[int], num_before: int, ended: FinishReason | None) -> tuple[int, str | None]:
+        """Notes whether the last token is part of the text; see `_Text.take`."""
+        self._without_last = ended == FinishReason.STOP and not self._include_stop
+        return len(new), None
+
+    def visible(self, *, ended: bool) -> str:
+        """All that is settled; at the end, all."""
+        self._text += self.new(ended=ended)
+        return self._text
+
+    def new(self, *, ended: bool) -> str:
+        """What has become visible since the last call."""
+        ids = self._token_ids[self._num_decoded : -1 if self._without_last else None]
+        self._num_decoded = len(self._token_ids)
+        piece = self._detokenizer.append(ids)
+        return piece + self._detokenizer.finish() if ended else piece
 
 
 class _TextAtEnd:
@@ -349,6 +512,10 @@ class _TextAtEnd:
         self._token_ids += new if ended is None else _without_end_token(new, ended, self._include_stop)
         return len(new), None
 
+    def new(self, *, ended: bool) -> str:
+        """The whole text; asked for once."""
+        return self.visible(ended=ended)
+
     def visible(self, *, ended: bool) -> str:
         """The whole text."""
         return self._tokenizer.decode(
@@ -358,10 +525,22 @@ class _TextAtEnd:
         )
 
 
-def _make_text(params: SamplingParams, tokenizer: Tokenizer | None, final_only: bool) -> _Text | _TextAtEnd | None:
+def _make_text(
+    params: SamplingParams, tokenizer: Tokenizer | None, final_only: bool, token_ids: list[int]
+) -> _Text | _TextWhenAsked | _TextAtEnd | None:
     if tokenizer is None:
         return None
-    return _TextAtEnd(params, tokenizer) if final_only and not params.stop else _Text(params, tokenizer)
+    if params.stop:
+        return _Text(params, tokenizer)
+    return _TextAtEnd(params, tokenizer) if final_only else _TextWhenAsked(params, tokenizer, token_ids)
+
+
+def _make_detokenizer(params: SamplingParams, tokenizer: Tokenizer) -> IncrementalDetokenizer:
+    return IncrementalDetokenizer(
+        tokenizer,
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+    )
 
 
 def _without_end_token(new: Sequence[int], ended: FinishReason | None, include: bool) -> Sequence[int]:

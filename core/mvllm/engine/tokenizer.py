@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from mvllm.errors import ModelError, RequestError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
 """Files of which a folder must have at least one to hold a tokenizer; looked for in this order."""
+
+_LONG_TEXT = 1 << 16  # characters; a shorter one is soon tokenized
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -32,28 +34,81 @@ class Tokenizer:
 
     def __init__(self, hf: Any) -> None:
         self.hf = hf
-        self._fast = getattr(hf, "backend_tokenizer", None) if getattr(hf, "is_fast", False) else None
+        self._fast: Any = getattr(hf, "backend_tokenizer", None) if getattr(hf, "is_fast", False) else None
         self._token_texts: dict[int, str] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`."""
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """The token ids of each text; much faster than one by one.
+    def encode_batch(
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        check_length: Callable[[int, int], None] = lambda i, length: None,
+    ) -> list[list[int]]:
+        """The token ids of each text; much faster than one by one. Other threads can work meanwhile.
+
+        Args:
+            check_length: Called with the place of each text and the number of its tokens, before there are lists of
+                them. What it raises ends the call.
 
         Raises:
             RequestError: The tokenizer rejects a text.
         """
         try:
-            # No length limit of the tokenizer's own: the engine's max_model_len is the one that counts.
-            encoded = self.hf(list(texts), add_special_tokens=add_special_tokens, truncation=False, verbose=False)
+            encoded = self._encode(list(texts), add_special_tokens)
         except Exception as e:
             raise RequestError(
                 f"The tokenizer cannot tokenize the prompt: {type(e).__name__}: {e}", parameter="prompt"
             ) from e
-        ids: list[list[int]] = encoded["input_ids"]
+        for i, each in enumerate(encoded):
+            check_length(i, len(each))
+        return [each if isinstance(each, list) else each.ids for each in encoded]
+
+    def _encode(self, texts: list[str], add_special_tokens: bool) -> Sequence[Any]:
+        """Token ids, or encodings that have them. No length limit of the tokenizer's own: max_model_len counts."""
+        if self._encodes_by_backend and self._is_unset():
+            encodings: Sequence[Any] = self._fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            return encodings
+        encoded = self.hf(texts, add_special_tokens=add_special_tokens, truncation=False, verbose=False)
+        ids: Sequence[Any] = encoded["input_ids"]
         return ids
+
+    def _is_unset(self) -> bool:
+        """Whether nobody who shares the tokenizer has left a setting in it that a call through transformers undoes."""
+        fast = self._fast
+        wanted = getattr(self.hf, "split_special_tokens", False)
+        return fast.truncation is None and fast.padding is None and fast.encode_special_tokens == wanted
+
+    @cached_property
+    def _encodes_by_backend(self) -> bool:
+        """Whether the library of tokenizers does all of it: then the way through transformers, many times as long for a
+        short text, only adds lists that nobody reads."""
+        if self._fast is None or hasattr(self.hf, "_switch_to_input_mode"):
+            return False
+        homes = ("transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers")
+        return all(_module_of(type(self.hf), name) in homes for name in ("__call__", "_encode_plus"))
+
+    def fewest_tokens(self, text: str) -> int:
+        """How many tokens `text` has at least, without tokenizing it; 0 where that cannot be said."""
+        longest = self._longest_token if len(text) >= _LONG_TEXT else 0
+        return len(text) // longest if longest else 0
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Most characters that one token stands for; 0 where tokens may swallow any number."""
+        fast = self._fast
+        if fast is None or not self.joins_bytes or fast.normalizer is not None or fast.pre_tokenizer is None:
+            return 0
+        if b"Removed" in fast.pre_tokenizer.__getstate__():
+            return 0
+        lengths = [len(token) for token in self.hf.get_vocab()]
+        if lengths.count(1) < 256:  # bytes that are no token may be left out
+            return 0
+        swallows = any(token.lstrip or token.rstrip for token in fast.get_added_tokens_decoder().values())
+        return 0 if swallows else max(lengths)
 
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
@@ -109,6 +164,11 @@ class Tokenizer:
         """The end-of-sequence token, if there is one."""
         value = self.hf.eos_token_id
         return value if isinstance(value, int) else None
+
+
+def _module_of(cls: type, name: str) -> str | None:
+    """Where the method that `cls` has under a name is defined."""
+    return next((kind.__module__ for kind in cls.__mro__ if name in vars(kind)), None)
 
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer | None:

@@ -71,6 +71,7 @@ def _launches(
 ) -> list[Launch]:
     encoded = encode_config(config)
     quiet = encode_config(replace_field(config, "load.use_tqdm", False))
+    parallel = config.parallel
     launches = []
     for rank, name in enumerate(names):
         requests, replies = queues.ends(rank)
@@ -79,9 +80,9 @@ def _launches(
             name=name,
             context=WorkerContext(
                 rank=rank,
-                local_rank=rank,
+                local_rank=parallel.data_parallel_rank * len(names) + rank,
                 world_size=len(names),
-                local_world_size=len(names),
+                local_world_size=parallel.data_parallel_size * len(names),
                 seed=config.model.seed,
                 in_engine_process=False,
                 init_method=meeting.address if meeting else None,

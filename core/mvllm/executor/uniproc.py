@@ -58,7 +58,13 @@ class UniProcExecutor(InProcessExecutor):
     """The only worker of its engine."""
 
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
-        super().__init__(config, platform, WorkerContext(seed=config.model.seed))
+        parallel = config.parallel
+        ctx = WorkerContext(
+            local_rank=parallel.data_parallel_rank,
+            local_world_size=parallel.data_parallel_size,
+            seed=config.model.seed,
+        )
+        super().__init__(config, platform, ctx)
 
 
 def finished(call: Callable[[], T]) -> Future[T]:

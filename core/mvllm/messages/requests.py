@@ -76,6 +76,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
         num_cached_tokens: Prompt tokens whose KV came from the prefix cache when the request was first scheduled.
         error: What went wrong, when finish_reason is ERROR.
         scheduled_time: Monotonic time at which the request was first scheduled.
+        first_token_time: Monotonic time at which its first token was known; 0 where it is in this output, alone.
     """
 
     request_id: str
@@ -87,6 +88,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     num_cached_tokens: int = 0
     error: str | None = None
     scheduled_time: float = 0.0
+    first_token_time: float = 0.0
 
 
 class SchedulerStats(msgspec.Struct, omit_defaults=True):

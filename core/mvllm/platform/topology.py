@@ -52,7 +52,8 @@ class WorkerContext:
 
     Attributes:
         rank: Rank in the engine's world.
-        local_rank: Rank among the workers on this machine; a platform binds the device from it.
+        local_rank: Rank among the workers on this machine, those of other replicas of the engine included; a platform
+            binds the device from it.
         world_size: Ranks of the engine.
         local_world_size: Ranks on this machine.
         seed: Seed for the device's generators.

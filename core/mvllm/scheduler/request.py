@@ -52,11 +52,13 @@ class Request:
         prompt_logprobs: Of prompt tokens 1, 2, ... so far, if asked for; None again once they were sent out.
         num_cached_tokens: Found in the prefix cache when first scheduled; -1 before.
         scheduled_time: When first scheduled.
+        first_token_time: When the first token was known, of requests that do not send tokens out at once; 0 before.
     """
 
     __slots__ = (
         "data",
         "emits_each_step",
+        "first_token_time",
         "is_plain",
         "logprobs",
         "max_num_tokens",
@@ -102,6 +104,7 @@ class Request:
         self.is_plain = self.emits_each_step and self.logprobs is None and self.prompt_logprobs is None
         self.num_cached_tokens = -1
         self.scheduled_time = 0.0
+        self.first_token_time = 0.0
 
     def __lt__(self, other: Request) -> bool:
         return self.order < other.order

@@ -382,6 +382,8 @@ class Scheduler:
                 )  # fmt: skip
             elif request.emits_each_step:
                 outputs.append(_output(request, [token]))
+            elif not request.first_token_time:
+                request.first_token_time = self._clock()
         if ended:
             self._finish(ended)
 
@@ -525,6 +527,7 @@ def _output(
         num_cached_tokens=max(request.num_cached_tokens, 0),
         error=error,
         scheduled_time=request.scheduled_time,
+        first_token_time=request.first_token_time,
     )
 
 

@@ -70,7 +70,9 @@ class Worker:
         # The others of this machine are no other programs: they have taken about as much as this one.
         ours = min(before.total, before.free + sharers * before.used_by_me) if unified else before.total
         reserve = int(ours * (1 - utilization))
-        return (before.free - reserve) // sharers - peak
+        # Those of other replicas may still be loading.
+        to_come = max(0, sharers - self._ctx.world_size) * before.used_by_me
+        return (before.free - to_come - reserve) // sharers - peak
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
         self.runner.allocate_kv_cache(num_blocks, block_size)

@@ -271,5 +271,5 @@ def test_several_replicas_are_refused_and_not_ignored():
     config = make_config()
     config = replace(config, parallel=replace(config.parallel, data_parallel_size=2))
     chosen = type("Chosen", (), {"platform": FakePlatform()})()
-    with pytest.raises(ConfigError, match=r"data_parallel_size is 2.*runs one engine"):
+    with pytest.raises(ConfigError, match=r"data_parallel_size is 2.*there is one engine"):
         core_client.make_client(config, chosen)

@@ -48,6 +48,18 @@ def test_token_ids_are_taken_as_they_are(prompt):
     assert request.prompt is None
 
 
+def test_a_text_that_is_far_too_long_is_not_even_tokenized(monkeypatch):
+    monkeypatch.setattr(type(make_tokenizer()), "encode_batch", None)
+    assert "has at least" in str(refusal("x" * 10_000_000))
+    with pytest.raises(RequestError, match="Prompt 1 of 2: The prompt has at least"):
+        make_processor().process_batch(["a", "b"], ["x", "x" * 10_000_000], [None, None])
+
+
+def test_a_lone_surrogate_is_found_wherever_it_is():
+    text = "é" * (1 << 20) + "a" * 77 + "\udc00"
+    assert f"character {(1 << 20) + 77} is a lone surrogate U+DC00" in str(refusal(text))
+
+
 def test_text_beside_token_ids_is_only_echoed():
     request = process({"prompt": "anything", "prompt_token_ids": [4, 5]})
     assert (request.prompt, request.core.prompt_token_ids) == ("anything", [4, 5])

@@ -78,6 +78,48 @@ def test_each_kind_tells_the_same_story(kind):
     assert [o.finished for o in outputs[:-1]] == [False] * (len(outputs) - 1)
 
 
+@kinds
+def test_what_is_not_asked_for_at_once_adds_up(kind):
+    ids = ids_of("The cat sat on the 🎉 mat.")
+    run = Run(kind)
+    (child,) = run.children
+    requests = []
+    for n, token in enumerate(ids):
+        end = FinishReason.LENGTH if n == len(ids) - 1 else None
+        requests += run.processor.take(EngineCoreOutputs([EngineCoreOutput(child.request_id, [token], end)])).requests
+    (request,) = requests  # it had something to show all the time since
+    output, broken = run.processor.show(request)
+    assert output.finished and not broken
+    assert (output.outputs[0].text, output.outputs[0].token_ids) == ("The cat sat on the 🎉 mat.", ids)
+
+
+def test_a_request_is_ended_with_what_it_has():
+    run = Run(DELTA, n=2, temperature=1.0)
+    shown = run.steps({0: (ids_of("The cat"), None), 1: (ids_of("A dog"), FinishReason.STOP)})
+    request = run.processor._requests["r"]
+    assert shown is not None and not shown.finished
+    taken, core_ids = run.processor.end_requests([request])
+    assert core_ids == [run.children[0].request_id] and taken.finished == [request]
+    output, _ = run.processor.show(request)
+    assert output.finished and [(c.index, c.finish_reason) for c in output.outputs] == [(0, "abort")]
+    assert run.processor.num_requests == 0
+    assert run.processor.end_requests([request]) == (run.processor.take(EngineCoreOutputs()), [])
+
+
+def test_times_between_tokens_are_counted_once_per_token():
+    run = Run(DELTA, n=2, temperature=1.0)
+    ids = [child.request_id for child in run.children]
+
+    def take(*which):
+        return run.processor.take(EngineCoreOutputs([EngineCoreOutput(ids[i], [5]) for i in which]))
+
+    first = take(0)
+    assert len(first.started) == 1 and not first.gaps
+    second = take(0, 1)  # the other sequence's first token is not the request's
+    assert not second.started and list(second.gaps.values()) == [1]
+    assert list(take(0, 1).gaps.values()) == [2]
+
+
 def test_final_only_shows_nothing_before_the_end():
     assert len(Run(FINAL_ONLY).feed(ids_of("The cat sat."))) == 1
 
@@ -314,11 +356,10 @@ def test_tokens_that_cannot_be_decoded_end_their_sequence_and_no_other(kind):
     run.steps({0: ([13], FinishReason.LENGTH if kind == FINAL_ONLY else None), 1: ([6], None)})
     output = run.step([7], FinishReason.LENGTH, child=1)
     assert output is not None and output.finished
-    if kind == FINAL_ONLY:  # all text is decoded together, at the end
-        assert [c.finish_reason for c in output.outputs] == ["error", "error"]
-    else:
-        assert run.aborted == [run.children[0].request_id]
-        assert output.outputs[-1].finish_reason == "length"
+    if kind != DELTA:  # which has told of the end before
+        assert [c.finish_reason for c in output.outputs] == ["error", "length"]
+    assert output.outputs[-1].finish_reason == "length"
+    assert run.aborted == ([] if kind == FINAL_ONLY else [run.children[0].request_id])
     assert run.processor.num_requests == 0
 
 

@@ -8,13 +8,13 @@ import subprocess
 import sys
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mvllm import ModelError
-from mvllm.engine.tokenizer import load_tokenizer
+from mvllm.engine.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers.plugins import write_metadata
 from tests.unit.engine.builders import make_config
-from tests.unit.engine.tokenizers import KINDS, make_tokenizer, save_tokenizer
+from tests.unit.engine.tokenizers import KINDS, make_hf_tokenizer, make_tokenizer, save_tokenizer
 
 
 def load(folder):
@@ -27,6 +27,53 @@ def test_it_reads_a_folder(tmp_path, kind):
     loaded, made = load(tmp_path), make_tokenizer(kind)
     assert loaded.encode("Hello world 🎉") == made.encode("Hello world 🎉")
     assert (loaded.length, loaded.eos_token_id) == (made.length, made.eos_token_id)
+
+
+TEXTS = ["Hello world 🎉", "", "  two  spaces\n", "<|end|> and </s> spelled out", "你好" * 50]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("special", [True, False])
+def test_texts_get_the_ids_that_transformers_gives_them(kind, special):
+    made = make_tokenizer(kind)
+    assert made._encodes_by_backend
+    expected = made.hf(TEXTS, add_special_tokens=special)["input_ids"]
+    assert made.encode_batch(TEXTS, add_special_tokens=special) == expected
+    assert [made.encode(text, add_special_tokens=special) for text in TEXTS] == expected
+
+
+def test_what_others_have_set_in_it_does_not_count():
+    made = Tokenizer(make_hf_tokenizer())
+    expected = made.encode_batch(TEXTS)
+    made.hf(TEXTS, truncation=True, max_length=2)
+    made.hf("x", split_special_tokens=True)
+    assert made.encode_batch(TEXTS) == expected
+
+
+def test_a_class_with_ways_of_its_own_is_asked():
+    class Own(PreTrainedTokenizerFast):
+        def _encode_plus(self, text, **options):
+            return {"input_ids": [[1, 2, 3] for _ in text]}
+
+    hf = make_hf_tokenizer()
+    hf.__class__ = Own
+    assert Tokenizer(hf).encode("anything") == [1, 2, 3]
+
+
+def test_lengths_are_told_before_there_are_lists():
+    made, told = make_tokenizer(), []
+    ids = made.encode_batch(TEXTS, check_length=lambda i, length: told.append((i, length)))
+    assert told == [(i, len(each)) for i, each in enumerate(ids)]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_long_text_has_no_fewer_tokens_than_can_be_said_without_tokenizing(kind):
+    made = make_tokenizer(kind)
+    for text in (" ", "a", "the cat sat ", "你好", "<|im_start|>", "\n"):
+        text *= 70_000 // len(text)
+        assert 0 <= made.fewest_tokens(text) <= len(made.encode(text))
+    assert (made.fewest_tokens("x" * 100_000) > 0) == (kind == "byte_level")
+    assert made.fewest_tokens("x" * 1000) == 0
 
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"

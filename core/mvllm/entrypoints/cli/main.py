@@ -21,6 +21,7 @@ logger = get_logger(__name__)
 
 COMMANDS = {
     "generate": "generate text from prompts given on the command line",
+    "serve": "answer requests over HTTP, in the OpenAI API",
     "chat": "talk with a model in the terminal",
     "complete": "continue text, prompt by prompt",
     "bench": "measure throughput, latency, startup, or a running server",

@@ -95,7 +95,8 @@ class CPUPlatform(Platform):
     def topology(self, parallel: ParallelConfig) -> LaunchTopology:
         num_workers = parallel.world_size
         across = ("mp", "ray", "external_launcher")
-        shares = [machine.core_share(rank, num_workers) for rank in range(num_workers)]
+        first, total = parallel.data_parallel_rank * num_workers, parallel.data_parallel_size * num_workers
+        shares = [machine.core_share(first + rank, total) for rank in range(num_workers)]
         return LaunchTopology(
             num_workers=num_workers,
             devices_per_worker=1,

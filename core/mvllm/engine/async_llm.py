@@ -1,0 +1,522 @@
+"""The engine behind a server: many requests at once, each an async iterator of its own, in one event loop.
+
+    generate() ── validate, tokenize ── AsyncMPClient ══ EngineCoreProc
+        ^                                     │
+        └── RequestStream <── OutputProcessor ┘   news of a step: text, stop strings; wakes who has something to take
+
+The idea: nothing is queued between engine and caller. What a request has not shown yet is kept where it is anyway, in
+the request's own state, and is put together when the caller comes for it. So a slow caller gets fewer and larger
+pieces, costs no more memory than its text, and never holds up the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from mvllm.config.engine_args import EngineArgs
+from mvllm.config.engine_config import EngineConfig
+from mvllm.config.model import ModelConfig
+from mvllm.engine.async_client import AsyncClient, make_async_client
+from mvllm.engine.front_end import FrontEnd
+from mvllm.engine.input_processor import InputProcessor, ProcessedRequest
+from mvllm.engine.kv_sizing import CacheSummary
+from mvllm.engine.metrics import EngineLoad, EngineMetrics
+from mvllm.engine.output_processor import OutputProcessor, RequestState, TakenOutputs
+from mvllm.engine.outputs import RequestOutput
+from mvllm.engine.parallel_sampling import CoreIds, fan_out
+from mvllm.engine.request_stream import RequestStream
+from mvllm.engine.stats_line import StatsLine
+from mvllm.engine.tokenizer import Tokenizer
+from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, QueueFullError, RequestError
+from mvllm.logging import get_logger
+from mvllm.messages.inputs import PromptType
+from mvllm.messages.requests import EngineCoreOutputs, SchedulerStats
+from mvllm.messages.sampling_params import SamplingParams
+
+logger = get_logger(__name__)
+
+_SHORT_TEXT = 4096  # characters that are tokenized in the loop's own thread: handing them over takes as long
+_SHORT_IDS = 1 << 16
+_NUM_TOKENIZER_THREADS = 2
+_DRAIN_LOOK_SECONDS = 0.05
+
+_T = TypeVar("_T")
+
+
+class AsyncLLM:
+    """A model behind an event loop. Its engine core runs in a process of its own.
+
+    Made, and with that the model loaded, in any thread and without a loop; then used from the one loop that first used
+    it. Holds the model's memory until `shutdown`.
+
+    Args:
+        config: What to run. The platform may settle it otherwise; `config` afterwards tells.
+        log_stats: Write a line about the engine's state every ten seconds while it is busy.
+        client: The engine core to use; by default one is started.
+
+    Attributes:
+        config: The configuration the engine runs with.
+        input_processor: The validator of requests.
+        metrics: Counts and times since the start, for `mvllm.engine.prometheus`.
+
+    Raises:
+        PlatformError, ConfigError, ModelError: The engine cannot be started as asked. Nothing stays behind.
+    """
+
+    def __init__(self, config: EngineConfig, *, log_stats: bool = True, client: AsyncClient | None = None) -> None:
+        front_end: FrontEnd[AsyncClient] = FrontEnd(config, make_async_client, client)
+        self._phases = front_end.phases
+        self._tokenizer = front_end.tokenizer
+        self._stat_loggers = front_end.stat_loggers
+        self._client = front_end.client
+        self.config = self._client.config
+        self.input_processor = InputProcessor(self.config, self._tokenizer)
+        self.metrics = EngineMetrics(self.config.model.max_model_len)
+        self._output_processor = OutputProcessor(self._tokenizer)
+        self._core_ids = CoreIds()
+        self._request_ids = itertools.count()
+        self._streams: dict[RequestState, RequestStream] = {}
+        self._by_id: dict[str, list[RequestState]] = {}
+        self._num_sequences = 0
+        self._num_prompt_tokens = 0
+        self._dead: EngineDeadError | None = None
+        self._is_closed = False
+        self._is_sleeping = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._threads = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._stats_line = StatsLine(lambda: self.load, lambda: self.stats) if log_stats else None
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs, *, log_stats: bool = True) -> AsyncLLM:
+        """An engine for what a user asked. Loads the model, so it takes its time: call it before the loop runs, or in a
+        thread (`asyncio.to_thread`)."""
+        return cls(args.create_engine_config(), log_stats=log_stats)
+
+    # --- requests
+
+    async def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generates from one prompt, output by output as `sampling_params.output_kind` says.
+
+        Leaving the loop over it early, by an error or a cancellation too, aborts the request, whatever state it is in.
+
+        Args:
+            prompt: A text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
+            sampling_params: None takes the model's defaults. With `n` > 1, outputs hold several sequences.
+            request_id: The caller's name for it; need not be unique. By default a number.
+            priority: Lower is served earlier; needs the priority policy.
+            arrival_time: Monotonic seconds; now by default.
+
+        Raises:
+            RequestError: The request is not acceptable; nothing was queued.
+            UnavailableError: Too many requests are waiting, or the engine sleeps; nothing was queued.
+            EngineDeadError: The engine has stopped; the cause is kept.
+        """
+        stream = await self.add_request(
+            prompt, sampling_params, request_id, priority=priority, arrival_time=arrival_time
+        )
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.close()
+
+    async def add_request(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> RequestStream:
+        """As `generate`, but the request is checked and queued when this returns, before the first output is there.
+
+        The stream has to be read to its end, or closed.
+        """
+        (stream,) = await self.add_requests(
+            [prompt], [sampling_params], request_id, priority=priority, arrival_time=arrival_time
+        )
+        return stream
+
+    async def add_requests(
+        self,
+        prompts: Sequence[PromptType],
+        sampling_params: Sequence[SamplingParams | None],
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> list[RequestStream]:
+        """Several prompts of one caller under one id: all of them are checked before any is queued.
+
+        Raises:
+            As `generate`. A RequestError names the prompt by its position.
+        """
+        arrived = time.monotonic() if arrival_time is None else arrival_time
+        self._require_ready()
+        self._check_room(len(prompts), 0)  # before any work is done for it
+        if request_id is None:
+            request_id = str(next(self._request_ids))
+        ids = [request_id] * len(prompts)
+        priorities = [priority] * len(prompts)
+
+        def process() -> list[ProcessedRequest]:
+            return self.input_processor.process_batch(
+                ids, prompts, sampling_params, priorities=priorities, arrival_time=arrived
+            )
+
+        if sum(_weight(prompt) for prompt in prompts) <= 1.0:
+            requests = process()
+        else:
+            requests = await self._in_thread(process)
+            self._require_ready()  # it took a while
+        self._check_room(sum(r.params.n for r in requests), sum(len(r.core.prompt_token_ids) for r in requests))
+        return [self._start(request) for request in requests]
+
+    async def abort(self, request_ids: str | Iterable[str]) -> None:
+        """Ends requests of these ids, in whatever state they are: their callers get what there is, `finish_reason`
+        `abort`. Unknown ids are ignored. (Of a request that shows its final output only, nothing is there yet.)"""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        self._end([state for request_id in ids for state in self._by_id.get(request_id, ())])
+
+    async def abort_all(self) -> None:
+        """As `abort`, for every request."""
+        self._end(list(self._streams))
+
+    async def wait_for_requests_to_drain(self, timeout: float) -> bool:
+        """Waits until no request is under way, for up to `timeout` seconds; returns whether that is so."""
+        deadline = time.monotonic() + timeout
+        while self._streams and self._dead is None and time.monotonic() < deadline:
+            await asyncio.sleep(_DRAIN_LOOK_SECONDS)
+        return not self._streams
+
+    # --- text
+
+    async def get_tokenizer(self) -> Any:
+        """The model's Hugging Face tokenizer.
+
+        Raises:
+            ConfigError: The engine was started with `skip_tokenizer_init`.
+        """
+        return self.tokenizer.hf
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer as the engine uses it.
+
+        Raises:
+            ConfigError: The engine was started with `skip_tokenizer_init`.
+        """
+        if self._tokenizer is None:
+            raise ConfigError("There is no tokenizer: the engine was started with skip_tokenizer_init=True.")
+        return self._tokenizer
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of `text`, however long it is: a long one is tokenized in a thread.
+
+        Raises:
+            RequestError: `text` is not valid Unicode, or the tokenizer rejects it.
+        """
+        self.input_processor.check_text(text[:0])
+
+        def encode() -> list[int]:
+            return self.tokenizer.encode(self.input_processor.check_text(text), add_special_tokens=add_special_tokens)
+
+        return encode() if len(text) <= _SHORT_TEXT else await self._in_thread(encode)
+
+    # --- state
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model as it runs."""
+        return self.config.model
+
+    @property
+    def platform_summary(self) -> str:
+        """The platform's name and the plugin it came from."""
+        return self._client.platform_summary
+
+    @property
+    def cache_summary(self) -> CacheSummary:
+        """The KV cache as it was sized, of each replica."""
+        return self._client.cache_summary
+
+    @property
+    def start_seconds(self) -> dict[str, float]:
+        """Seconds per phase of the start, and from the first request to its first token; as the log tells them."""
+        return dict(self._phases.seconds)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it can take requests: neither dead nor shut down."""
+        return not self._is_closed and not self.errored
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine has died."""
+        return self.dead_error is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """Why the engine has died; None if it has not."""
+        if self._dead is None and not self._is_closed:
+            self._dead = self._client.failure  # noticed here first, where no loop has been running
+        return self._dead
+
+    @property
+    def heartbeat_age(self) -> float:
+        """For how many seconds the engine core has given no sign of life although it has something to do.
+
+        0 while it has nothing to do. From memory; the engine is not asked.
+        """
+        return self._client.heartbeat_age
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """The scheduler's state as last told; over all replicas."""
+        return self._client.stats
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy it is."""
+        stats = self.stats
+        return EngineLoad(
+            num_requests=len(self._streams),
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            kv_cache_usage=stats.kv_cache_usage,
+            prompt_tokens_per_second=self.metrics.prompt_rate.per_second(),
+            generation_tokens_per_second=self.metrics.generation_rate.per_second(),
+            heartbeat_age=self.heartbeat_age,
+        )
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that callers wait for."""
+        return len(self._streams)
+
+    @property
+    def core_pids(self) -> list[int]:
+        """The process ids of the engine cores."""
+        return self._client.core_pids
+
+    # --- what operators do
+
+    async def check_health(self) -> None:
+        """Raises unless the engine core and every worker answer; waits for the step under way.
+
+        Raises:
+            EngineDeadError: The engine has stopped.
+        """
+        self._require_alive()
+        await self._client.call("check_health")
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False when running requests still use some."""
+        self._require_alive()
+        return await self._client.call("reset_prefix_cache")
+
+    async def sleep(self, level: int = 1) -> None:
+        """Aborts all requests, forgets what the KV cache holds, and takes no requests until `wake_up`.
+
+        Weights and the memory of the KV cache stay claimed: waking up takes no time.
+
+        Args:
+            level: 1; levels that give memory back are not offered.
+
+        Raises:
+            RequestError: There is no such level.
+        """
+        if level != 1:
+            raise RequestError(f"There is only level 1 of sleep; got {level!r}.", parameter="level")
+        self._require_alive()
+        self._is_sleeping = True  # before anything is waited for: nothing new gets in
+        self._end(list(self._streams))
+        await self._client.call("reset_prefix_cache")
+
+    async def wake_up(self) -> None:
+        """Takes requests again."""
+        self._require_alive()
+        self._is_sleeping = False
+
+    async def is_sleeping(self) -> bool:
+        """As `is_asleep`."""
+        return self._is_sleeping
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it was put to sleep."""
+        return self._is_sleeping
+
+    def shutdown(self) -> None:
+        """Ends the engine and frees its memory; whoever waits for an output gets an EngineDeadError. Idempotent.
+
+        Blocks for up to some seconds. Call it in the loop's thread, or when the loop has ended.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._stats_line is not None:
+            self._stats_line.close()
+        self._fail_all(EngineDeadError("The engine has been shut down."))
+        try:
+            self._client.shutdown()
+        finally:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._stat_loggers.close()
+
+    # --- inside
+
+    def _require_alive(self) -> None:
+        if self._is_closed:
+            raise EngineDeadError("The engine has been shut down; create a new one.")
+        if (dead := self.dead_error) is not None:
+            raise EngineDeadError(str(dead)) from dead
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._client.attach(self._loop, self._take, self._die)
+
+    def _require_ready(self) -> None:
+        self._require_alive()
+        if self._is_sleeping:
+            raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before sending requests.")
+
+    def _check_room(self, num_sequences: int, num_tokens: int) -> None:
+        """Refuses what would make the queue longer than allowed. Whatever comes to an engine at rest is taken."""
+        scheduler = self.config.scheduler
+        if not self._streams:
+            return
+        can_run = scheduler.max_num_seqs * self.config.parallel.data_parallel_size
+        if self._num_sequences + num_sequences > can_run + scheduler.max_queued_requests:
+            reason = (
+                f"{self._num_sequences} sequences are under way, of which {can_run} can run at once and "
+                f"{scheduler.max_queued_requests} may wait (max_queued_requests)"
+            )
+        elif self._num_prompt_tokens + num_tokens > (scheduler.max_queued_tokens or math.inf):
+            reason = (
+                f"The prompts under way have {self._num_prompt_tokens} tokens; with the {num_tokens} of this request "
+                f"they would have more than {scheduler.max_queued_tokens} (max_queued_tokens)"
+            )
+        else:
+            return
+        self.metrics.refused += 1
+        raise QueueFullError(f"{reason}. Try again later.", retry_after=self._retry_after())
+
+    def _retry_after(self) -> float:
+        """Seconds: about what a request has taken so far, at least one and at most a minute."""
+        latency = self.metrics.e2e_latency
+        count = sum(latency.counts)
+        return min(60.0, max(1.0, latency.sum / count)) if count else 1.0
+
+    def _start(self, request: ProcessedRequest) -> RequestStream:
+        self._phases.note_request()
+        children = fan_out(request.core, self._core_ids)
+        state = self._output_processor.add_request(request, children, key=children[0].request_id)
+        stream = RequestStream(state, self._show, self._drop)
+        self._streams[state] = stream
+        self._by_id.setdefault(state.request_id, []).append(state)
+        self._num_sequences += len(children)
+        self._num_prompt_tokens += state.num_prompt_tokens
+        self._client.add_requests(children)
+        if self._stats_line is not None:
+            self._stats_line.wake()
+        return stream
+
+    def _take(self, outputs: EngineCoreOutputs) -> None:
+        """What a step has to tell."""
+        if outputs.outputs:
+            taken = self._output_processor.take(outputs)
+            if taken.requests_to_abort:
+                self._client.abort_requests(taken.requests_to_abort)
+            if taken.num_new_tokens:
+                self._phases.note_tokens()
+            self._hand_out(taken)
+            num_new = taken.num_new_tokens
+        else:
+            num_new = 0
+        if outputs.stats is not None:
+            self._stat_loggers.record(outputs.stats, num_new)
+
+    def _hand_out(self, taken: TakenOutputs) -> None:
+        streams = self._streams
+        for state in taken.requests:
+            streams[state].wake()
+        self.metrics.record(taken)
+        for state in taken.finished:
+            self._forget(state)
+
+    def _show(self, state: RequestState) -> RequestOutput | None:
+        """What a caller gets who has come for more."""
+        output, broken = self._output_processor.show(state)
+        if broken and state in self._streams:
+            self._client.abort_requests(broken)
+            if state.num_unfinished == 0:
+                self.metrics.finish(state)
+                self._forget(state)
+        return output
+
+    def _end(self, states: Sequence[RequestState]) -> None:
+        """Ends requests with what they have."""
+        taken, core_ids = self._output_processor.end_requests(states)
+        self._client.abort_requests(core_ids)
+        self._hand_out(taken)
+
+    def _drop(self, state: RequestState) -> None:
+        """Ends a request that nobody waits for any more."""
+        if state not in self._streams:
+            return  # it had ended
+        core_ids = self._output_processor.abort_requests([state.key])
+        if self._dead is None and not self._is_closed:
+            self._client.abort_requests(core_ids)
+        self.metrics.finish(state)
+        self._forget(state)
+
+    def _forget(self, state: RequestState) -> None:
+        del self._streams[state]
+        same_id = self._by_id[state.request_id]
+        same_id.remove(state)
+        if not same_id:
+            del self._by_id[state.request_id]
+        self._num_sequences -= len(state.sequences)
+        self._num_prompt_tokens -= state.num_prompt_tokens
+
+    def _die(self, error: EngineDeadError) -> None:
+        if self._dead is None and not self._is_closed:
+            self._dead = error
+            logger.error("The engine has died: %s", str(error).partition("\n")[0])
+        self._fail_all(error)
+
+    def _fail_all(self, error: EngineDeadError) -> None:
+        for state, stream in list(self._streams.items()):
+            self._output_processor.abort_requests([state.key])
+            self._forget(state)
+            stream.fail(error)
+
+    async def _in_thread(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _weight(prompt: object) -> float:
+    """What it takes to check a prompt, by what may be done in the loop's own thread."""
+    if isinstance(prompt, dict):
+        ids = prompt.get("prompt_token_ids")
+        prompt = ids if ids is not None else prompt.get("prompt")
+    try:
+        length = len(prompt)  # type: ignore[arg-type]
+    except TypeError:
+        return 0.0  # whatever it is, it will be refused
+    return length / (_SHORT_TEXT if isinstance(prompt, str) else _SHORT_IDS)

@@ -1,0 +1,273 @@
+"""An engine core in a process of its own, for a front end that lives in an event loop.
+
+News are read where they are used: the loop watches the socket's descriptor, and a callback takes all messages there
+are. No thread and no task stands between socket and request, so nothing is handed over, and a loop that is late finds
+several steps at once. Requests go out at the end of the loop's turn, together: the core begins them together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+import zmq
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.engine.core_failure import core_exception
+from mvllm.engine.core_link import CoreLink
+from mvllm.engine.kv_sizing import CacheSummary
+from mvllm.errors import EngineDeadError
+from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallCore, CoreNews
+from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from mvllm.platform.choose import ChosenPlatform
+
+OnOutputs = Callable[[EngineCoreOutputs], None]
+OnDeath = Callable[[EngineDeadError], None]
+
+_MOST_NEWS_AT_ONCE = 8  # before others in the loop get their turn
+
+
+class AsyncMPClient:
+    """Starts an engine core and talks to it. Made and shut down in any thread; all else happens in the loop's.
+
+    Args:
+        config: The settled configuration.
+        chosen: The platform to run on, which the core's process finds again by its name.
+        name: What the core's process is called.
+
+    Attributes:
+        config: The configuration the engine runs with.
+        platform_summary: The platform's name and the plugin it came from.
+        stats: The scheduler's state as last told.
+        cache_summary: The KV cache as it was sized.
+        start_seconds: Seconds per start-up phase.
+    """
+
+    cache_summary: CacheSummary
+    start_seconds: dict[str, float]
+
+    def __init__(self, config: EngineConfig, chosen: ChosenPlatform, name: str = "EngineCore") -> None:
+        self.config = config
+        self.platform_summary = str(chosen)
+        self.stats = SchedulerStats()
+        self._link = CoreLink(name, config, chosen.source.name)
+        self._channel, self._process = self._link.channel, self._link.process
+        self._encoder = msgspec.msgpack.Encoder()
+        self._new_ids: list[str] = []
+        self._new_requests: list[msgspec.Raw] = []
+        self._aborted: list[str] = []
+        self._will_flush = False
+        self._calls: dict[int, asyncio.Future[bool | None]] = {}
+        self._num_calls = 0
+        self._taken = 0
+        self._is_busy = False
+        self._heard_at = 0.0  # or, where that is later, when the core was given something to do after a rest
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._on_outputs: OnOutputs = lambda outputs: None
+        self._on_death: OnDeath = lambda error: None
+
+    # --- its life
+
+    def launch(self) -> None:
+        """Starts the process; returns when it exists."""
+        self._link.launch()
+
+    def wait_ready(self) -> None:
+        """Returns when requests can be sent.
+
+        Raises:
+            Exception: The core's own exception, if it cannot be started.
+        """
+        ready, self.start_seconds = self._link.wait_ready()
+        self.cache_summary = ready.cache_summary
+
+    def attach(self, loop: asyncio.AbstractEventLoop, on_outputs: OnOutputs, on_death: OnDeath) -> None:
+        """Has news read in `loop`, which runs in the calling thread.
+
+        Args:
+            on_outputs: Called with the outputs of each step that has some, and with changed stats.
+            on_death: Called once, when the core can no longer be used.
+        """
+        self._loop, self._on_outputs, self._on_death = loop, on_outputs, on_death
+        loop.add_reader(self._channel.news_fd, self._take_news)
+        loop.add_reader(self._process.stop.fd, self._notice_end)
+        self._take_news()
+
+    def shutdown(self) -> None:
+        """Ends the engine core and its workers. Idempotent."""
+        self._detach()
+        self._link.shutdown()
+
+    @property
+    def core_pids(self) -> list[int]:
+        """The process id of the engine core."""
+        return [self._process.pid]
+
+    @property
+    def failure(self) -> EngineDeadError | None:
+        """Why the core can no longer be used, or None."""
+        try:
+            self._link.check()
+        except EngineDeadError as e:
+            return e
+        return None
+
+    @property
+    def heartbeat_age(self) -> float:
+        """For how many seconds the core has given no sign of life although it has something to do; 0 if it has not."""
+        if not self._is_busy and self._taken == self._channel.num_sent:
+            return 0.0
+        # A step that is late or a core that does not even begin one: whichever began later counts.
+        return min(time.monotonic() - self._heard_at, self._process.activity.seconds)
+
+    # --- what it is told
+
+    def add_requests(self, requests: Iterable[EngineCoreRequest]) -> None:
+        """Queues validated requests."""
+        for request in requests:
+            self._new_ids.append(request.request_id)
+            self._new_requests.append(msgspec.Raw(self._encoder.encode(request)))
+        self._flush_soon()
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Drops requests; unknown ids are ignored, and so is a core that has ended."""
+        self._aborted += request_ids
+        if self._aborted:
+            self._flush_soon()
+
+    async def call(self, method: str) -> bool:
+        """Calls a method of the core (see CallCore) and returns whether it succeeded, where it says so.
+
+        Raises:
+            EngineDeadError: The core has ended.
+            Exception: What the method raised.
+        """
+        self._link.check()
+        assert self._loop is not None
+        self._flush()  # the core sees things in the order in which they were asked
+        self._num_calls += 1
+        call_id = self._num_calls
+        answer = self._calls[call_id] = self._loop.create_future()
+        try:
+            self._send(CallCore(call_id, method))
+            return bool(await answer)
+        finally:
+            self._calls.pop(call_id, None)
+
+    def _flush_soon(self) -> None:
+        if not self._will_flush and self._loop is not None:
+            self._will_flush = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._will_flush = False
+        if not self._link.is_open:
+            return
+        if self._new_ids:
+            command = AddRequests(self._new_ids, self._new_requests)
+            self._new_ids, self._new_requests = [], []
+            self._send(command)
+        if self._aborted:
+            aborted, self._aborted = self._aborted, []
+            self._send(AbortRequests(aborted))
+
+    def _send(self, command: AddRequests | AbortRequests | CallCore) -> None:
+        assert self._loop is not None
+        if not self._is_busy and self._taken == self._channel.num_sent:
+            self._heard_at = time.monotonic()
+        # A core that cannot be reached has ended: what waits for it is told so when that is noticed.
+        with contextlib.suppress(zmq.ZMQError):
+            self._link.send(command)
+        if self._watch is None:
+            self._watch = self._loop.call_later(self._link.silence_limit, self._look_for_life)
+
+    # --- what it says
+
+    def _take_news(self) -> None:
+        for _ in range(_MOST_NEWS_AT_ONCE):
+            if self._loop is None or not self._link.is_open:
+                return
+            news = self._channel.receive()
+            if news is None:
+                return
+            self._take(news)
+        if self._loop is not None:
+            self._loop.call_soon(self._take_news)  # the descriptor says nothing about what is left
+
+    def _take(self, news: CoreNews) -> None:
+        self._taken = news.taken
+        self._is_busy = news.is_busy
+        self._heard_at = time.monotonic()
+        for result in news.results:
+            answer = self._calls.get(result.id)
+            if answer is None or answer.done():
+                continue
+            if result.failure is not None:
+                answer.set_exception(core_exception(result.failure))
+            else:
+                answer.set_result(result.value)
+        if news.outputs.stats is not None:
+            self.stats = news.outputs.stats
+        self._on_outputs(news.outputs)
+
+    # --- its death
+
+    def _notice_end(self) -> None:
+        """The process can no longer be used; why is known before this is called."""
+        self._detach()
+        error = self.failure or EngineDeadError("The engine core has been shut down.")
+        for answer in list(self._calls.values()):
+            if not answer.done():
+                answer.set_exception(EngineDeadError(str(error)))
+        self._on_death(error)
+
+    def _look_for_life(self) -> None:
+        """Ends a core that has work and does not get on."""
+        assert self._loop is not None
+        self._watch = None
+        limit, age = self._link.silence_limit, self.heartbeat_age
+        if age < limit:
+            if self._is_busy or self._taken != self._channel.num_sent:
+                self._watch = self._loop.call_later(limit - age, self._look_for_life)
+            return
+        link = self._link
+
+        def end() -> None:  # asks the process for its stacks, and waits for them
+            link.settle(link.process.stuck(limit, "has given no sign of life"))
+
+        self._loop.run_in_executor(None, end)
+
+    def _detach(self) -> None:
+        loop, self._loop = self._loop, None
+        if loop is None or loop.is_closed():
+            return
+        if self._watch is not None:
+            self._watch.cancel()
+        with contextlib.suppress(zmq.ZMQError):
+            loop.remove_reader(self._channel.news_fd)
+        loop.remove_reader(self._process.stop.fd)
+
+
+def start_all(clients: Sequence[AsyncMPClient], meanwhile: Callable[[], None]) -> None:
+    """Starts cores side by side; they wait for requests when this returns.
+
+    Args:
+        meanwhile: Called while their processes start.
+
+    Raises:
+        Exception: A core's own exception, if one cannot be started. Nothing stays behind.
+    """
+    try:
+        for client in clients:
+            client.launch()
+        meanwhile()
+        for client in clients:
+            client.wait_ready()
+    except BaseException:
+        for client in clients:
+            client.shutdown()
+        raise

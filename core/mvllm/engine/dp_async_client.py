@@ -1,0 +1,128 @@
+"""Several engine cores behind one front end: replicas of the model, each with devices and a KV cache of its own.
+
+The front end is the only one that sends them requests, so it knows at every moment how much each has to do, and asks
+nobody. Cores do not know of each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from mvllm.config.engine_config import EngineConfig, replace_field
+from mvllm.engine.async_mp_client import AsyncMPClient, OnDeath, OnOutputs, start_all
+from mvllm.engine.kv_sizing import CacheSummary
+from mvllm.engine.metrics import add_stats
+from mvllm.engine.replica_choice import ReplicaChoice
+from mvllm.errors import EngineDeadError
+from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from mvllm.platform.choose import ChosenPlatform
+
+
+class DPAsyncMPClient:
+    """Starts `data_parallel_size` engine cores and deals requests out to them. Used like an AsyncMPClient.
+
+    Args:
+        config: The settled configuration.
+        chosen: The platform to run on.
+        meanwhile: Called with the configuration while the cores' processes start.
+
+    Attributes:
+        config, platform_summary: As for one core.
+        stats: Of all cores together, as last told.
+
+    Raises:
+        Exception: On construction: a core's own exception, if one cannot be started. Nothing stays behind.
+    """
+
+    def __init__(self, config: EngineConfig, chosen: ChosenPlatform, meanwhile: Callable[[EngineConfig], None]) -> None:
+        self.config = config
+        self.platform_summary = str(chosen)
+        self.stats = SchedulerStats()
+        self._cores = [
+            AsyncMPClient(
+                replace_field(config, "parallel.data_parallel_rank", rank), chosen, name=f"EngineCore_DP{rank}"
+            )
+            for rank in range(config.parallel.data_parallel_size)
+        ]
+        start_all(self._cores, lambda: meanwhile(config))
+        self._choice = ReplicaChoice(len(self._cores), chunk=max(64, self.cache_summary.block_size))
+        self._core_of: dict[str, int] = {}  # sequences under way
+        self._on_outputs: OnOutputs = lambda outputs: None
+        self._on_death: OnDeath = lambda error: None
+
+    def attach(self, loop: asyncio.AbstractEventLoop, on_outputs: OnOutputs, on_death: OnDeath) -> None:
+        """Has news of all cores read in `loop`. The first that dies is the death of all."""
+        self._on_outputs, self._on_death = on_outputs, on_death
+        for core in self._cores:
+            core.attach(loop, self._take, self._die)
+
+    def shutdown(self) -> None:
+        """Ends all cores. Idempotent."""
+        for core in self._cores:
+            core.shutdown()
+
+    @property
+    def cache_summary(self) -> CacheSummary:
+        """The smallest KV cache of them."""
+        return min((core.cache_summary for core in self._cores), key=lambda summary: summary.num_blocks)
+
+    @property
+    def start_seconds(self) -> dict[str, float]:
+        """Seconds per phase of the start, of the core that took longest for it."""
+        phases = self._cores[0].start_seconds
+        return {phase: max(core.start_seconds[phase] for core in self._cores) for phase in phases}
+
+    @property
+    def core_pids(self) -> list[int]:
+        """Of their processes, by rank."""
+        return [pid for core in self._cores for pid in core.core_pids]
+
+    @property
+    def failure(self) -> EngineDeadError | None:
+        """Why one of them can no longer be used, or None."""
+        return next((failure for core in self._cores if (failure := core.failure) is not None), None)
+
+    @property
+    def heartbeat_age(self) -> float:
+        """Of the core that has been silent for longest."""
+        return max(core.heartbeat_age for core in self._cores)
+
+    @property
+    def num_unfinished(self) -> list[int]:
+        """Sequences under way, by core."""
+        return list(self._choice.loads)
+
+    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
+        """Queues the sequences of one request, on the core that suits it best."""
+        first = requests[0]
+        rank = self._choice.choose(first.prompt_token_ids, first.cache_salt, len(requests))
+        self._core_of.update((request.request_id, rank) for request in requests)
+        self._cores[rank].add_requests(requests)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Drops sequences; unknown ids are ignored."""
+        for request_id in request_ids:
+            rank = self._core_of.get(request_id)
+            if rank is not None:
+                self._forget(request_id)
+                self._cores[rank].abort_requests([request_id])
+
+    async def call(self, method: str) -> bool:
+        """Calls a method of every core; returns whether it succeeded everywhere."""
+        return all(await asyncio.gather(*(core.call(method) for core in self._cores)))
+
+    def _take(self, outputs: EngineCoreOutputs) -> None:
+        for output in outputs.outputs:
+            if output.finish_reason is not None and output.request_id in self._core_of:
+                self._forget(output.request_id)
+        if outputs.stats is not None:
+            self.stats = outputs.stats = add_stats((core.stats for core in self._cores), len(self._cores))
+        self._on_outputs(outputs)
+
+    def _die(self, error: EngineDeadError) -> None:
+        self.abort_requests(list(self._core_of))  # nobody waits for what the others do
+        self._on_death(error)
+
+    def _forget(self, request_id: str) -> None:
+        self._choice.end(self._core_of.pop(request_id))

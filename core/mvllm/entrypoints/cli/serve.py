@@ -1,0 +1,248 @@
+"""`mvllm serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mvllm.config.engine_args import EngineArgs
+from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
+from mvllm.entrypoints.openai.keys import read_keys
+from mvllm.entrypoints.openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from mvllm.entrypoints.openai.settings import DEFAULT_PORT, ServerSettings
+from mvllm.errors import ConfigError
+
+KEY_VARIABLE = "MVLLM_API_KEY"
+ADMIN_KEY_VARIABLE = "MVLLM_ADMIN_API_KEY"
+_NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this command."""
+    defaults = ServerSettings()
+    parser.add_argument("model_to_serve", nargs="?", metavar="MODEL", help="As --model.")
+    where = parser.add_argument_group("server")
+    where.add_argument("--host", default=defaults.host, help=f"Address to listen at. Default: {defaults.host}.")
+    where.add_argument(
+        "--port",
+        type=int,
+        default=DEFAULT_PORT,
+        help=f"Port to listen at; 0 takes a free one. Default: {DEFAULT_PORT}.",
+    )
+    where.add_argument("--uds", metavar="PATH", help="Listen at a Unix domain socket instead, open to this user only.")
+    where.add_argument(
+        "--served-model-name",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="Names of the model in requests; answers have the first one. Default: MODEL as given.",
+    )
+    where.add_argument(
+        "--shutdown-timeout",
+        type=_seconds,
+        default=defaults.shutdown_timeout,
+        metavar="S",
+        help=f"Seconds that requests under way get after SIGTERM. Default: {defaults.shutdown_timeout:g}.",
+    )
+    where.add_argument(
+        "--heartbeat-timeout",
+        type=_seconds,
+        default=defaults.heartbeat_timeout,
+        metavar="S",
+        help="Seconds without a sign of life of an engine that has work after which /health says so. "
+        f"Default: {defaults.heartbeat_timeout:g}.",
+    )
+    where.add_argument(
+        "--access-log",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="Log a line for each answer: path, status, time and request id; never a content.",
+    )
+    where.add_argument(
+        "--docs", action=argparse.BooleanOptionalAction, default=True, help="Offer /docs and /openapi.json."
+    )
+    where.add_argument(
+        "--metrics-alias-prefix",
+        metavar="PREFIX",
+        help="Show every metric of the engine under this prefix, too, for dashboards made for another engine.",
+    )
+
+    access = parser.add_argument_group("access")
+    access.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help=f"Key that requests must carry; may be given several times. Better: --api-key-file or {KEY_VARIABLE}.",
+    )
+    access.add_argument(
+        "--api-key-file", action="append", default=[], metavar="FILE", help="File with one such key per line."
+    )
+    access.add_argument(
+        "--admin-api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="Key for everything, administration included, which is closed without one. "
+        f"Better: --admin-api-key-file or {ADMIN_KEY_VARIABLE}.",
+    )
+    access.add_argument(
+        "--admin-api-key-file", action="append", default=[], metavar="FILE", help="File with one such key per line."
+    )
+    access.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        default=[],
+        metavar="ORIGIN",
+        help="Origins whose pages may send requests from a browser (CORS); * for all. Default: none.",
+    )
+
+    limits = parser.add_argument_group("limits")
+    limits.add_argument(
+        "--max-body-bytes",
+        type=int,
+        default=defaults.max_body_bytes,
+        metavar="N",
+        help=f"Longest body of a request. Default: {defaults.max_body_bytes}.",
+    )
+    limits.add_argument(
+        "--send-timeout",
+        type=_seconds,
+        default=defaults.send_timeout,
+        metavar="S",
+        help="Seconds that a client may leave a stream unread before its request is dropped. "
+        f"Default: {defaults.send_timeout:g}.",
+    )
+
+    chat = parser.add_argument_group("chat")
+    chat.add_argument("--chat-template", metavar="TEXT", help="A Jinja template, or a file that holds one.")
+    chat.add_argument(
+        "--trust-request-chat-template",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="Let requests bring templates of their own, which run in a sandbox and for a limited time.",
+    )
+    chat.add_argument(
+        "--tool-call-parser",
+        choices=sorted(TOOL_PARSERS),
+        help="How the model writes calls of tools; without it, requests with tools are refused.",
+    )
+    chat.add_argument("--enable-auto-tool-choice", action="store_true", help=argparse.SUPPRESS)  # what users type
+    chat.add_argument(
+        "--reasoning-parser", choices=sorted(REASONING_PARSERS), help="How the model marks what it writes for itself."
+    )
+    add_engine_arguments(parser, model_required=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves until told to end. The port is taken first, so that one in use is known before anything is loaded."""
+    hide_keys(sys.argv)
+    engine = _engine(args)
+    settings = _settings(args)
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"The server needs {', '.join(missing)}. Run: pip install 'mvllm[server]'")
+    from mvllm.entrypoints.openai.listener import listen, listen_unix
+
+    listener = listen(settings.host, settings.port) if settings.uds is None else listen_unix(settings.uds)
+    try:
+        from mvllm.entrypoints.openai.server import require_tokenizer, run_server
+
+        require_tokenizer(engine)
+        return run_server(engine, settings, listener)
+    finally:
+        listener.close()
+        if settings.uds is not None:
+            Path(settings.uds).unlink(missing_ok=True)
+
+
+def hide_keys(argv: Sequence[str]) -> None:
+    """Starts this program anew without the keys that were given on the command line, if some were.
+
+    Every user of the machine can read the command lines of all processes; environments only their owner can.
+    """
+    options = {"--api-key": KEY_VARIABLE, "--admin-api-key": ADMIN_KEY_VARIABLE}
+    kept: list[str] = []
+    found: dict[str, list[str]] = {}
+    rest = iter(argv)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if name not in options:
+            kept.append(argument)
+        else:
+            found.setdefault(options[name], []).append(value if equals else next(rest, ""))
+    if not found or sys.argv is not argv or not hasattr(os, "execve"):
+        return
+    environment = dict(os.environ)
+    for variable, keys in found.items():
+        environment[variable] = "\n".join([*keys, *filter(None, [environment.get(variable)])])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = [sys.executable, "-P", "-m", "mvllm.entrypoints.cli.main", *kept[1:]]
+    os.execve(sys.executable, command, environment)  # noqa: S606  (this program itself)
+
+
+def _engine(args: argparse.Namespace) -> EngineArgs:
+    given = [name for name in (args.model_to_serve, getattr(args, "model", None)) if name is not None]
+    if len(given) != 1:
+        found = "found two" if given else "found none"
+        raise ConfigError(f"Name one model, as in `mvllm serve MODEL`; {found}.")
+    args.model = given[0]
+    return engine_args(args)
+
+
+def _settings(args: argparse.Namespace) -> ServerSettings:
+    if not 0 <= args.port <= 65535:
+        raise ConfigError(f"--port is {args.port}; it must be from 0 to 65535.")
+    if args.max_body_bytes < 1:
+        raise ConfigError(f"--max-body-bytes is {args.max_body_bytes}; it must be at least 1.")
+    user = _keys(args.api_key, args.api_key_file, KEY_VARIABLE)
+    admin = _keys(args.admin_api_key, args.admin_api_key_file, ADMIN_KEY_VARIABLE)
+    if set(user) & set(admin):
+        raise ConfigError("A key is both a user's and an administrator's; give administrators one of their own.")
+    prefixes = ("mvllm:", *([args.metrics_alias_prefix] if args.metrics_alias_prefix else []))
+    return ServerSettings(
+        host=args.host,
+        port=args.port,
+        uds=args.uds,
+        api_keys=tuple(user),
+        admin_api_keys=tuple(admin),
+        served_model_names=tuple(args.served_model_name),
+        chat_template=_template(args.chat_template),
+        trust_request_chat_template=args.trust_request_chat_template,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
+        allowed_origins=tuple(args.allowed_origins),
+        max_body_bytes=args.max_body_bytes,
+        send_timeout=args.send_timeout,
+        heartbeat_timeout=args.heartbeat_timeout,
+        shutdown_timeout=args.shutdown_timeout,
+        access_log=args.access_log,
+        docs=args.docs,
+        metrics_prefixes=prefixes,
+    )
+
+
+def _keys(given: Sequence[str], files: Sequence[str], variable: str) -> list[str]:
+    return read_keys(given, files, variable, os.environ.pop(variable, None))  # no child process inherits it
+
+
+def _template(given: str | None) -> str | None:
+    """The template itself, or the content of the file that was named."""
+    if given is None or "{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"The chat template {given!r} cannot be read: {e}") from e
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < 1e9:
+        raise argparse.ArgumentTypeError("must be a number of seconds from 0 on")
+    return seconds

@@ -1,0 +1,95 @@
+"""Puts the server's application together: routes, errors, the gate around them."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.types import ASGIApp
+
+from mvllm.entrypoints.openai.errors import APIError, as_api_error, error_response
+from mvllm.entrypoints.openai.gate import Gate
+from mvllm.entrypoints.openai.http_metrics import HTTPMetrics
+from mvllm.entrypoints.openai.keys import Keys
+from mvllm.entrypoints.openai.openapi import describe, docs_page
+from mvllm.entrypoints.openai.routes import Routes
+from mvllm.entrypoints.openai.served_models import ServedModels
+from mvllm.entrypoints.openai.server_state import ServerState
+from mvllm.entrypoints.openai.settings import ServerSettings
+from mvllm.entrypoints.openai.streams import CLIENT_GONE, ClientGone
+from mvllm.errors import MvllmError
+from mvllm.version import __version__
+
+
+def build_app(state: ServerState, models: ServedModels, metrics: HTTPMetrics, settings: ServerSettings) -> ASGIApp:
+    """The application, as a server runs it."""
+    app = build_routes(state, models, metrics, settings)
+    keys = Keys(settings.api_keys, settings.admin_api_keys)
+    gate: ASGIApp = Gate(app, keys, metrics.observe, access_log=settings.access_log)
+    if settings.allowed_origins:
+        # Outermost: a browser asks whether it may send the key before it sends it.
+        gate = CORSMiddleware(
+            gate,
+            allow_origins=list(settings.allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+    return gate
+
+
+def build_routes(state: ServerState, models: ServedModels, metrics: HTTPMetrics, settings: ServerSettings) -> FastAPI:
+    """The application without the gate."""
+    app = FastAPI(
+        title="mvllm",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/openapi.json" if settings.docs else None,
+        redirect_slashes=False,  # a redirect would repeat the Host that the client claims
+    )
+    routes = Routes(state, models, metrics, settings)
+    app.router.routes[:0] = routes.short_cuts()
+    for router in routes.routers():
+        app.include_router(router)
+    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
+    if settings.docs:
+
+        async def docs() -> HTMLResponse:
+            return HTMLResponse(docs_page(app))
+
+        app.add_api_route("/docs", docs, methods=["GET"], include_in_schema=False)
+    app.add_exception_handler(ClientGone, _answer_nobody)
+    for kind in (APIError, MvllmError, Exception):
+        app.add_exception_handler(kind, _answer_error)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(RequestValidationError, _answer_wrong_query)
+    return app
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    return error_response(as_api_error(error))
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return error_response(APIError(404, "There is nothing at this path.", code="unknown_path"))
+    if error.status_code == 405:
+        response = error_response(APIError(405, "This path does not take this method.", code="method_not_allowed"))
+        response.headers.update(error.headers or {})
+        return response
+    return error_response(APIError(error.status_code, str(error.detail)))
+
+
+async def _answer_wrong_query(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    name = str(error.errors()[0]["loc"][-1])
+    return error_response(APIError(400, f"The parameter {name[:40]!a} has no acceptable value.", param=name[:40]))

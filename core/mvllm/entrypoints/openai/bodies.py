@@ -1,0 +1,113 @@
+"""Reads the body of a request: limits first, then bytes, then JSON, then types.
+
+Nothing is collected beyond the limit, whatever the headers claim, and a body that does not come in time is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from typing import Generic, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from mvllm.entrypoints.openai.errors import APIError
+from mvllm.entrypoints.openai.streams import ClientGone
+from mvllm.logging import get_logger
+
+logger = get_logger(__name__)
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_PATH = re.compile(r" - at `\$((?:\.\w+|\[[.\w]*\])+)`$")
+
+
+class BodyReader:
+    """Reads bodies.
+
+    Args:
+        max_bytes: Longest body that is accepted.
+        timeout: Seconds between two pieces of one.
+    """
+
+    def __init__(self, max_bytes: int, timeout: float) -> None:
+        self.max_bytes = max_bytes
+        self._timeout = timeout
+
+    async def read(self, request: Request) -> bytes:
+        """The whole body.
+
+        Raises:
+            APIError: It is too long (413), not JSON by its header (415), or does not come (408).
+            ClientGone: The client left.
+        """
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+            raise APIError(415, "Send the body as JSON, with the header Content-Type: application/json.")
+        claimed = request.headers.get("content-length", "")
+        if claimed.isdecimal() and (len(claimed) > 18 or int(claimed) > self.max_bytes):
+            raise self._too_long()
+        pieces: list[bytes] = []
+        length = 0
+        while True:
+            try:
+                message = await asyncio.wait_for(request.receive(), self._timeout)
+            except TimeoutError:
+                raise APIError(408, f"The body did not come within {self._timeout:g} s.", close=True) from None
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            piece = message.get("body", b"")
+            length += len(piece)
+            if length > self.max_bytes:
+                raise self._too_long()
+            pieces.append(piece)
+            if not message.get("more_body", False):
+                return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _too_long(self) -> APIError:
+        return APIError(413, f"The body is longer than the {self.max_bytes} bytes that are accepted.", close=True)
+
+
+class BodyDecoder(Generic[T]):
+    """Turns bodies into structs of one type."""
+
+    def __init__(self, kind: type[T]) -> None:
+        self._decoder = msgspec.json.Decoder(kind)
+        self._names = {field.encode_name for field in msgspec.structs.fields(kind)}
+
+    def decode(self, body: bytes) -> T:
+        """The body as a struct.
+
+        Raises:
+            APIError: It is not JSON, or a field has the wrong type (400). The text never repeats what was sent.
+        """
+        try:
+            request = self._decoder.decode(body)
+        except msgspec.ValidationError as e:
+            raise _wrong_type(str(e)) from None
+        except RecursionError:
+            raise APIError(400, "The body is nested too deeply.") from None
+        except UnicodeDecodeError as e:
+            raise APIError(400, f"The body is not valid UTF-8: byte {e.object[e.start]}.") from None
+        except (msgspec.DecodeError, ValueError) as e:
+            reason = str(e) if isinstance(e, msgspec.DecodeError) else "a number is too long"
+            raise APIError(400, f"The body is not valid JSON: {reason}.") from None
+        if logger.isEnabledFor(logging.DEBUG):
+            self._note_unknown(body)
+        return request
+
+    def _note_unknown(self, body: bytes) -> None:
+        unknown = [name for name in msgspec.json.decode(body, type=dict[str, msgspec.Raw]) if name not in self._names]
+        if unknown:
+            logger.debug("Ignoring fields that are not known: %s", ascii(unknown)[:400])
+
+
+def _wrong_type(text: str) -> APIError:
+    match = _PATH.search(text)
+    if match is None:
+        return APIError(400, f"The body is not acceptable: {text}.")
+    path = match[1].lstrip(".")
+    field = re.split(r"[.\[]", path)[0]
+    return APIError(400, f"{path}: {text[: match.start()].replace('`', '')}.", param=field)

@@ -1,0 +1,341 @@
+"""`POST /v1/chat/completions`: the model writes the next message of a conversation."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any, cast
+
+import msgspec
+
+from mvllm.engine.async_llm import AsyncLLM
+from mvllm.engine.outputs import CompletionOutput, RequestOutput
+from mvllm.entrypoints.chat_template import render_chat
+from mvllm.entrypoints.openai.errors import as_api_error
+from mvllm.entrypoints.openai.events import DONE, ChunkFrame, encode, error_event
+from mvllm.entrypoints.openai.generation import Generation, failed_in_engine
+from mvllm.entrypoints.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from mvllm.entrypoints.openai.params import chat_params
+from mvllm.entrypoints.openai.parsers.answer import AnswerParser
+from mvllm.entrypoints.openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from mvllm.entrypoints.openai.protocol import ChatCompletionRequest, TokenizeRequest
+from mvllm.entrypoints.openai.text_work import MAX_TEMPLATE_LENGTH, TextWork
+from mvllm.entrypoints.openai.usage import UsageCounter
+from mvllm.errors import RequestError
+from mvllm.messages.inputs import PromptType, TokensPrompt
+
+
+class ChatPrompts:
+    """Turns conversations into prompts.
+
+    Args:
+        engine: What the prompts are for.
+        text_work: Where templates run.
+        chat_template: Template in place of the tokenizer's own, from the server's settings.
+        trust_request_chat_template: Whether requests may bring their own.
+        tool_parser, reasoning_parser: Names of what takes the answers apart, if anything does.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        text_work: TextWork,
+        *,
+        chat_template: str | None = None,
+        trust_request_chat_template: bool = False,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+    ) -> None:
+        self.tool_parser = tool_parser
+        self.reasoning_parser = reasoning_parser
+        self._engine = engine
+        self._text_work = text_work
+        self._chat_template = chat_template
+        self._trust = trust_request_chat_template
+
+    async def prompt(self, request: ChatCompletionRequest | TokenizeRequest) -> TokensPrompt:
+        """The prompt of a request's conversation, as text and as token ids.
+
+        Raises:
+            RequestError: The conversation or the template is not acceptable.
+        """
+        if request.messages is None:
+            raise RequestError("messages is missing.", parameter="messages")
+        foreign = request.chat_template is not None
+        if foreign and not self._trust:
+            raise RequestError(
+                "chat_template is refused, since a template is a program: this server uses the model's own. Start it "
+                "with --trust-request-chat-template to permit others.",
+                parameter="chat_template",
+            )
+        if len(request.chat_template or "") > MAX_TEMPLATE_LENGTH:
+            raise RequestError(f"chat_template may have {MAX_TEMPLATE_LENGTH} characters.", parameter="chat_template")
+        if foreign:
+            text = await self._text_work.run_foreign(lambda: self._render(request))
+            return await self._text_work.run(lambda: self._tokenize(text))
+        return await self._text_work.run(lambda: self._tokenize(self._render(request)))
+
+    def _render(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
+        tokenizer, messages = self._engine.tokenizer, request.messages or []
+        go_on = bool(request.continue_final_message)
+        extra = dict(request.chat_template_kwargs or {})
+        effort = getattr(request, "reasoning_effort", None)
+        if effort is not None:
+            extra.setdefault("reasoning_effort", effort)
+        return render_chat(
+            tokenizer,
+            [_with_parsed_arguments(message) for message in messages],
+            chat_template=request.chat_template or self._chat_template,
+            add_generation_prompt=not go_on if request.add_generation_prompt is None else request.add_generation_prompt,
+            continue_final_message=go_on,
+            tools=request.tools,
+            chat_template_kwargs=extra,
+        )
+
+    def _tokenize(self, text: str) -> TokensPrompt:
+        self._engine.input_processor.check_text(text)
+        # The template has written the special tokens already.
+        ids = self._text_work.encode_here(text, add_special_tokens=False)
+        return TokensPrompt(prompt_token_ids=ids, prompt=text)
+
+
+class ChatCall:
+    """One request for the next message.
+
+    Args:
+        engine: What answers it.
+        prompts: Makes the prompt.
+        model: The model's name in the answer.
+        request: As it was sent.
+
+    Raises:
+        RequestError: On construction: a setting is not acceptable.
+    """
+
+    def __init__(self, engine: AsyncLLM, prompts: ChatPrompts, model: str, request: ChatCompletionRequest) -> None:
+        self._engine = engine
+        self._prompts = prompts
+        self._model = model
+        self._request = request
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._params = chat_params(request, engine.model_config.generation_defaults)
+        self._names = TokenNames(
+            engine.tokenizer,
+            as_ids=bool(request.return_tokens_as_token_ids),
+            skip_special=self._params.skip_special_tokens,
+        )
+        self._usage = UsageCounter()
+        self._generation: Generation | None = None
+        self._parses_tools = _wants_calls(request, prompts.tool_parser)
+        if self._parses_tools and TOOL_PARSERS[prompts.tool_parser or ""].needs_special_tokens:
+            self._params = msgspec.structs.replace(self._params, skip_special_tokens=False)
+        self._is_plain = not self._parses_tools and prompts.reasoning_parser is None
+
+    async def start(self) -> None:
+        """Hands the request to the engine.
+
+        Raises:
+            RequestError: It is not acceptable.
+            UnavailableError, EngineDeadError: The engine does not take it.
+        """
+        prompt = await self._prompts.prompt(self._request)
+        if self._request.cache_salt is not None:
+            prompt["cache_salt"] = self._request.cache_salt
+        self._generation = await Generation.start(
+            self._engine, self._id, [cast(PromptType, prompt)], self._params, self._request.priority
+        )
+
+    def close(self) -> None:
+        """Ends the request in the engine, if that goes on with it."""
+        if self._generation is not None:
+            self._generation.close()
+
+    async def answer(self) -> bytes:
+        """The whole answer."""
+        assert self._generation is not None
+        [output] = await self._generation.collect()
+        self._usage.take(0, output)
+        answer: dict[str, Any] = {
+            **self._head("chat.completion"),
+            "choices": [self._choice(sequence, self._parser(output)) for sequence in output.outputs],
+            "usage": self._usage.as_json(),
+        }
+        self._add_prompt(answer, output)
+        return encode(answer)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The answer's events; an error is one of them."""
+        assert self._generation is not None
+        request = self._request
+        options = request.stream_options
+        include = options is not None and bool(options.include_usage)
+        continuous = include and options is not None and bool(options.continuous_usage_stats)
+        frame = ChunkFrame(self._head("chat.completion.chunk"), with_usage=include)
+        plain = self._is_plain and not (request.logprobs or request.return_token_ids or continuous)
+        parsers: dict[int, AnswerParser] = {}
+        before = [b'{"index":%d,"delta":{"content":' % i for i in range(self._params.n)]
+        begun: set[int] = set()
+        written = b""
+        try:
+            async for _, output in self._generation.outputs():
+                self._usage.take(0, output)
+                for sequence in output.outputs:
+                    index = sequence.index
+                    if index not in begun:
+                        begun.add(index)
+                        written += frame.chunk(self._opening(index, output))
+                    if plain:
+                        if sequence.text:
+                            content = encode(sequence.text)
+                            written += frame.chunk(before[index] + content + b'},"logprobs":null,"finish_reason":null}')
+                    elif sequence.text or sequence.token_ids or sequence.finish_reason is not None:
+                        if index not in parsers:
+                            parsers[index] = self._parser(output)
+                        for piece in self._pieces(sequence, parsers[index]):
+                            usage = self._usage.as_json() if continuous else None
+                            written += frame.chunk(piece) if usage is None else frame.with_usage(piece, usage)
+                    if sequence.finish_reason is not None:
+                        written += frame.chunk(self._closing(sequence, parsers.get(index)))
+                        if sequence.finish_reason == "error":
+                            raise failed_in_engine(sequence.error)
+                if written and not output.finished:  # else it leaves together with the stream's end
+                    yield written
+                    written = b""
+        except Exception as e:  # noqa: BLE001  (logged where it is not an answer)
+            yield written + error_event(as_api_error(e))
+            return
+        if include:
+            written += frame.with_usage(b"", self._usage.as_json())
+        yield written + DONE
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+    def _choice(self, sequence: CompletionOutput, parser: AnswerParser) -> dict[str, Any]:
+        message = parser.message(sequence.text)
+        if self._request.echo and self._request.messages:
+            message["content"] = _text_of(self._request.messages[-1]) + (message["content"] or "")
+        choice: dict[str, Any] = {
+            "index": sequence.index,
+            "message": message,
+            "logprobs": self._logprobs(sequence),
+            "finish_reason": parser.finish_reason(sequence.finish_reason),
+            "stop_reason": sequence.stop_reason,
+        }
+        if self._request.return_token_ids:
+            choice["token_ids"] = sequence.token_ids
+        return choice
+
+    def _opening(self, index: int, output: RequestOutput) -> bytes:
+        """The first piece of a choice: who speaks."""
+        content = _text_of(self._request.messages[-1]) if self._request.echo and self._request.messages else ""
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": {"role": "assistant", "content": content},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        self._add_prompt(choice, output)
+        return encode(choice)
+
+    def _parser(self, output: RequestOutput) -> AnswerParser:
+        """What takes one choice apart."""
+        prompts, request = self._prompts, self._request
+        make = REASONING_PARSERS.get(prompts.reasoning_parser or "")
+        return AnswerParser(
+            None if make is None else make(output.prompt or ""),
+            TOOL_PARSERS[prompts.tool_parser or ""]() if self._parses_tools else None,
+            show_reasoning=request.include_reasoning is not False,
+            one_call=request.parallel_tool_calls is False,
+        )
+
+    def _pieces(self, sequence: CompletionOutput, parser: AnswerParser) -> list[bytes]:
+        """The next pieces of a choice; what concerns its tokens is in the first."""
+        deltas = parser.feed(sequence.text, last=sequence.finish_reason is not None)
+        logprobs = self._logprobs(sequence)
+        if not deltas and (logprobs is not None or self._request.return_token_ids):
+            deltas = [{}]
+        pieces = []
+        for i, delta in enumerate(deltas):
+            piece: dict[str, Any] = {
+                "index": sequence.index,
+                "delta": delta,
+                "logprobs": logprobs if i == 0 else None,
+                "finish_reason": None,
+            }
+            if self._request.return_token_ids:
+                piece["token_ids"] = sequence.token_ids if i == 0 else []
+            pieces.append(encode(piece))
+        return pieces
+
+    def _closing(self, sequence: CompletionOutput, parser: AnswerParser | None) -> bytes:
+        """The last piece of a choice: why it ended."""
+        reason = sequence.finish_reason
+        return encode(
+            {
+                "index": sequence.index,
+                "delta": {},
+                "logprobs": None,
+                "finish_reason": reason if parser is None else parser.finish_reason(reason),
+                "stop_reason": sequence.stop_reason,
+            }
+        )
+
+    def _logprobs(self, sequence: CompletionOutput) -> dict[str, Any] | None:
+        if not self._request.logprobs or sequence.logprobs is None:
+            return None
+        return chat_logprobs(self._names, sequence.token_ids, sequence.logprobs, self._request.top_logprobs or 0)
+
+    def _add_prompt(self, target: dict[str, Any], output: RequestOutput) -> None:
+        if self._request.prompt_logprobs is not None:
+            target["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [])
+        if self._request.return_token_ids:
+            target["prompt_token_ids"] = output.prompt_token_ids
+
+
+def _wants_calls(request: ChatCompletionRequest, parser: str | None) -> bool:
+    """Whether calls are to be looked for in the answer.
+
+    Raises:
+        RequestError: The request wants what this server cannot do.
+    """
+    choice = request.tool_choice
+    if choice not in (None, "none", "auto"):
+        raise RequestError(
+            "tool_choice must be 'auto' or 'none': this server cannot force the output into a call.",
+            parameter="tool_choice",
+        )
+    if not request.tools or choice == "none":
+        return False
+    if parser is None:
+        raise RequestError(
+            "tools need a parser that finds calls in what the model writes: start the server with --tool-call-parser, "
+            "or send tool_choice 'none' to show them to the model all the same.",
+            parameter="tools",
+        )
+    return True
+
+
+def _with_parsed_arguments(message: Any) -> Any:
+    """A message whose calls have their arguments as objects, which is what templates want; the API has them as text."""
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    if not isinstance(calls, list):
+        return message
+    parsed = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = msgspec.json.decode(function["arguments"] or "{}")
+            except (msgspec.DecodeError, RecursionError) as e:
+                raise RequestError("The arguments of a call are not JSON.", parameter="messages") from e
+            call = {**call, "function": {**function, "arguments": arguments}}
+        parsed.append(call)
+    return {**message, "tool_calls": parsed}
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""

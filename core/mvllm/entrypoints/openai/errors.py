@@ -1,0 +1,101 @@
+"""Every error leaves in the shape that OpenAI's clients read: `{"error": {"message", "type", "param", "code"}}`.
+
+Only texts that were written for users get out: those of RequestError and APIError. Of anything else the client learns
+that it happened, and under which request id the log tells more.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+from starlette.responses import Response
+
+from mvllm.errors import EngineDeadError, QueueFullError, RequestError, UnavailableError
+from mvllm.logging import get_logger
+
+logger = get_logger(__name__)
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    429: "RateLimitError",
+    431: "RequestTooLargeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+
+
+class APIError(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: HTTP status.
+        message: For the client.
+        param: The field of the request that is at fault.
+        code: For programs.
+        retry_after: Seconds after which another attempt makes sense.
+        close: Whether the connection is of no further use, as its request was not read to the end.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+        close: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+        self.close = close
+
+
+def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> bytes:
+    """The JSON of an error."""
+    kind = _TYPES.get(status, "BadRequestError" if status < 500 else "InternalServerError")
+    clean = message.encode(errors="backslashreplace").decode()
+    return msgspec.json.encode({"error": {"message": clean, "type": kind, "param": param, "code": code}})
+
+
+def as_api_error(error: BaseException) -> APIError:
+    """What a client is to hear about an exception; logs what it is not."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, RequestError):
+        code = "context_length_exceeded" if "max_model_len" in str(error) and error.parameter == "prompt" else None
+        return APIError(400, str(error), param=error.parameter, code=code)
+    if isinstance(error, UnavailableError):
+        retry_after = math.ceil(error.retry_after)
+        if isinstance(error, QueueFullError):
+            return APIError(429, str(error), code="queue_full", retry_after=retry_after)
+        return APIError(503, str(error), code="unavailable", retry_after=retry_after)
+    if isinstance(error, EngineDeadError):
+        return APIError(500, "The engine has stopped; the server is going down.", code="engine_dead")
+    logger.error("A request failed.", exc_info=error)
+    return APIError(500, "An internal error happened; the server's log tells more.", code="internal_error")
+
+
+def error_response(error: APIError) -> Response:
+    """The whole answer."""
+    headers: dict[str, str] = {}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(error.retry_after)
+    if error.close:
+        headers["connection"] = "close"
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    body = error_body(error.status, error.message, param=error.param, code=error.code)
+    return Response(body, error.status, headers, "application/json")

@@ -1,0 +1,102 @@
+"""The server's socket: taken before anything slow happens, so that a port in use is known at once, with its owner."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from mvllm.errors import ConfigError
+
+_BACKLOG = 2048
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at an address; connections wait until somebody accepts them.
+
+    Raises:
+        ConfigError: The address is not one of this machine's, or its port is taken; names the owner.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as e:
+        raise ConfigError(f"There is no address to listen on at --host {host!r}: {e}") from e
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as e:
+        listener.close()
+        if e.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"Port {port} of {host} is taken by {_owner(port)}. End that, or choose another port with --port."
+            ) from e
+        raise ConfigError(f"Nothing can listen at {host}, port {port}: {e.strerror or e}.") from e
+    return listener
+
+
+def listen_unix(path: str) -> socket.socket:
+    """A socket that listens at a path, for this user only.
+
+    Raises:
+        ConfigError: The path cannot be used, or somebody listens there already.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_stale(path)
+        before = os.umask(0o177)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(before)
+        listener.listen(_BACKLOG)
+    except OSError as e:
+        listener.close()
+        raise ConfigError(f"Nothing can listen at --uds {path!r}: {e.strerror or e}.") from e
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a listener is reached."""
+    address = listener.getsockname()
+    if isinstance(address, str):
+        return f"unix:{address}"
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    return f"http://{host}:{address[1]}"
+
+
+def is_public(listener: socket.socket) -> bool:
+    """Whether other machines can reach it."""
+    address = listener.getsockname()
+    return not isinstance(address, str) and not (address[0].startswith("127.") or address[0] == "::1")
+
+
+def _remove_stale(path: str) -> None:
+    """Removes the socket of a server that has ended."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                Path(path).unlink()
+
+
+def _owner(port: int) -> str:
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            local = connection.laddr
+            if connection.status == psutil.CONN_LISTEN and local and local.port == port and connection.pid:
+                with contextlib.suppress(psutil.Error):
+                    return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})"
+                return f"pid {connection.pid}"
+    return "a process of another user"

@@ -1,0 +1,189 @@
+"""What clients may send: the fields of the OpenAI API and those that this field's engines have added.
+
+The idea: a body is decoded by msgspec straight into one of these structs, types checked on the way, so nothing of the
+wrong type gets further than here. Every field may be null, which means that it was not given. Fields that nobody knows
+are ignored, since clients send extras; fields that are known and cannot be honoured are refused by name
+(`refuse_unsupported`), since ignoring them would answer another question than was asked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from mvllm.errors import RequestError
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """What a stream carries beside the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ModelRequest(msgspec.Struct, kw_only=True):
+    """A request that names a model."""
+
+    model: str | None = None
+
+
+class GenerationRequest(ModelRequest, kw_only=True):
+    """What requests for completions and for chat completions have in common.
+
+    Sampling parameters have the names and bounds of `SamplingParams`, which checks them.
+    """
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    user: str | None = None
+
+    # Known, and refused where they ask for something.
+    logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    logits_processors: Any = None
+    truncate_prompt_tokens: int | None = None
+    thinking_token_budget: int | None = None
+    use_beam_search: bool | None = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """Body of `POST /v1/completions`.
+
+    Attributes:
+        prompt: A text, a list of texts, a list of token ids, or a list of those.
+        logprobs: How many alternatives to report for each token; 0 reports the token alone.
+    """
+
+    prompt: str | list[str | int | list[int]] | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+
+class ChatCompletionRequest(GenerationRequest, kw_only=True):
+    """Body of `POST /v1/chat/completions`.
+
+    Attributes:
+        logprobs: Whether to report log-probabilities, `top_logprobs` alternatives for each token.
+        max_completion_tokens: Goes before `max_tokens`; without either, what the context has room for.
+    """
+
+    messages: list[dict[str, Any]] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    modalities: list[str] | None = None
+    audio: Any = None
+
+
+class TokenizeRequest(ModelRequest, kw_only=True):
+    """Body of `POST /tokenize`: a prompt, or messages that become one."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(ModelRequest, kw_only=True):
+    """Body of `POST /detokenize`."""
+
+    tokens: list[int] | None = None
+
+
+_NO_GRAMMARS = "this server cannot force the output into a grammar"
+_UNSUPPORTED = {
+    "structured_outputs": _NO_GRAMMARS,
+    "guided_json": _NO_GRAMMARS,
+    "guided_regex": _NO_GRAMMARS,
+    "guided_choice": _NO_GRAMMARS,
+    "guided_grammar": _NO_GRAMMARS,
+    "logit_bias": "this server does not change single logits",
+    "allowed_token_ids": "this server does not change single logits",
+    "bad_words": "this server does not change single logits",
+    "logits_processors": "code from requests is never run",
+    "truncate_prompt_tokens": "prompts are not cut; shorten the prompt",
+    "thinking_token_budget": "this server does not follow the parts of an answer",
+    "use_beam_search": "this server samples; set n for several answers",
+    "suffix": "the model completes text at its end only",
+    "functions": "it is the form of before tools; send tools",
+    "function_call": "it is the form of before tools; send tool_choice",
+    "documents": "put them into a message",
+    "audio": "the model writes text only",
+}
+"""Field to the reason why it is refused where it asks for something."""
+
+
+def refuse_unsupported(request: GenerationRequest) -> None:
+    """Refuses what is known but cannot be honoured. Empty values ask for nothing.
+
+    Raises:
+        RequestError: Names the field and the reason.
+    """
+    for name, reason in _UNSUPPORTED.items():
+        if getattr(request, name, None) not in (None, "", [], {}, False, "none"):
+            raise RequestError(f"{name} is not supported: {reason}.", parameter=name)
+    kind = None if request.response_format is None else request.response_format.get("type")
+    if request.response_format is not None and kind != "text":
+        known = kind in ("json_object", "json_schema", "structural_tag")
+        why = f"not supported: {_NO_GRAMMARS}" if known else "not a type of response format"
+        raise RequestError(f"response_format {_quoted(kind)} is {why}; 'text' is.", parameter="response_format")
+    if isinstance(request, CompletionRequest) and request.best_of not in (None, request.n or 1):
+        raise RequestError("best_of is not supported unless it equals n.", parameter="best_of")
+    if isinstance(request, ChatCompletionRequest) and set(request.modalities or ()) - {"text"}:
+        raise RequestError("modalities: the model writes text only.", parameter="modalities")
+
+
+def _quoted(value: object) -> str:
+    """A value of a request in few characters."""
+    return ascii(value[:40]) if isinstance(value, str) else f"of type {type(value).__name__}"

@@ -1,0 +1,350 @@
+"""Every route of the server, each a few lines: read, check, hand to whoever answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Protocol
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import Scope
+
+from mvllm.engine.async_llm import AsyncLLM
+from mvllm.entrypoints.openai.bodies import BodyDecoder, BodyReader
+from mvllm.entrypoints.openai.chat import ChatCall
+from mvllm.entrypoints.openai.completions import CompletionCall
+from mvllm.entrypoints.openai.errors import APIError
+from mvllm.entrypoints.openai.events import encode
+from mvllm.entrypoints.openai.gate import request_role
+from mvllm.entrypoints.openai.http_metrics import CONTENT_TYPE, HTTPMetrics
+from mvllm.entrypoints.openai.keys import Role
+from mvllm.entrypoints.openai.openapi import body_of
+from mvllm.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    refuse_unsupported,
+)
+from mvllm.entrypoints.openai.served_models import ServedModels
+from mvllm.entrypoints.openai.server_state import Phase, ServerState
+from mvllm.entrypoints.openai.settings import ServerSettings
+from mvllm.entrypoints.openai.streams import EventStream, while_connected
+from mvllm.errors import RequestError
+from mvllm.version import __version__
+
+
+class StreamableCall(Protocol):
+    """A request that can be answered at once or piece by piece."""
+
+    async def start(self) -> None:
+        """Hands the request to the engine."""
+
+    def close(self) -> None:
+        """Ends it there."""
+
+    async def answer(self) -> bytes:
+        """The whole answer."""
+
+    def stream(self) -> AsyncGenerator[bytes, None]:
+        """The answer's events."""
+
+
+class Routes:
+    """The routes and what they share.
+
+    Args:
+        state: Where the server is in its life.
+        models: The names it answers to.
+        metrics: What `/metrics` shows.
+        settings: The server's.
+    """
+
+    def __init__(
+        self, state: ServerState, models: ServedModels, metrics: HTTPMetrics, settings: ServerSettings
+    ) -> None:
+        self._state = state
+        self._models = models
+        self._metrics = metrics
+        self._settings = settings
+        self._bodies = BodyReader(settings.max_body_bytes, settings.body_timeout)
+        self._completion = BodyDecoder(CompletionRequest)
+        self._chat = BodyDecoder(ChatCompletionRequest)
+        self._tokenize = BodyDecoder(TokenizeRequest)
+        self._detokenize = BodyDecoder(DetokenizeRequest)
+
+    def routers(self) -> list[APIRouter]:
+        """All routes; those for administrators carry the tag `admin`."""
+        health = APIRouter(tags=["health"])
+        for path in ("/health", "/health/live", "/ping"):
+            health.add_api_route(path, self.live, methods=["GET"], summary="Whether the server works.")
+            health.add_api_route(path, self.live, methods=["HEAD"], include_in_schema=False)
+        health.add_api_route("/ping", self.live, methods=["POST"], summary="Whether the server works.")
+        health.add_api_route("/health/ready", self.readiness, methods=["GET"], summary="Whether it takes requests.")
+        health.add_api_route("/health/ready", self.readiness, methods=["HEAD"], include_in_schema=False)
+
+        api = APIRouter(tags=["OpenAI"])
+        api.add_api_route(
+            "/v1/chat/completions",
+            self.chat_completions,
+            methods=["POST"],
+            summary="Write the next message of a conversation.",
+            openapi_extra=body_of(ChatCompletionRequest),
+        )
+        api.add_api_route(
+            "/v1/completions",
+            self.completions,
+            methods=["POST"],
+            summary="Go on with a text.",
+            openapi_extra=body_of(CompletionRequest),
+        )
+        api.add_api_route("/v1/models", self.list_models, methods=["GET"], summary="The models.")
+        api.add_api_route("/v1/models/{model_id:path}", self.show_model, methods=["GET"], summary="One model.")
+
+        more = APIRouter(tags=["more"])
+        more.add_api_route(
+            "/tokenize",
+            self.tokenize,
+            methods=["POST"],
+            summary="Token ids of a text or a conversation.",
+            openapi_extra=body_of(TokenizeRequest),
+        )
+        more.add_api_route(
+            "/detokenize",
+            self.detokenize,
+            methods=["POST"],
+            summary="The text of token ids.",
+            openapi_extra=body_of(DetokenizeRequest),
+        )
+        more.add_api_route("/version", self.version, methods=["GET"], summary="The server's version.")
+        more.add_api_route("/load", self.load, methods=["GET"], summary="How busy the server is.")
+        more.add_api_route("/metrics", self.show_metrics, methods=["GET"], summary="Metrics for Prometheus.")
+
+        admin = APIRouter(tags=["admin"])
+        admin.add_api_route(
+            "/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"], summary="Forget cached prefixes."
+        )
+        admin.add_api_route("/sleep", self.sleep, methods=["POST"], summary="Free the KV cache and take no requests.")
+        admin.add_api_route("/wake_up", self.wake_up, methods=["POST"], summary="Take requests again.")
+        admin.add_api_route("/is_sleeping", self.is_sleeping, methods=["GET"], summary="Whether the engine sleeps.")
+        admin.add_api_route("/server_info", self.server_info, methods=["GET"], summary="What runs here.")
+        return [health, api, more, admin]
+
+    def short_cuts(self) -> list[BaseRoute]:
+        """The busiest routes once more, to be looked at first: without what FastAPI does for parameters and models of
+        answers, as they have neither."""
+        return [
+            _ShortCut("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            _ShortCut("/v1/completions", self.completions, methods=["POST"]),
+        ]
+
+    # --- health, from memory
+
+    async def live(self) -> Response:
+        """Whether the process, and the engine if it has been started, make progress."""
+        reason = self._state.liveness()
+        return _json({"status": "ok"} if reason is None else {"status": reason}, 200 if reason is None else 503)
+
+    async def readiness(self) -> Response:
+        """Whether requests should come here."""
+        reason = self._state.readiness()
+        return _json({"status": "ok"} if reason is None else {"status": reason}, 200 if reason is None else 503)
+
+    # --- the OpenAI API
+
+    async def chat_completions(self, request: Request) -> Response:
+        """The next message of a conversation."""
+
+        def call(engine: AsyncLLM, body: bytes) -> tuple[StreamableCall, bool]:
+            asked = self._chat.decode(body)
+            refuse_unsupported(asked)
+            model = self._models.check(asked.model)
+            return ChatCall(engine, self._state.chat_prompts, model, asked), bool(asked.stream)
+
+        return await self._generate(request, call)
+
+    async def completions(self, request: Request) -> Response:
+        """What follows a text."""
+
+        def call(engine: AsyncLLM, body: bytes) -> tuple[StreamableCall, bool]:
+            asked = self._completion.decode(body)
+            refuse_unsupported(asked)
+            model = self._models.check(asked.model)
+            return CompletionCall(engine, self._state.text_work, model, asked), bool(asked.stream)
+
+        return await self._generate(request, call)
+
+    async def list_models(self) -> Response:
+        """The names under which the model is offered."""
+        return _json({"object": "list", "data": self._models.cards(self._max_model_len())})
+
+    async def show_model(self, model_id: str) -> Response:
+        """One of the names."""
+        self._models.check(model_id)
+        [card] = [card for card in self._models.cards(self._max_model_len()) if card["id"] == model_id]
+        return _json(card)
+
+    # --- beside it
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a text or a conversation."""
+        engine = self._state.engine
+        asked = self._tokenize.decode(await self._bodies.read(request))
+        self._models.check(asked.model)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise RequestError("Give either prompt or messages.", parameter="prompt")
+        ids: list[int]
+        async with while_connected(request.receive):
+            if asked.prompt is None:
+                ids = (await self._state.chat_prompts.prompt(asked))["prompt_token_ids"]
+            else:
+                special = asked.add_special_tokens is not False
+                ids = await self._state.text_work.encode(asked.prompt, add_special_tokens=special)
+        answer: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": engine.model_config.max_model_len,
+            "tokens": ids,
+            "token_strs": engine.tokenizer.hf.convert_ids_to_tokens(ids) if asked.return_token_strs else None,
+        }
+        return _json(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
+        engine = self._state.engine
+        asked = self._detokenize.decode(await self._bodies.read(request))
+        self._models.check(asked.model)
+        ids = asked.tokens
+        if ids is None:
+            raise RequestError("tokens is missing.", parameter="tokens")
+        vocab_size = engine.model_config.vocab_size
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            raise RequestError(f"tokens must be token ids from 0 to {vocab_size - 1}.", parameter="tokens")
+        text = await self._state.text_work.run(lambda: engine.tokenizer.decode(ids, skip_special_tokens=False))
+        return _json({"prompt": text})
+
+    async def version(self) -> Response:
+        """The version of mvllm."""
+        return _json({"version": __version__})
+
+    async def load(self) -> Response:
+        """How busy the server is, now."""
+        return _json({"server_load": self._state.num_in_flight, "phase": self._state.phase.value, **self._figures()})
+
+    async def show_metrics(self) -> Response:
+        """Everything counted since the start."""
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE)
+
+    # --- administration
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Forgets cached prefixes; false where running requests still use some."""
+        self._require_admin(request)
+        return _json({"reset": await self._state.engine.reset_prefix_cache()})
+
+    async def sleep(self, request: Request, level: int = 1) -> Response:
+        """Puts the engine to sleep; requests under way are aborted."""
+        self._require_admin(request)
+        await self._state.engine.sleep(level)
+        return _json({"is_sleeping": True})
+
+    async def wake_up(self, request: Request) -> Response:
+        """Wakes the engine up."""
+        self._require_admin(request)
+        await self._state.engine.wake_up()
+        return _json({"is_sleeping": False})
+
+    async def is_sleeping(self, request: Request) -> Response:
+        """Whether the engine sleeps."""
+        self._require_admin(request)
+        return _json({"is_sleeping": self._state.engine.is_asleep})
+
+    async def server_info(self, request: Request) -> Response:
+        """What runs here."""
+        self._require_admin(request)
+        engine = self._state.loaded_engine
+        model = None if engine is None else engine.model_config
+        return _json(
+            {
+                "version": __version__,
+                "phase": self._state.phase.value,
+                "platform": None if engine is None else engine.platform_summary,
+                "model": None
+                if model is None
+                else {
+                    "model": model.model,
+                    "architecture": model.architecture,
+                    "dtype": model.dtype,
+                    "max_model_len": model.max_model_len,
+                    "quantization": model.quantization,
+                },
+            }
+        )
+
+    # --- what they share
+
+    async def _generate(
+        self, request: Request, make_call: Callable[[AsyncLLM, bytes], tuple[StreamableCall, bool]]
+    ) -> Response:
+        engine = self._state.engine
+        body = await self._bodies.read(request)
+        call, wants_stream = make_call(engine, body)
+        self._state.enter()
+
+        def end() -> None:
+            call.close()
+            self._state.leave()
+
+        streams = False
+        try:
+            if wants_stream:
+                await call.start()
+                streams = True
+                return EventStream(call.stream(), self._settings.send_timeout, end)  # which notices who leaves
+            async with while_connected(request.receive):
+                await call.start()
+                answer = await call.answer()
+            return Response(answer, media_type="application/json")
+        finally:
+            if not streams:
+                end()
+
+    def _require_admin(self, request: Request) -> None:
+        if request_role(request.scope) < Role.ADMIN:
+            raise APIError(
+                403,
+                "This needs the key of an administrator (--admin-api-key).",
+                code="admin_key_required",
+            )
+
+    def _max_model_len(self) -> int | None:
+        engine = self._state.loaded_engine
+        return None if engine is None else engine.model_config.max_model_len
+
+    def _figures(self) -> dict[str, Any]:
+        engine = self._state.loaded_engine
+        if engine is None or self._state.phase is Phase.DEAD:
+            return {}
+        load = engine.load
+        return {
+            "num_requests_running": load.num_running,
+            "num_requests_waiting": load.num_waiting,
+            "kv_cache_usage": load.kv_cache_usage,
+            "prompt_tokens_per_second": load.prompt_tokens_per_second,
+            "generation_tokens_per_second": load.generation_tokens_per_second,
+        }
+
+
+class _ShortCut(Route):
+    """A route that says which one it is, as FastAPI's do. Other methods than its own are for the routes behind it."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, found = super().matches(scope)
+        if match is not Match.FULL:
+            return Match.NONE, {}
+        return match, {**found, "route": self}
+
+
+def _json(value: dict[str, Any], status: int = 200) -> Response:
+    return Response(encode(value), status, media_type="application/json")

@@ -1,0 +1,266 @@
+"""Runs the server: HTTP from the first moment on, the engine as soon as it is loaded, and an orderly end.
+
+    main thread    event loop: HTTP ─────────────────────────────────────────────> drain ─> end
+    start thread   AsyncLLM.from_engine_args (imports, weights) ─> handed over
+
+Requests that come while the model is being loaded are refused with 503; `/health/live` is true, `/health/ready` not
+yet. The first SIGTERM or SIGINT lets requests under way finish, the second does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+from mvllm.config.engine_args import EngineArgs
+from mvllm.engine.async_llm import AsyncLLM
+from mvllm.engine.prometheus import EngineCollector
+from mvllm.entrypoints.openai.app import build_app
+from mvllm.entrypoints.openai.chat import ChatPrompts
+from mvllm.entrypoints.openai.http_metrics import HTTPMetrics
+from mvllm.entrypoints.openai.http_protocol import protocol_settings
+from mvllm.entrypoints.openai.listener import is_public, url_of
+from mvllm.entrypoints.openai.served_models import ServedModels
+from mvllm.entrypoints.openai.server_state import Phase, ServerState
+from mvllm.entrypoints.openai.settings import ServerSettings
+from mvllm.entrypoints.openai.text_work import TextWork
+from mvllm.errors import ConfigError
+from mvllm.logging import get_logger
+
+logger = get_logger(__name__)
+
+EXIT_INTERRUPTED = 130
+_LOOK_SECONDS = 0.5
+_LAST_ANSWERS_SECONDS = 5.0
+
+
+def run_server(args: EngineArgs, settings: ServerSettings, listener: socket.socket) -> int:
+    """Serves until told to end.
+
+    Args:
+        listener: Where; closed at the end.
+
+    Returns:
+        The exit status: 0 after an orderly end, 1 if the engine died, 130 after Ctrl-C before it was loaded.
+
+    Raises:
+        PlatformError, ConfigError, ModelError: The engine cannot be started as asked.
+    """
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_Server(args, settings, listener).run())
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # it has no builds for some systems
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+class _HTTP(uvicorn.Server):
+    """uvicorn without its signals, and without its ten looks at the clock per second."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._end = asyncio.Event()
+
+    def stop(self) -> None:
+        """Has it end when connections are done."""
+        self.should_exit = True
+        self._end.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals to whoever runs this."""
+        yield
+
+    async def main_loop(self) -> None:
+        """Keeps the date in answers true until told to end."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._end.wait(), 1.0)
+
+
+class _Server:
+    def __init__(self, args: EngineArgs, settings: ServerSettings, listener: socket.socket) -> None:
+        self._args = args
+        self._settings = settings
+        self._listener = listener
+        self._signals: list[int] = []
+        self._signalled = asyncio.Event()
+
+    async def run(self) -> int:
+        settings = self._settings
+        self._state = state = ServerState(settings.heartbeat_timeout)
+        registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self._registry = registry
+        names = settings.served_model_names or (self._args.model,)
+        self._models = ServedModels(names, self._args.model)
+        app = build_app(state, self._models, HTTPMetrics(registry), settings)
+        config: dict[str, Any] = {"app": app, "timeout_graceful_shutdown": 2, **protocol_settings()}
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # anybody can send what is no HTTP
+        self._http = _HTTP(uvicorn.Config(**config))
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._note_signal, number)
+        serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        logger.info("Listening at %s; loading the model.", url_of(self._listener))
+        if is_public(self._listener) and not settings.api_keys:
+            logger.warning(
+                "Everybody who reaches this machine can use this server: it listens beyond the machine and has no API "
+                "key. Set one with --api-key-file, or listen at --host 127.0.0.1."
+            )
+        engine: AsyncLLM | None = None
+        try:
+            engine = await self._load_engine()
+            if engine is None:
+                return self._leave_now()
+            status = await self._serve(engine)
+        finally:
+            self._http.stop()
+            await asyncio.wait([serving], timeout=_LAST_ANSWERS_SECONDS)
+            if engine is not None:
+                engine.shutdown()
+        return status
+
+    # --- its start
+
+    async def _load_engine(self) -> AsyncLLM | None:
+        """The engine, or None where a signal came first."""
+        loop = asyncio.get_running_loop()
+        loaded: asyncio.Future[AsyncLLM] = loop.create_future()
+
+        def load() -> None:
+            outcome: AsyncLLM | BaseException
+            try:
+                outcome = AsyncLLM.from_engine_args(self._args)
+            except BaseException as e:  # noqa: BLE001  (raised where it is waited for)
+                outcome = e
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever wanted this
+                loop.call_soon_threadsafe(tell, outcome)
+
+        def tell(outcome: AsyncLLM | BaseException) -> None:
+            if isinstance(outcome, BaseException):
+                loaded.set_exception(outcome)
+            else:
+                loaded.set_result(outcome)
+
+        threading.Thread(target=load, name="engine-start", daemon=True).start()
+        signalled = asyncio.create_task(self._signalled.wait())
+        first: list[asyncio.Future[Any]] = [loaded, signalled]
+        try:
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            signalled.cancel()
+        if not loaded.done():
+            return None
+        return loaded.result()
+
+    def _leave_now(self) -> int:
+        """Ends this process while its engine is being started: nothing can wait for that, and nothing survives it."""
+        logger.info("Ended before the model was loaded.")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_INTERRUPTED if self._signals[0] == signal.SIGINT else 0)
+
+    # --- its life
+
+    async def _serve(self, engine: AsyncLLM) -> int:
+        settings, state = self._settings, self._state
+        text_work = TextWork(engine.tokenizer, engine.model_config.max_model_len)
+        prompts = ChatPrompts(
+            engine,
+            text_work,
+            chat_template=settings.chat_template,
+            trust_request_chat_template=settings.trust_request_chat_template,
+            tool_parser=settings.tool_call_parser,
+            reasoning_parser=settings.reasoning_parser,
+        )
+        self._registry.register(
+            EngineCollector(engine, model_name=self._models.name, prefixes=settings.metrics_prefixes)
+        )
+        state.ready(engine, text_work, prompts)
+        seconds = time.monotonic() - state.started
+        logger.info("Ready at %s after %.1f s, as model %s.", url_of(self._listener), seconds, self._models.name)
+        try:
+            if await self._wait_for_end(engine):
+                return await self._drain(engine)
+            state.phase = Phase.DEAD
+            logger.error("The engine has stopped: %s", engine.dead_error)
+            await self._wait_idle(_LAST_ANSWERS_SECONDS)
+            return 1
+        finally:
+            text_work.close()
+
+    async def _wait_for_end(self, engine: AsyncLLM) -> bool:
+        """Waits for a signal, or for the engine's death; returns whether it was a signal."""
+        while not self._signals:
+            if engine.errored:
+                return False
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._signalled.wait(), _LOOK_SECONDS)
+        return True
+
+    # --- its end
+
+    async def _drain(self, engine: AsyncLLM) -> int:
+        state, timeout = self._state, self._settings.shutdown_timeout
+        state.phase = Phase.DRAINING
+        logger.info(
+            "%s: no new requests; %d under way have %g s.",
+            signal.Signals(self._signals[0]).name,
+            state.num_in_flight,
+            timeout,
+        )
+        self._signalled.clear()
+        idle = asyncio.create_task(state.idle.wait())
+        again = asyncio.create_task(self._signalled.wait())
+        try:
+            deadline = time.monotonic() + timeout
+            while not (idle.done() or again.done() or engine.errored) and (left := deadline - time.monotonic()) > 0:
+                await asyncio.wait([idle, again], timeout=min(left, _LOOK_SECONDS), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            idle.cancel()
+            again.cancel()
+        if engine.errored:
+            state.phase = Phase.DEAD
+            return 1
+        if state.num_in_flight:
+            logger.info("Aborting %d requests.", state.num_in_flight)
+            await engine.abort_all()
+            await self._wait_idle(_LAST_ANSWERS_SECONDS)
+        logger.info("Ended.")
+        return 0
+
+    async def _wait_idle(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._state.idle.wait(), seconds)
+
+    def _note_signal(self, number: int) -> None:
+        self._signals.append(number)
+        self._signalled.set()
+
+
+def require_tokenizer(args: EngineArgs) -> None:
+    """Refuses an engine that could not read a text.
+
+    Raises:
+        ConfigError: It was asked for without a tokenizer.
+    """
+    if args.skip_tokenizer_init:
+        raise ConfigError("The server needs the model's tokenizer; leave skip_tokenizer_init unset.")

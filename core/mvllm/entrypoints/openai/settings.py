@@ -1,0 +1,53 @@
+"""What the server can be told, beside what the engine can."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+DEFAULT_PORT = 8000
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """The server's settings.
+
+    Attributes:
+        host, port: Where it listens; port 0 takes a free one.
+        uds: Path of a Unix domain socket to listen on instead.
+        api_keys: Of whom it answers everything but administration; empty for everybody.
+        admin_api_keys: Of whom it answers everything; empty for nobody.
+        served_model_names: Names of the model in requests; empty for the name it was started with.
+        chat_template: Template in place of the tokenizer's own.
+        trust_request_chat_template: Whether requests may bring a template.
+        tool_call_parser: Name of what finds calls of tools in answers.
+        reasoning_parser: Name of what finds thoughts in answers.
+        allowed_origins: Origins whose pages may send requests from a browser.
+        max_body_bytes: Longest body of a request.
+        body_timeout: Seconds that the next piece of a body may take.
+        send_timeout: Seconds that a client may leave a full buffer unread.
+        heartbeat_timeout: Seconds without a sign of life after which the engine is taken for hung.
+        shutdown_timeout: Seconds that requests under way get after SIGTERM.
+        access_log: Whether each answer gets a line in the log.
+        metrics_prefixes: What names of metrics begin with; with several, each is shown under all.
+        docs: Whether there are `/docs` and `/openapi.json`.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    uds: str | None = None
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
+    served_model_names: tuple[str, ...] = ()
+    chat_template: str | None = None
+    trust_request_chat_template: bool = False
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    allowed_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 64 << 20
+    body_timeout: float = 30.0
+    send_timeout: float = 60.0
+    heartbeat_timeout: float = 60.0
+    shutdown_timeout: float = 30.0
+    access_log: bool = True
+    metrics_prefixes: tuple[str, ...] = ("mvllm:",)
+    docs: bool = True

@@ -1,0 +1,27 @@
+"""One server on the demo model for all tests of this folder that do not need one of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.helpers.processes import assert_nothing_left, shared_memory_names
+from tests.helpers.server import SMALL, ServerProcess
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    before = shared_memory_names()
+    folder = tmp_path_factory.mktemp("server")
+    with ServerProcess(folder, "demo", "--port", "0", "--served-model-name", "demo", "little", *SMALL) as server:
+        yield server.wait_ready()
+    assert server.wait() == 0, server.log[-3000:]
+    assert_nothing_left(server.tag, before)
+
+
+@pytest.fixture(scope="session")
+def client(server: ServerProcess) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client

@@ -1,0 +1,159 @@
+"""Requests that nobody thought of: whatever a body holds, the answer is no fault of the server's; and nothing is left
+of many requests, however they ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mvllm.entrypoints.openai import protocol
+from tests.helpers.server import ServerProcess, wait_idle
+
+BODIES = {
+    "/v1/completions": protocol.CompletionRequest,
+    "/v1/chat/completions": protocol.ChatCompletionRequest,
+    "/tokenize": protocol.TokenizeRequest,
+    "/detokenize": protocol.DetokenizeRequest,
+}
+NUMBERS = st.integers(-(2**64), 2**64) | st.integers(-3, 30) | st.floats(allow_nan=False, allow_infinity=False)
+SCALARS = st.none() | st.booleans() | NUMBERS | st.text(st.characters(codec="utf-8"), max_size=20)
+ANYTHING = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+)
+LIKELY: dict[str, st.SearchStrategy[Any]] = {
+    "model": st.just("demo"),
+    "prompt": st.text(max_size=30) | st.lists(st.integers(-1, 5000), max_size=5) | st.lists(st.text(max_size=5)),
+    "messages": st.lists(st.fixed_dictionaries({"role": st.text(max_size=9), "content": ANYTHING}), max_size=3),
+    "max_tokens": st.integers(-1, 5),
+    "max_completion_tokens": st.integers(-1, 5),
+    "n": st.integers(0, 4),
+    "logprobs": st.integers(-1, 22) | st.booleans(),
+    "tokens": st.lists(st.integers(-1, 5000), max_size=5),
+}
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    path = draw(st.sampled_from(sorted(BODIES)))
+    names = [name for name in BODIES[path].__struct_fields__ if name != "model"]
+    body: dict[str, Any] = {"max_tokens": 3} if "max_tokens" in names else {}
+    for name in {"prompt", "messages", "tokens"} & set(names):
+        body[name] = draw(LIKELY[name])
+    for name in draw(st.lists(st.sampled_from(names), max_size=4, unique=True)):
+        body[name] = draw(LIKELY.get(name, ANYTHING) | ANYTHING)
+    return path, body
+
+
+@pytest.fixture(autouse=True)
+def works_as_before(server: ServerProcess, client: httpx.Client) -> Iterator[None]:
+    before = server.pids()
+    yield
+    assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+    assert server.pids() == before
+
+
+def check(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    answer = client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    assert answer.status_code in (200, 400, 404), (path, body, answer.text)
+    if answer.status_code != 200:
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+    elif body.get("stream"):
+        assert answer.text.endswith("data: [DONE]\n\n") and '"error"' not in answer.text
+    else:
+        answer.json()
+
+
+_CHECKS = {"suppress_health_check": list(HealthCheck), "deadline": None}
+
+
+@settings(max_examples=150, **_CHECKS)
+@given(request=requests())
+def test_no_body_is_the_servers_fault(client: httpx.Client, request: tuple[str, dict[str, Any]]) -> None:
+    check(client, *request)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=5000, **_CHECKS)
+@given(request=requests())
+def test_no_body_of_many_is_the_servers_fault(client: httpx.Client, request: tuple[str, dict[str, Any]]) -> None:
+    check(client, *request)
+
+
+async def traffic(url: str, num_requests: int, at_once: int, seed: int) -> dict[str, int]:
+    """Random requests, good and bad, read to their end or left; returns how each kind ended."""
+    rng = random.Random(seed)
+    ended = {"answered": 0, "refused": 0, "left": 0}
+    limit = asyncio.Semaphore(at_once)
+    limits = httpx.Limits(max_connections=at_once, max_keepalive_connections=at_once)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits, trust_env=False) as client:
+
+        async def one(kind: float, seconds: float, stream: bool) -> None:
+            body: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": rng.choice((1, 8, 40)), "n": 1}
+            async with limit:
+                if kind < 0.1:
+                    answer = await client.post("/v1/completions", json={**body, "temperature": -1})
+                    assert answer.status_code == 400
+                    ended["refused"] += 1
+                elif kind < 0.3:
+                    try:
+                        async with asyncio.timeout(seconds):
+                            long = {**body, "max_tokens": 900, "ignore_eos": True, "n": 2, "stream": stream}
+                            await client.post("/v1/completions", json=long)
+                        ended["answered"] += 1
+                    except TimeoutError:
+                        ended["left"] += 1
+                else:
+                    answer = await client.post("/v1/completions", json={**body, "stream": stream})
+                    assert answer.status_code == 200
+                    done = answer.text.count("data: [DONE]") if stream else len(answer.json()["choices"])
+                    assert done == 1
+                    ended["answered"] += 1
+
+        await asyncio.gather(*(one(rng.random(), rng.random() * 0.3, rng.random() < 0.5) for _ in range(num_requests)))
+    return ended
+
+
+def soak(server: ServerProcess, client: httpx.Client, num_requests: int, at_once: int) -> None:
+    """Warms up, takes stock, lets the traffic pass, and takes stock again."""
+    me = psutil.Process(server.process.pid)
+    processes = [me, server.engine_core()]
+
+    def stock() -> tuple[list[int], list[int], int]:
+        wait_idle(client)
+        lines = client.get("/metrics").text.splitlines()
+        series = sum(not line.startswith("#") and "http_re" not in line for line in lines)
+        return [p.num_fds() for p in processes], [p.num_threads() for p in processes], series
+
+    asyncio.run(traffic(server.url, min(num_requests, 400), at_once, seed=1))
+    before, memory = stock(), [p.memory_info().rss for p in processes]
+    ended = asyncio.run(traffic(server.url, num_requests, at_once, seed=2))
+    assert sum(ended.values()) == num_requests and all(ended.values()), ended
+    after = stock()
+    for was, now in zip(before[0] + before[1], after[0] + after[1], strict=True):
+        assert now <= was + 3, (before, after)
+    assert after[2] == before[2]
+    for was, now in zip(memory, (p.memory_info().rss for p in processes), strict=True):
+        assert now < was + (48 << 20)
+    metrics = client.get("/metrics").text
+    assert "\nmvllm:kv_cache_usage_perc" in metrics
+    assert all(float(line.split()[-1]) == 0 for line in metrics.splitlines() if "kv_cache_usage_perc{" in line)
+
+
+def test_nothing_is_left_of_300_requests(server: ServerProcess, client: httpx.Client) -> None:
+    soak(server, client, 300, 40)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_nothing_is_left_of_20000_requests(server: ServerProcess, client: httpx.Client) -> None:
+    soak(server, client, 20_000, 200)

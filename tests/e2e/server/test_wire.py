@@ -1,0 +1,238 @@
+"""What goes over the wire, byte by byte where clients depend on it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+
+from mvllm import LLM, SamplingParams
+from mvllm.version import __version__
+from tests.helpers.server import ServerProcess, raw_post
+
+STORY = {"model": "demo", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 8}
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 6}
+
+
+def events(answer: httpx.Response) -> list[Any]:
+    """The JSON of each event; checks how they are framed."""
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *parts, end = answer.text.split("\n\n")
+    assert end == "" and parts[-1] == "data: [DONE]"
+    assert all(part.startswith("data: ") and "\n" not in part for part in parts)
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-1]]
+
+
+def test_a_completion(client: httpx.Client) -> None:
+    answer = client.post("/v1/completions", json=STORY)
+    assert answer.headers["content-type"] == "application/json"
+    body = answer.json()
+    assert set(body) == {"id", "object", "created", "model", "choices", "usage"}
+    assert re.fullmatch("cmpl-[0-9a-f]{32}", body["id"]) and body["object"] == "text_completion"
+    assert isinstance(body["created"], int) and body["model"] == "demo"
+    [choice] = body["choices"]
+    assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "length", None)
+    assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + 8
+
+
+def test_a_streamed_completion(client: httpx.Client) -> None:
+    whole = client.post("/v1/completions", json=STORY).json()
+    chunks = events(client.post("/v1/completions", json={**STORY, "stream": True}))
+    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + ["length"]
+    assert not any("usage" in chunk for chunk in chunks)
+
+
+def test_usage_at_the_end_and_with_every_chunk(client: httpx.Client) -> None:
+    ask = {**STORY, "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = events(client.post("/v1/completions", json=ask))
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 8
+    assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
+    ask["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    for path, body in (("/v1/completions", ask), ("/v1/chat/completions", {**ask, **CHAT})):
+        *chunks, last = events(client.post(path, json=body))
+        counted = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["usage"]]
+        assert counted == sorted(counted) and counted[-1] == last["usage"]["completion_tokens"] > 0
+
+
+def test_a_chat_stream_opens_with_the_role_and_closes_with_the_reason(client: httpx.Client) -> None:
+    first, *pieces, last = events(client.post("/v1/chat/completions", json={**CHAT, "stream": True}))
+    assert first["object"] == "chat.completion.chunk"
+    assert first["choices"] == [
+        {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    ]
+    assert all(set(p["choices"][0]["delta"]) == {"content"} and not p["choices"][0]["finish_reason"] for p in pieces)
+    assert last["choices"][0]["delta"] == {} and last["choices"][0]["finish_reason"] == "length"
+    whole = client.post("/v1/chat/completions", json=CHAT).json()
+    assert whole["object"] == "chat.completion" and set(whole["choices"][0]["message"]) >= {"role", "content"}
+    assert "".join(p["choices"][0]["delta"]["content"] for p in pieces) == whole["choices"][0]["message"]["content"]
+
+
+def test_lists_of_prompts_in_every_form(client: httpx.Client) -> None:
+    ids = client.post("/tokenize", json={"prompt": STORY["prompt"]}).json()["tokens"]
+    for prompt in (ids, [ids, ids], [STORY["prompt"]] * 2):
+        one = client.post("/v1/completions", json=STORY).json()["choices"][0]["text"]
+        body = client.post("/v1/completions", json={**STORY, "prompt": prompt}).json()
+        assert {choice["text"] for choice in body["choices"]} == {one}
+        texts: dict[int, str] = {}
+        for chunk in events(client.post("/v1/completions", json={**STORY, "prompt": prompt, "stream": True})):
+            for choice in chunk["choices"]:
+                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+        assert texts == {choice["index"]: choice["text"] for choice in body["choices"]}
+
+
+def test_log_likelihoods_of_a_prompt_are_those_of_llm(client: httpx.Client) -> None:
+    """As lm_eval asks for them: token ids, echo, one token more."""
+    prompts = ["The capital of France is Paris", "Once upon a time there was a cat"]
+    with LLM("demo", kv_cache_memory_bytes=64 << 20) as llm:
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+        expected = llm.generate(prompts, params, use_tqdm=False)
+    ids = [output.prompt_token_ids for output in expected]
+    ask = {"prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1}
+    choices = client.post("/v1/completions", json=ask).json()["choices"]
+    for choice, output, prompt in zip(choices, expected, prompts, strict=True):
+        lists = choice["logprobs"]
+        assert (
+            len({len(lists[name]) for name in lists}) == 1 and len(lists["tokens"]) == len(output.prompt_token_ids) + 1
+        )
+        assert lists["token_logprobs"][0] is None and lists["top_logprobs"][0] is None
+        assert output.prompt_logprobs is not None
+        for token_id, position, value in zip(
+            output.prompt_token_ids[1:], output.prompt_logprobs[1:], lists["token_logprobs"][1:], strict=False
+        ):
+            assert position is not None and value == pytest.approx(position[token_id].logprob, abs=1e-5)
+        assert choice["text"].startswith(prompt)
+        for offset, token in list(zip(lists["text_offset"], lists["tokens"], strict=True))[1:]:
+            assert choice["text"][offset:].startswith(token)
+    [alone] = client.post("/v1/completions", json={**ask, "prompt": ids[0], "max_tokens": 0}).json()["choices"]
+    assert alone["text"] == prompts[0]
+    assert alone["logprobs"]["token_logprobs"] == choices[0]["logprobs"]["token_logprobs"][:-1]
+    streamed = events(client.post("/v1/completions", json={**ask, "prompt": ids[0], "stream": True, "max_tokens": 3}))
+    whole = client.post("/v1/completions", json={**ask, "prompt": ids[0], "max_tokens": 3}).json()["choices"][0]
+    for name, values in whole["logprobs"].items():
+        assert [v for chunk in streamed for v in (chunk["choices"][0]["logprobs"] or {}).get(name, [])] == values
+
+
+def test_tokens_by_their_ids_and_logprobs_of_the_prompt(client: httpx.Client) -> None:
+    ask = {**STORY, "logprobs": 0, "return_tokens_as_token_ids": True, "return_token_ids": True, "prompt_logprobs": 1}
+    [choice] = client.post("/v1/completions", json=ask).json()["choices"]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
+    assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [1] * 8
+    assert len(choice["prompt_logprobs"]) == len(choice["prompt_token_ids"]) and choice["prompt_logprobs"][0] is None
+    chat = client.post("/v1/chat/completions", json={**CHAT, "return_token_ids": True, "prompt_logprobs": 0}).json()
+    assert len(chat["choices"][0]["token_ids"]) == chat["usage"]["completion_tokens"]
+    assert len(chat["prompt_token_ids"]) == len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+
+
+def test_defaults_are_the_models_and_limits_the_contexts(client: httpx.Client) -> None:
+    assert client.post("/v1/completions", json={"prompt": "x"}).json()["usage"]["completion_tokens"] <= 16
+    forever = {**CHAT, "ignore_eos": True}
+    del forever["max_tokens"]
+    usage = client.post("/v1/chat/completions", json=forever).json()["usage"]
+    assert usage["total_tokens"] == client.get("/v1/models").json()["data"][0]["max_model_len"]
+    both = {**CHAT, "max_tokens": 5, "max_completion_tokens": 2, "ignore_eos": True}
+    assert client.post("/v1/chat/completions", json=both).json()["usage"]["completion_tokens"] == 2
+
+
+def test_a_prompt_seen_before_is_counted_as_cached(client: httpx.Client) -> None:
+    ask = {"prompt": "A rather long beginning of a story " * 20, "max_tokens": 1, "cache_salt": "of this test"}
+    first, second = (client.post("/v1/completions", json=ask).json()["usage"] for _ in range(2))
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["prompt_tokens_details"]["cached_tokens"] > 0
+    other = client.post("/v1/completions", json={**ask, "cache_salt": "of another"}).json()["usage"]
+    assert other["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_null_and_unknown_fields_count_as_not_given(client: httpx.Client) -> None:
+    nothing = dict.fromkeys(("stop", "n", "seed", "logprobs", "stream", "suffix", "logit_bias", "user", "top_p"))
+    plain = client.post("/v1/completions", json=STORY).json()["choices"]
+    odd = client.post("/v1/completions", json={**STORY, **nothing, "made_up": {"by": ["somebody"]}})
+    assert odd.json()["choices"] == plain
+
+
+def test_request_ids_are_given_back(client: httpx.Client) -> None:
+    assert client.get("/version", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    made = [client.get("/version", headers=h).headers["x-request-id"] for h in ({}, {"X-Request-Id": "a b\tc"})]
+    assert all(re.fullmatch("req-[0-9a-f]{32}", one) for one in made) and made[0] != made[1]
+
+
+def test_one_request_id_twice_at_once_is_no_cross_talk(server: ServerProcess, client: httpx.Client) -> None:
+    body = json.dumps({**STORY, "stream": True}).encode()
+    expected = client.post("/v1/completions", json=STORY).json()["choices"][0]["text"]
+    same = {"X-Request-Id": "same", "Content-Type": "application/json"}
+    with client.stream("POST", "/v1/completions", content=body, headers=same) as one:
+        other = client.post("/v1/completions", content=body, headers=same)
+        one.read()
+    for answer in (one, other):
+        assert "".join(chunk["choices"][0]["text"] for chunk in events(answer)) == expected
+
+
+def test_paths_are_forgiving_and_wrong_ones_are_errors(client: httpx.Client, server: ServerProcess) -> None:
+    for path in ("/v1//models", "//v1/models", "/v1/models/"):
+        assert b" 200 OK" in server.exchange(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+    for method, path, status in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405), ("PUT", "/health", 405)):
+        answer = client.request(method, path)
+        assert answer.status_code == status
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_tokenize_and_detokenize(client: httpx.Client) -> None:
+    answer = client.post("/tokenize", json={"prompt": "A fox", "return_token_strs": True}).json()
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    bare = client.post("/tokenize", json={"prompt": "A fox", "add_special_tokens": False}).json()["tokens"]
+    assert client.post("/detokenize", json={"tokens": bare}).json() == {"prompt": "A fox"}
+    chat = client.post("/tokenize", json={"messages": CHAT["messages"]}).json()
+    usage = client.post("/v1/chat/completions", json=CHAT).json()["usage"]
+    assert chat["count"] == usage["prompt_tokens"]
+    for path, body in (("/tokenize", {}), ("/detokenize", {"tokens": [-1]}), ("/detokenize", {"tokens": [10**6]})):
+        assert client.post(path, json=body).status_code == 400
+
+
+def test_what_the_server_tells_of_itself(client: httpx.Client) -> None:
+    assert client.get("/version").json() == {"version": __version__}
+    for path in ("/health", "/health/live", "/health/ready", "/ping"):
+        assert client.get(path).json() == {"status": "ok"}
+        assert client.head(path).status_code == 200
+    load = client.get("/load").json()
+    assert load["phase"] == "ready" and load["server_load"] == 0
+    page = client.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "/v1/chat/completions" in page.text and "max_completion_tokens" in page.text
+    assert "//" not in re.sub(r"<code>.*?</code>", "", page.text).replace("</", "")  # nothing from elsewhere
+    document = client.get("/openapi.json").json()
+    assert "prompt" in document["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert "/v1/completions" in document["paths"]
+
+
+def test_metrics_have_short_lists_of_labels(client: httpx.Client, server: ServerProcess) -> None:
+    client.post("/v1/completions", json=STORY)
+    for i in range(20):
+        client.get(f"/made/up/{i}")
+        server.exchange(raw_post(f"/v1/{i}", b"{}"))
+    text = client.get("/metrics").text
+    for name in ("http_requests_total", "generation_tokens_total", "time_to_first_token_seconds_bucket"):
+        assert f"\nmvllm:{name}" in text
+    assert 'handler="/v1/completions",method="POST",status="2xx"' in text and "made" not in text
+    handlers = set(re.findall(r'http_requests_total\{handler="([^"]*)"', text))
+    assert "other" in handlers and len(handlers) < 25
+
+
+def test_chunks_of_characters_are_whole_characters(client: httpx.Client) -> None:
+    """Whatever bytes the model makes, pieces are text, and add up to the text of the whole answer."""
+    ask = {
+        "model": "demo",
+        "prompt": "Ωδ ü 猫 🦊",
+        "temperature": 1.5,
+        "seed": 3,
+        "max_tokens": 200,
+        "ignore_eos": True,
+    }
+    whole = client.post("/v1/completions", json=ask).json()["choices"][0]["text"]
+    chunks = events(client.post("/v1/completions", json={**ask, "stream": True}))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole

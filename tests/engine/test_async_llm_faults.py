@@ -1,0 +1,190 @@
+"""Whatever of an AsyncLLM's engine dies or hangs, every caller is told what it was, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mvllm import SamplingParams
+from mvllm.config.engine_args import EngineArgs
+from mvllm.engine.async_llm import AsyncLLM
+from mvllm.engine.request_stream import RequestStream
+from mvllm.errors import CacheError, EngineDeadError, WorkerDiedError, WorkerError
+from mvllm.messages.sampling_params import RequestOutputKind
+from tests.helpers.plugins import prepend, puppet_platform_path
+from tests.helpers.processes import TAG, assert_nothing_left, named, new_tag, shared_memory_names, wait_until
+
+LONG = SamplingParams(max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.DELTA, detokenize=False)
+Make = Callable[..., AsyncLLM]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Builds engines on puppet workers; after the test nothing may be left of them."""
+    prepend(monkeypatch, puppet_platform_path(tmp_path))
+    tag, before = new_tag(), shared_memory_names()
+    monkeypatch.setenv(TAG, tag)
+
+    with ExitStack() as stack:
+
+        def build(puppet: str, **settings: object) -> AsyncLLM:
+            monkeypatch.setenv("PUPPET", puppet)
+            defaults = {
+                "model": "demo",
+                "platform": "puppet",
+                "distributed_executor_backend": "mp",
+                "kv_cache_memory_bytes": 1 << 24,
+                "memory_utilization": 0.5,
+                "dtype": "float32",
+                "skip_tokenizer_init": True,
+                "max_num_seqs": 2,
+            }
+            llm = AsyncLLM.from_engine_args(EngineArgs.from_kwargs(**(defaults | settings)))
+            stack.callback(llm.shutdown)
+            return llm
+
+        yield build
+    assert_nothing_left(tag, before)
+
+
+def process(name: str) -> psutil.Process:
+    (found,) = named(os.environ[TAG], name)
+    return found
+
+
+async def begin(llm: AsyncLLM, count: int = 4) -> list[RequestStream]:
+    """Requests of which two run and have given something, and the others wait."""
+    streams = [await llm.add_request([5, 6, 7 + i], LONG) for i in range(count)]
+    for stream in streams[:2]:
+        await anext(stream)
+    return streams
+
+
+async def end(stream: RequestStream) -> Exception:
+    """What a caller is told who reads on."""
+    with pytest.raises(EngineDeadError) as caught:
+        async for _ in stream:
+            pass
+    return caught.value
+
+
+def within_a_minute(main) -> None:
+    asyncio.run(asyncio.wait_for(main, 60))
+
+
+@pytest.mark.parametrize("victim", ["EngineCore", "Worker"])
+def test_a_killed_process_is_named_to_every_caller(make: Make, victim: str) -> None:
+    llm = make("slow")
+
+    async def kill() -> None:
+        streams = await begin(llm)
+        health = asyncio.create_task(llm.check_health())
+        killed = process(victim)
+        killed.kill()
+        for error in await asyncio.gather(*map(end, streams)):
+            assert re.search(rf"{victim}.*pid {killed.pid}.* was killed by SIGKILL", str(error))
+        if victim != "EngineCore":
+            assert any(isinstance(cause, WorkerDiedError) for cause in causes_of(error))
+        with pytest.raises(EngineDeadError):
+            await health
+        assert llm.errored and not llm.is_running and "SIGKILL" in str(llm.dead_error)
+        for use in (llm.add_request([5], LONG), llm.check_health(), llm.reset_prefix_cache(), llm.sleep()):
+            with pytest.raises(EngineDeadError, match="SIGKILL"):
+                await use
+        assert llm.num_requests == 0
+        await llm.abort("0")
+        streams[0].close()
+
+    within_a_minute(kill())
+
+
+def causes_of(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def test_a_step_that_fails_ends_all_requests_after_what_they_have(make: Make) -> None:
+    llm = make("yes")  # fails in step 13
+
+    async def fail() -> None:
+        streams = [await llm.add_request([5, 6, 7 + i], LONG) for i in range(3)]
+        ids: list[int] = []
+        with pytest.raises(EngineDeadError, match="unlucky") as caught:
+            async for output in streams[0]:
+                ids += output.outputs[0].token_ids
+        assert len(ids) == 13
+        assert any(isinstance(cause, WorkerError) for cause in causes_of(caught.value))
+        assert "unlucky" in str(await end(streams[2]))
+
+    within_a_minute(fail())
+
+
+def test_an_engine_that_dies_at_rest_says_so_without_being_asked(make: Make) -> None:
+    llm = make("slow")
+    assert llm.dead_error is None
+    process("EngineCore").kill()
+    wait_until(lambda: llm.errored, 30, "its death is noticed")  # no loop has ever run
+    assert "SIGKILL" in str(llm.dead_error)
+
+    async def use() -> None:
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await llm.add_request([5], LONG)
+
+    within_a_minute(use())
+
+
+def test_a_hanging_core_is_seen_and_may_go_on(make: Make) -> None:
+    llm = make("slow")
+
+    async def hang() -> None:
+        streams = await begin(llm, 2)
+        core = process("EngineCore")
+        core.suspend()
+        while llm.heartbeat_age < 1.0:
+            await asyncio.sleep(0.05)
+        assert llm.load.heartbeat_age >= 1.0 and not llm.errored
+        core.resume()
+        while llm.heartbeat_age > 0.9:
+            await asyncio.sleep(0.05)
+        for stream in streams:
+            await anext(stream)
+            stream.close()
+        await llm.reset_prefix_cache()
+        assert llm.heartbeat_age == 0.0
+
+    within_a_minute(hang())
+
+
+def test_a_core_that_hangs_for_too_long_is_ended(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mvllm.engine.core_link.SLACK_SECONDS", 1.0)
+    llm = make("slow", step_timeout=1)
+
+    async def hang() -> None:
+        streams = await begin(llm, 3)
+        core = process("EngineCore")
+        core.suspend()
+        for error in await asyncio.gather(*map(end, streams)):
+            assert f"EngineCore (pid {core.pid}) has given no sign of life within 2 s" in str(error)
+        wait_until(lambda: not core.is_running(), 10, "the stopped core is gone")
+
+    within_a_minute(hang())
+
+
+def test_an_error_at_start_is_the_cores_own(make: Make) -> None:
+    with pytest.raises(CacheError, match=r"max_model_len .* needs .* of KV cache"):
+        make("slow", kv_cache_memory_bytes=1000)
+
+
+def test_an_engine_whose_loop_has_ended_can_be_shut_down(make: Make) -> None:
+    llm = make("slow")
+    within_a_minute(begin(llm))  # and the fixture looks for what is left
+    llm.shutdown()
+    assert not named(os.environ[TAG], "EngineCore") and not named(os.environ[TAG], "Worker")

@@ -1,0 +1,127 @@
+"""Two replicas behind one AsyncLLM give what one engine gives, share the work, and die together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mvllm.config.engine_args import EngineArgs
+from mvllm.engine.async_llm import AsyncLLM
+from mvllm.engine.dp_async_client import DPAsyncMPClient
+from mvllm.errors import CacheError, EngineDeadError, QueueFullError
+from mvllm.messages.sampling_params import RequestOutputKind
+from tests.helpers.async_engine import PROMPTS, SETTINGS, async_engine, joined, last, params
+from tests.helpers.parity import engine
+
+LONG = params(max_tokens=150, output_kind=RequestOutputKind.DELTA)
+TWO = {"data_parallel_size": 2}
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> Iterator[AsyncLLM]:
+    with async_engine(checkpoint, **TWO) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+def client_of(llm: AsyncLLM) -> DPAsyncMPClient:
+    assert isinstance(llm._client, DPAsyncMPClient)
+    return llm._client
+
+
+def test_tokens_are_those_of_one_engine_and_both_have_worked(
+    llm: AsyncLLM, checkpoint: Path, loop: asyncio.AbstractEventLoop
+) -> None:
+    prompts = [f"{i} times {PROMPTS[i % 2]}" for i in range(40)]
+    with engine(checkpoint) as offline:
+        expected = [o.outputs[0].token_ids for o in offline.generate(prompts, params(), use_tqdm=False)]
+    before = [sum(psutil.Process(pid).cpu_times()[:2]) for pid in llm.core_pids]
+
+    async def all_of_them() -> None:
+        outputs = await asyncio.gather(*(last(llm.generate(prompt, params())) for prompt in prompts))
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+
+    loop.run_until_complete(all_of_them())
+    assert client_of(llm).num_unfinished == [0, 0] and not client_of(llm)._core_of
+    after = [sum(psutil.Process(pid).cpu_times()[:2]) for pid in llm.core_pids]
+    assert len(after) == 2 and all(late > early for early, late in zip(before, after))
+
+
+def test_requests_are_dealt_out_aborted_and_forgotten(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+    async def some() -> None:
+        streams = [await llm.add_request([5 + i, 6], LONG) for i in range(6)]
+        several = await llm.add_request([4, 4], params(max_tokens=150, n=4, temperature=1.0))
+        assert sorted(client_of(llm).num_unfinished) in ([3, 7], [4, 6], [5, 5])  # sequences stay together
+        await anext(several)
+        several.close()
+        assert client_of(llm).num_unfinished == [3, 3]
+        await anext(streams[0])
+        await llm.check_health()
+        load = llm.load
+        assert (load.num_running, load.num_requests) == (6, 6)
+        stop = await joined(llm.generate([9, 9], params(stop=["e", "a", "t"], max_tokens=150, ignore_eos=True)))
+        assert stop[0]
+        for stream in streams:
+            stream.close()
+        assert client_of(llm).num_unfinished == [0, 0] and not client_of(llm)._core_of
+        assert await llm.reset_prefix_cache()
+        assert (llm.stats.num_running, llm.stats.num_waiting, llm.stats.kv_cache_usage) == (0, 0, 0.0)
+        assert llm.heartbeat_age == 0.0
+
+    loop.run_until_complete(some())
+
+
+def test_a_prompt_goes_where_its_beginning_is_cached(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+    async def again() -> list[int]:
+        await llm.reset_prefix_cache()
+        beginning = [list(range(10 + i, 90 + i)) for i in range(2)]
+        outputs = [await last(llm.generate(beginning[i % 2] + [i], params(max_tokens=2))) for i in range(8)]
+        return [output.num_cached_tokens for output in outputs]
+
+    assert loop.run_until_complete(again()) == [0, 0] + [80] * 6
+
+
+def test_each_replica_says_who_it_is(llm: AsyncLLM) -> None:
+    for rank, pid in enumerate(llm.core_pids):
+        assert f"EngineCore_DP{rank}" in psutil.Process(pid).cmdline()
+
+
+def test_room_is_for_what_all_replicas_can_run_and_one_that_dies_is_the_death_of_all(checkpoint: Path) -> None:
+    async def fill(llm: AsyncLLM) -> None:
+        streams = [await llm.add_request([5 + i], LONG) for i in range(4)]
+        with pytest.raises(QueueFullError, match="4 can run at once"):
+            await llm.add_request([5], LONG)
+        living, dead = map(psutil.Process, llm.core_pids)
+        living.suspend()  # or it might be done before anybody notices
+        dead.kill()
+        for stream in streams:  # also those of the other replica
+            with pytest.raises(EngineDeadError, match=r"EngineCore_DP1 .* was killed by SIGKILL"):
+                await joined(stream)
+        living.resume()
+        assert llm.errored
+        with pytest.raises(EngineDeadError, match="EngineCore_DP1"):
+            await llm.add_request([5], LONG)
+
+    children = set(psutil.Process().children())
+    with async_engine(checkpoint, max_num_seqs=2, max_queued_requests=0, **TWO) as llm:
+        asyncio.run(asyncio.wait_for(fill(llm), 60))
+    assert set(psutil.Process().children()) <= children
+
+
+def test_one_that_cannot_start_ends_the_other(checkpoint: Path) -> None:
+    children = set(psutil.Process().children())
+    with pytest.raises(CacheError, match="max_model_len"):
+        AsyncLLM.from_engine_args(
+            EngineArgs.from_kwargs(model=str(checkpoint), **(SETTINGS | TWO | {"kv_cache_memory_bytes": 1000}))
+        )
+    assert set(psutil.Process().children()) <= children

@@ -1,0 +1,164 @@
+"""A server in a process of its own, and the ways that tests talk to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.helpers.processes import TAG, new_tag, tagged, wait_until
+
+START_SECONDS = 180
+SMALL = ("--kv-cache-memory-bytes", str(64 << 20))
+
+
+class ServerProcess:
+    """`mvllm serve` with some arguments, from its start to its end.
+
+    Args:
+        folder: Where its log goes.
+        arguments: After `serve`.
+        environment: Beside this process's own.
+    """
+
+    def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
+        self.tag = new_tag()
+        self._log = folder / f"server-{self.tag[:8]}.log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "mvllm.entrypoints.cli.main", "serve", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, TAG: self.tag, "OMP_NUM_THREADS": "1", **environment},
+            )
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.end()
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def url(self) -> str:
+        """Where it listens, as soon as it does."""
+        self.wait_for_log(r"Listening at (http\S+);")
+        found = re.search(r"Listening at (http\S+);", self.log)
+        assert found
+        return found[1]
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        return host, int(port)
+
+    def wait_for_log(self, pattern: str, seconds: float = START_SECONDS) -> None:
+        """Returns when the log has the pattern; fails when the server ends before."""
+
+        def there() -> bool:
+            if re.search(pattern, self.log):
+                return True
+            assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.log[-3000:]}"
+            return False
+
+        wait_until(there, seconds, lambda: f"{pattern} in the log:\n{self.log[-3000:]}")
+
+    def wait_ready(self) -> ServerProcess:
+        self.wait_for_log(r"Ready at ")
+        return self
+
+    def client(self, **settings: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=settings.pop("timeout", 120), trust_env=False, **settings)
+
+    def pids(self) -> set[int]:
+        """Of it and everything that it has started."""
+        return {process.pid for process in tagged(self.tag)}
+
+    def engine_core(self) -> psutil.Process:
+        wait_until(self._engine_cores, START_SECONDS, lambda: self.log)
+        [core] = self._engine_cores()
+        return core
+
+    def _engine_cores(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "EngineCore" in process.cmdline():
+                    found.append(process)
+        return found
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, seconds: float = 60) -> int:
+        return self.process.wait(seconds)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(30)
+
+    def exchange(self, data: bytes, *, wait: float = 60.0, close_after: int | None = None) -> bytes:
+        """Sends raw bytes over a connection of their own; returns all that comes back until its end.
+
+        Args:
+            wait: Seconds that an answer may take.
+            close_after: Leave when this many bytes have come.
+        """
+        with socket.create_connection(self.address, timeout=wait) as connection:
+            with contextlib.suppress(ConnectionError):  # it may answer and close before everything is sent
+                connection.sendall(data)
+            return b"".join(self._answers(connection, close_after))
+
+    @staticmethod
+    def _answers(connection: socket.socket, close_after: int | None) -> Iterator[bytes]:
+        received = 0
+        while True:
+            try:
+                piece = connection.recv(1 << 16)
+            except ConnectionError:
+                return
+            if not piece:
+                return
+            yield piece
+            received += len(piece)
+            if close_after is not None and received >= close_after:
+                return
+
+
+def wait_idle(client: httpx.Client, seconds: float = 30) -> None:
+    """Returns when the engine has nothing to do."""
+
+    def idle() -> bool:
+        load = client.get("/load").json()
+        return not (load["server_load"] or load["num_requests_running"] or load["num_requests_waiting"])
+
+    wait_until(idle, seconds, lambda: str(client.get("/load").json()))
+
+
+def head_of(method: str, path: str, *headers: str) -> bytes:
+    """The head of a request by hand; the connection ends with its answer."""
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: x", "Connection: close", *headers, "", ""]).encode()
+
+
+def raw_post(path: str, body: bytes, *headers: str) -> bytes:
+    """A whole request by hand."""
+    return head_of("POST", path, "Content-Type: application/json", f"Content-Length: {len(body)}", *headers) + body
