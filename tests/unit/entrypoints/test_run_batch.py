@@ -77,18 +77,17 @@ def test_no_more_lines_are_read_than_are_being_answered():
             await gates[int(line.custom_id)].wait()
             return b"{}"
 
-        async def settled():
-            before = None
-            while before != source.num_read or len(asyncio.all_tasks()) < min(source.num_read, 4):
-                before = source.num_read
-                await asyncio.sleep(0.05)
+        async def until(is_so):
+            while not is_so():
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)  # time in which one that goes too far would go on
 
         source, target = Source(b"\n".join(line(str(i)) for i in range(20))), io.BytesIO()
         running = asyncio.create_task(Runner(wait, max_concurrency=3).run(source, target))
-        await settled()
+        await until(lambda: source.num_read >= 3)
         assert source.num_read == 3 and not target.getvalue()
         gates[1].set()  # the second is answered first
-        await settled()
+        await until(lambda: source.num_read >= 4 and target.getvalue())
         assert source.num_read == 4 and target.getvalue().count(b"\n") == 1
         for gate in gates:
             gate.set()
