@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     import asyncio
 
     if importlib.util.find_spec("starlette") is None:
-        raise ConfigError("`mvllm run-batch` needs what the server is made of. Run: pip install 'mvllm[server]'")
+        raise ConfigError("`mvllm run-batch` needs fastapi, which is not installed. Run: pip install fastapi")
     if args.max_concurrency is not None and args.max_concurrency < 1:
         raise ConfigError(f"--max-concurrency is {args.max_concurrency}; it must be at least 1.")
     template = _template(args.chat_template)
