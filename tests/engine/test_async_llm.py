@@ -469,8 +469,12 @@ def test_shut_down_it_leaves_nothing_and_says_so(checkpoint: Path, run: Run) -> 
         async def use() -> None:
             stream = await llm.add_request([5], LONG)
             await anext(stream)
+            answer = asyncio.ensure_future(llm.check_health())
+            await asyncio.sleep(0)  # it is asked, and shut down before it can answer
             llm.shutdown()
             llm.shutdown()
+            with pytest.raises(EngineDeadError, match="shut down"):
+                await answer
             with pytest.raises(EngineDeadError, match="shut down"):
                 await joined(stream)
             for use in (llm.add_request([5], LONG), llm.check_health(), llm.reset_prefix_cache(), llm.sleep()):
