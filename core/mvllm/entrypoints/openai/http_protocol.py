@@ -27,6 +27,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _head_bytes = 0  # received, whether or not they are whole fields
     _field_bytes = 0  # of the fields of the head
     _in_head = True
+    _unused_bytes = 0  # received since the last piece of a body: extensions of chunks, fields after the last one
     _is_closing = False
     _refusal: tuple[int, str] | None = None
     _head_timer: asyncio.TimerHandle | None = None
@@ -44,14 +45,19 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             return
         if self._in_head:
             self._head_bytes += len(data)
+        self._unused_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self._is_closing:
+        if self._is_closing or self.transport.is_closing():
+            return
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
             self.send_400_response("")
+        elif not self._in_head and self._unused_bytes > MAX_HEAD_BYTES:
+            self._refuse_tail()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._field_bytes = 0
+        self._field_bytes = self._unused_bytes = 0
         self.scope["mvllm.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
         self._expect_head()
 
@@ -65,7 +71,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._end_head()
+        self._unused_bytes = 0
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unused_bytes = 0
+        super().on_body(body)
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is no request, and closes the connection."""
@@ -104,6 +115,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _refuse_head(self) -> None:
         self._refusal = (431, f"Headers may have {MAX_HEAD_BYTES} bytes, and there may be {MAX_HEADERS} of them.")
+
+    def _refuse_tail(self) -> None:
+        """What a chunked body has beside its data grows without an end; the parser would keep all of it."""
+        if self.cycle is not None and self.cycle.response_complete:
+            self.transport.close()  # another answer would be taken for that to the next request
+            return
+        self._refuse_head()
+        self.send_400_response("")
 
     def _expect_head(self) -> None:
         if self._head_timer is None:
