@@ -315,6 +315,21 @@ class TestConversations:
 
 
 class TestClientsThatLeave:
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_with_further_requests_waiting_behind_the_first(
+        self, server: ServerProcess, client: httpx.Client, stream: bool
+    ) -> None:
+        """All of them are ended, and none of them fails for want of a reader."""
+        ask = {**STORY, "max_tokens": 900, "n": 3, "temperature": 1, "ignore_eos": True, "stream": stream}
+        data = raw_post(PATH, json.dumps(ask).encode()).replace(b"Connection: close\r\n", b"")
+        failures = server.log.count("A request failed.")
+        with socket.create_connection(server.address, timeout=60) as connection:
+            connection.sendall(data * 3)
+            while not client.get("/load").json()["server_load"]:
+                time.sleep(0.01)
+        wait_idle(client)
+        assert server.log.count("A request failed.") == failures
+
     @pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
     @pytest.mark.parametrize("stream", [False, True])
     def test_in_the_middle_of_an_answer(

@@ -10,7 +10,7 @@ import asyncio
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from mvllm.entrypoints.openai.errors import error_body
 
@@ -34,10 +34,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._cycles: list[RequestResponseCycle] = []  # not answered to the end; all but the first wait for it
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self._cycles.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -72,7 +78,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._end_head()
         self._unused_bytes = 0
+        before = self.cycle
         super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+        if self.cycle is not None and self.cycle is not before:
+            self._cycles.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._unused_bytes = 0
@@ -82,7 +92,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Answers what is no request, and closes the connection."""
         self._end_head()
         cycle = self.cycle
-        if cycle is not None and cycle.response_started and not cycle.response_complete:
+        if any(each.response_started and not each.response_complete for each in self._cycles):
             self.transport.close()  # an answer is under way; this one would land inside it
             return
         if cycle is not None and not cycle.response_complete:
