@@ -56,6 +56,15 @@ class TestHeads:
         assert error_of(server.exchange(head_of("GET", "/version", "X-Long: " + "a" * (MAX_HEAD_BYTES + 1))))[0] == 431
         assert b" 200 OK" in server.exchange(head_of("GET", "/version", "X-Long: " + "a" * (MAX_HEAD_BYTES - 200)))
 
+    @pytest.mark.parametrize("tail", [b"0\r\nX-Long: ", b"4;name=", b"0000"], ids=["trailer", "extension", "size"])
+    def test_what_never_ends_beside_the_data_of_a_chunked_body(self, server: ServerProcess, tail: bytes) -> None:
+        """The parser would gather all of it, for clients without a key, too."""
+        head = head_of("POST", "/no-such-path", "Transfer-Encoding: chunked")
+        with socket.create_connection(server.address, timeout=60) as connection, pytest.raises(ConnectionError):
+            connection.sendall(head.replace(b"Connection: close\r\n", b"") + tail)
+            for _ in range(100):
+                connection.sendall(b"0" * (1 << 20))
+
     def test_1000_headers(self, server: ServerProcess) -> None:
         assert error_of(server.exchange(head_of("GET", "/version", *(f"X-{i}: 1" for i in range(1000)))))[0] == 431
         assert b" 200 OK" in server.exchange(head_of("GET", "/version", *(f"X-{i}: 1" for i in range(MAX_HEADERS - 2))))
@@ -306,6 +315,21 @@ class TestConversations:
 
 
 class TestClientsThatLeave:
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_with_further_requests_waiting_behind_the_first(
+        self, server: ServerProcess, client: httpx.Client, stream: bool
+    ) -> None:
+        """All of them are ended, and none of them fails for want of a reader."""
+        ask = {**STORY, "max_tokens": 900, "n": 3, "temperature": 1, "ignore_eos": True, "stream": stream}
+        data = raw_post(PATH, json.dumps(ask).encode()).replace(b"Connection: close\r\n", b"")
+        failures = server.log.count("A request failed.")
+        with socket.create_connection(server.address, timeout=60) as connection:
+            connection.sendall(data * 3)
+            while not client.get("/load").json()["server_load"]:
+                time.sleep(0.01)
+        wait_idle(client)
+        assert server.log.count("A request failed.") == failures
+
     @pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
     @pytest.mark.parametrize("stream", [False, True])
     def test_in_the_middle_of_an_answer(

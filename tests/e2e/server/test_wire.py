@@ -130,6 +130,14 @@ def test_tokens_by_their_ids_and_logprobs_of_the_prompt(client: httpx.Client) ->
     assert len(chat["prompt_token_ids"]) == len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_logprobs_of_the_prompt_come_with_the_first_piece_of_a_stream(client: httpx.Client, count: int) -> None:
+    ask = {**STORY, "prompt_logprobs": count, "stream": True}
+    choices = [event["choices"][0] for event in events(client.post("/v1/completions", json=ask))]
+    assert len(choices) > 1 and choices[0]["prompt_logprobs"][0] is None
+    assert not any("prompt_logprobs" in choice for choice in choices[1:])
+
+
 def test_defaults_are_the_models_and_limits_the_contexts(client: httpx.Client) -> None:
     assert client.post("/v1/completions", json={"prompt": "x"}).json()["usage"]["completion_tokens"] <= 16
     forever = {**CHAT, "ignore_eos": True}

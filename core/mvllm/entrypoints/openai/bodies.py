@@ -21,6 +21,9 @@ logger = get_logger(__name__)
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+MAX_NODES = 1 << 20
+"""Lists and objects in a body: to make many, and to forget them, holds up everybody for seconds."""
+
 _PATH = re.compile(r" - at `\$((?:\.\w+|\[[.\w]*\])+)`$")
 
 
@@ -83,6 +86,9 @@ class BodyDecoder(Generic[T]):
         Raises:
             APIError: It is not JSON, or a field has the wrong type (400). The text never repeats what was sent.
         """
+        # Brackets in texts count, too: a text of so many fits no model.
+        if len(body) > MAX_NODES and body.count(b"[") + body.count(b"{") > MAX_NODES:
+            raise APIError(400, f"The body has more than {MAX_NODES} lists and objects.")
         try:
             request = self._decoder.decode(body)
         except msgspec.ValidationError as e:

@@ -62,7 +62,7 @@ class ChatPrompts:
         """
         if request.messages is None:
             raise RequestError("messages is missing.", parameter="messages")
-        foreign = request.chat_template is not None
+        foreign = bool(request.chat_template)
         if foreign and not self._trust:
             raise RequestError(
                 "chat_template is refused, since a template is a program: this server uses the model's own. Start it "
@@ -72,26 +72,33 @@ class ChatPrompts:
         if len(request.chat_template or "") > MAX_TEMPLATE_LENGTH:
             raise RequestError(f"chat_template may have {MAX_TEMPLATE_LENGTH} characters.", parameter="chat_template")
         if foreign:
-            text = await self._text_work.run_foreign(lambda: self._render(request))
+            messages = [_with_parsed_arguments(message) for message in request.messages]
+            tokenizer = self._engine.tokenizer
+            special = await self._text_work.run(lambda: dict(tokenizer.hf.special_tokens_map))  # slow the first time
+            text = await self._text_work.run_foreign(messages, self._settings(request), special)
             return await self._text_work.run(lambda: self._tokenize(text))
         return await self._text_work.run(lambda: self._tokenize(self._render(request)))
 
     def _render(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
-        tokenizer, messages = self._engine.tokenizer, request.messages or []
+        messages = [_with_parsed_arguments(message) for message in request.messages or []]
+        return render_chat(self._engine.tokenizer, messages, **self._settings(request))
+
+    def _settings(self, request: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
+        """What `render_chat` is to be told."""
         go_on = bool(request.continue_final_message)
         extra = dict(request.chat_template_kwargs or {})
         effort = getattr(request, "reasoning_effort", None)
         if effort is not None:
             extra.setdefault("reasoning_effort", effort)
-        return render_chat(
-            tokenizer,
-            [_with_parsed_arguments(message) for message in messages],
-            chat_template=request.chat_template or self._chat_template,
-            add_generation_prompt=not go_on if request.add_generation_prompt is None else request.add_generation_prompt,
-            continue_final_message=go_on,
-            tools=request.tools,
-            chat_template_kwargs=extra,
-        )
+        return {
+            "chat_template": request.chat_template or self._chat_template,
+            "add_generation_prompt": not go_on
+            if request.add_generation_prompt is None
+            else request.add_generation_prompt,
+            "continue_final_message": go_on,
+            "tools": request.tools,
+            "chat_template_kwargs": extra,
+        }
 
     def _tokenize(self, text: str) -> TokensPrompt:
         self._engine.input_processor.check_text(text)

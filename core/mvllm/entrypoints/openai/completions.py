@@ -167,7 +167,8 @@ class _ChoicePieces:
         self._first = True
         self._return_ids = bool(request.return_token_ids)
         self._logprobs = None if request.logprobs is None else CompletionLogprobs(call._names, request.logprobs)
-        self._plain = not (self._echo or self._return_ids or request.logprobs is not None or request.prompt_logprobs)
+        with_logprobs = request.logprobs is not None or request.prompt_logprobs is not None
+        self._plain = not (self._echo or self._return_ids or with_logprobs)
         self._before = b'{"index":%d,"text":' % index
 
     def piece(self, output: RequestOutput, sequence: CompletionOutput) -> bytes:

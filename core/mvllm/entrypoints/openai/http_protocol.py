@@ -10,7 +10,7 @@ import asyncio
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from mvllm.entrypoints.openai.errors import error_body
 
@@ -27,16 +27,23 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _head_bytes = 0  # received, whether or not they are whole fields
     _field_bytes = 0  # of the fields of the head
     _in_head = True
+    _unused_bytes = 0  # received since the last piece of a body: extensions of chunks, fields after the last one
     _is_closing = False
     _refusal: tuple[int, str] | None = None
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._cycles: list[RequestResponseCycle] = []  # not answered to the end; all but the first wait for it
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self._cycles.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -44,14 +51,19 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             return
         if self._in_head:
             self._head_bytes += len(data)
+        self._unused_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self._is_closing:
+        if self._is_closing or self.transport.is_closing():
+            return
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
             self.send_400_response("")
+        elif not self._in_head and self._unused_bytes > MAX_HEAD_BYTES:
+            self._refuse_tail()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._field_bytes = 0
+        self._field_bytes = self._unused_bytes = 0
         self.scope["mvllm.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
         self._expect_head()
 
@@ -65,13 +77,22 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._end_head()
+        self._unused_bytes = 0
+        before = self.cycle
         super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+        if self.cycle is not None and self.cycle is not before:
+            self._cycles.append(self.cycle)
+
+    def on_body(self, body: bytes) -> None:
+        self._unused_bytes = 0
+        super().on_body(body)
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is no request, and closes the connection."""
         self._end_head()
         cycle = self.cycle
-        if cycle is not None and cycle.response_started and not cycle.response_complete:
+        if any(each.response_started and not each.response_complete for each in self._cycles):
             self.transport.close()  # an answer is under way; this one would land inside it
             return
         if cycle is not None and not cycle.response_complete:
@@ -104,6 +125,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _refuse_head(self) -> None:
         self._refusal = (431, f"Headers may have {MAX_HEAD_BYTES} bytes, and there may be {MAX_HEADERS} of them.")
+
+    def _refuse_tail(self) -> None:
+        """What a chunked body has beside its data grows without an end; the parser would keep all of it."""
+        if self.cycle is not None and self.cycle.response_complete:
+            self.transport.close()  # another answer would be taken for that to the next request
+            return
+        self._refuse_head()
+        self.send_400_response("")
 
     def _expect_head(self) -> None:
         if self._head_timer is None:

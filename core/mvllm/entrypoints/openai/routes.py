@@ -35,6 +35,9 @@ from mvllm.entrypoints.openai.streams import EventStream, while_connected
 from mvllm.errors import RequestError
 from mvllm.version import __version__
 
+MAX_DETOKENIZED = 1 << 20
+"""Token ids in one request to `/detokenize`: what is done with them holds everybody up."""
+
 
 class StreamableCall(Protocol):
     """A request that can be answered at once or piece by piece."""
@@ -202,11 +205,14 @@ class Routes:
             else:
                 special = asked.add_special_tokens is not False
                 ids = await self._state.text_work.encode(asked.prompt, add_special_tokens=special)
+        names: list[str | None] | None = None
+        if asked.return_token_strs:  # in a thread: they may be many
+            names = await self._state.text_work.run(lambda: [engine.tokenizer.piece(i) for i in ids])
         answer: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": engine.model_config.max_model_len,
             "tokens": ids,
-            "token_strs": [engine.tokenizer.piece(i) for i in ids] if asked.return_token_strs else None,
+            "token_strs": names,
         }
         return _json(answer)
 
@@ -218,6 +224,11 @@ class Routes:
         ids = asked.tokens
         if ids is None:
             raise RequestError("tokens is missing.", parameter="tokens")
+        if len(ids) > MAX_DETOKENIZED:
+            raise RequestError(
+                f"tokens may have {MAX_DETOKENIZED} entries; found {len(ids)}. Send several requests.",
+                parameter="tokens",
+            )
         vocab_size = engine.model_config.vocab_size
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             raise RequestError(f"tokens must be token ids from 0 to {vocab_size - 1}.", parameter="tokens")

@@ -1,21 +1,26 @@
 """What is done with text outside the event loop: chat templates and tokenizing, which long texts make slow.
 
 A template that comes with a request is somebody's program. It runs in the sandbox of the templates' language, in a
-thread of its own, and is ended there when its time is up.
+process of its own with little memory, which is ended when its time is up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import threading
-from collections.abc import Callable
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import msgspec
+
 from mvllm.engine.tokenizer import Tokenizer
+from mvllm.entrypoints.openai.template_process import READY, Rendered, TemplateJob
 from mvllm.errors import RequestError
+from mvllm.executor.process_tools import search_path
 
 T = TypeVar("T")
 
@@ -62,67 +67,61 @@ class TextWork:
         """Does `work` in one of the threads."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def run_foreign(self, work: Callable[[], T]) -> T:
-        """Does `work`, which runs somebody else's template, for as long as it may take.
+    async def run_foreign(
+        self, messages: Sequence[Any], settings: dict[str, Any], special_tokens: dict[str, Any]
+    ) -> str:
+        """Renders a conversation with somebody else's template, in a process of its own.
+
+        Args:
+            settings: Of `render_chat`.
+            special_tokens: What templates know by name.
 
         Raises:
-            RequestError: It took longer.
+            RequestError: The template failed, or took too much time or memory.
         """
+        job = TemplateJob(math.ceil(self._template_seconds), special_tokens, list(messages), settings)
         async with self._foreign:
-            job = _Job(work)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",
+                "-m",
+                "mvllm.entrypoints.openai.template_process",
+                str(os.getpid()),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(search_path())},
+                start_new_session=True,
+            )
             try:
-                return await asyncio.wait_for(job.done, self._template_seconds)
-            except TimeoutError:
-                raise RequestError(
-                    f"The chat template took longer than {self._template_seconds:g} s.", parameter="chat_template"
-                ) from None
+                return await self._rendered(process, await self.run(lambda: msgspec.json.encode(job)))
             finally:
-                job.end()
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await asyncio.shield(process.wait())
+
+    async def _rendered(self, process: asyncio.subprocess.Process, job: bytes) -> str:
+        assert process.stdin is not None and process.stdout is not None
+        with contextlib.suppress(ConnectionError):
+            process.stdin.write(job)
+            await process.stdin.drain()
+            process.stdin.close()
+        if await process.stdout.readline() != READY:
+            raise RuntimeError(f"the process for templates did not start; exit status {await process.wait()}")
+        try:
+            answer = await asyncio.wait_for(process.stdout.read(), self._template_seconds)
+        except TimeoutError:
+            answer = b""
+        if not answer:  # ended by the clock, or by the kernel
+            raise RequestError(
+                f"The chat template took longer than {self._template_seconds:g} s, or too much memory.",
+                parameter="chat_template",
+            )
+        rendered = msgspec.json.decode(answer, type=Rendered)
+        if rendered.text is None:
+            raise RequestError(rendered.error or "The chat template failed.", parameter=rendered.parameter)
+        return rendered.text
 
     def close(self) -> None:
         """Ends the threads when their work is done."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-class _TimeUp(BaseException):
-    """Raised in a thread whose work is no longer wanted."""
-
-
-class _Job:
-    """Work in a thread of its own, which can be ended between two steps of Python."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.done: asyncio.Future[Any] = self._loop.create_future()
-        self._work = work
-        self._thread = threading.Thread(target=self._run, name="template", daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        """Ends the thread if it still runs."""
-        if self._thread.is_alive() and self._thread.ident is not None:
-            thread_id = ctypes.c_ulong(self._thread.ident)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(_TimeUp))
-
-    def _run(self) -> None:
-        try:
-            try:
-                value = self._work()
-            except Exception as e:  # noqa: BLE001  (raised where it is waited for)
-                self._tell(self._fail, e)
-            else:
-                self._tell(self._succeed, value)
-        except _TimeUp:
-            pass
-
-    def _tell(self, tell: Callable[[Any], None], value: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed; nobody waits
-            self._loop.call_soon_threadsafe(tell, value)
-
-    def _succeed(self, value: Any) -> None:
-        if not self.done.done():
-            self.done.set_result(value)
-
-    def _fail(self, error: Exception) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
