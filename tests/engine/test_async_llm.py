@@ -73,6 +73,19 @@ def shown(output: RequestOutput) -> object:
     )
 
 
+def test_prompts_that_wait_for_a_thread_are_in_the_queue(checkpoint: Path, run: Run) -> None:
+    with async_engine(checkpoint, max_num_seqs=2, max_queued_requests=3) as llm:
+
+        async def use() -> None:
+            text = "x y " * 50_000  # much too long, which takes a while to find out
+            found = await asyncio.gather(*(llm.add_request(text) for _ in range(12)), return_exceptions=True)
+            assert [type(each) for each in found].count(QueueFullError) == 12 - (2 + 3)
+            assert llm.num_requests == llm._num_preparing == 0
+            assert (await last(llm.generate([5], params(max_tokens=2)))).finished
+
+        run(use())
+
+
 # --- what it gives
 
 
