@@ -335,6 +335,13 @@ def test_more_than_may_wait_is_refused_until_there_is_room(checkpoint: Path, run
 # --- the loop, the engine's state, its end
 
 
+def test_another_loop_is_told_that_nothing_would_come(llm: AsyncLLM, run: Run) -> None:
+    run(last(llm.generate([5], params(max_tokens=1))))
+    with pytest.raises(RuntimeError, match="another event loop"):
+        asyncio.run(asyncio.wait_for(last(llm.generate([5], params(max_tokens=1))), 10))
+    assert llm.num_requests == 0
+
+
 def test_the_loop_goes_on_while_a_long_text_is_tokenized(llm: AsyncLLM, run: Run) -> None:
     turns = 0
 

@@ -125,6 +125,7 @@ class AsyncLLM:
             RequestError: The request is not acceptable; nothing was queued.
             UnavailableError: Too many requests are waiting, or the engine sleeps; nothing was queued.
             EngineDeadError: The engine has stopped; the cause is kept.
+            RuntimeError: Another event loop than this one was the first to use the engine.
         """
         stream = await self.add_request(
             prompt, sampling_params, request_id, priority=priority, arrival_time=arrival_time
@@ -395,9 +396,15 @@ class AsyncLLM:
         self._require_open()
         if (dead := self.dead_error) is not None:
             raise EngineDeadError(str(dead)) from dead
+        loop = asyncio.get_running_loop()
         if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            self._client.attach(self._loop, self._take, self._die)
+            self._loop = loop
+            self._client.attach(loop, self._take, self._die)
+        elif self._loop is not loop:  # where nothing would ever come
+            raise RuntimeError(
+                "This AsyncLLM is used from another event loop than the one that first used it, which alone gets its "
+                "outputs. Keep to one loop (each asyncio.run makes a new one), or make an engine for each."
+            )
 
     def _require_ready(self) -> None:
         self._require_alive()
