@@ -58,11 +58,13 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
         grammar: In the library's own form, if it can be compiled.
         error: Otherwise, why not.
         memory: Bytes that it took.
+        lasts: Whether the next attempt would come to the same. Not where the error is about the machine's state.
     """
 
     grammar: str | None
     error: str | None = None
     memory: int = 0
+    lasts: bool = True
 
 
 def write_message(stream: IO[bytes], message: msgspec.Struct) -> None:
