@@ -149,7 +149,8 @@ def to_grammar(job: TrialJob) -> str:
             grammar = matcher.grammar_from_regex(job.text)
         case "choice":
             texts = json.loads(job.text)
-            grammar = matcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in texts))
+            # One terminal: as alternatives of a rule, they would all be open at once, of which a parser has its limit.
+            grammar = matcher.grammar_from_lark("start: C\nC: " + " | ".join(json.dumps(text) for text in texts))
         case _:
             from llguidance.gbnf_to_lark import any_to_lark  # type: ignore[import-not-found, unused-ignore]
 
