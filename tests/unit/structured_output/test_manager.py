@@ -74,3 +74,8 @@ def test_as_many_choices_as_are_allowed_lead_to_their_ends(manager: GrammarManag
             assert grammar.mask[token >> 3] >> (token & 7) & 1
             grammar.accept(token)
             assert grammar.error is None
+
+
+def test_a_schema_may_be_true(manager: GrammarManager) -> None:
+    for schema in ("true", True):
+        assert outcome_of(manager, make_request(json=schema)).error is None
