@@ -20,6 +20,7 @@ PARAMS = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in 
         ("llama-gqa", {}),
         ("llama-gqa", {"pipeline_parallel_size": 2}),
         ("llama-gqa", {"quantization": "int8"}),
+        ("llama-gqa", {"quantization": "int4"}),
         ("qwen3", {}),
         ("qwen3-head-dim-tied", {}),
         ("mistral-window", {}),

@@ -178,6 +178,7 @@ class EngineCore:
             self._grammars = GrammarManager(partial(load_vocabulary, self.config.model))
         self._grammars.submit(request)
         while self._plans_alike and self.scheduler.is_waiting_for_grammar(request.request_id):
+            self._grammars.wait(_GRAMMAR_WAIT_SECONDS)
             self._take_grammars(self._grammars)
 
     def _take_grammars(self, grammars: GrammarManager) -> None:

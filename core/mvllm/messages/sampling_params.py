@@ -71,8 +71,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         skip_special_tokens: Leave special tokens out of the text.
         spaces_between_special_tokens: Put spaces between special tokens in the text.
         output_kind: What each output of the engine carries.
-        structured_outputs: The form that the text must have. The output ends as soon as nothing can follow, and tokens
-            that end it can be chosen only where it is complete. As many tokens as `min_tokens` only if it goes on so far.
+        structured_outputs: The form that the text must have. The output ends as soon as nothing can follow; tokens that
+            end it can be chosen only where it is complete, and before `min_tokens` only if nothing else can follow.
 
     Raises:
         RequestError: A value has the wrong type or lies outside its range.

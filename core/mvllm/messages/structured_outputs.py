@@ -32,12 +32,13 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     Attributes:
         json: A JSON schema, as an object or as its text; kept as text. Properties come in the schema's order.
-        regex: A regular expression that all of the text matches. No look-around and no back-references.
+        regex: A regular expression that all of the text matches. No look-around and no back-references; the classes
+            \\d, \\w and \\s are those of ASCII.
         choice: Texts of which the output is one, none empty.
         grammar: A context-free grammar, either in Lark's notation (`start: ...`) or in EBNF (`root ::= ...`).
         json_object: True for any JSON object.
-        whitespace_pattern: Regular expression of the white space allowed between the parts of JSON; up to 32 characters
-            of any by default.
+        whitespace_pattern: Regular expression of the white space allowed between the parts of JSON; by default a line
+            break and an indentation of up to 32, or up to 4 spaces.
         disable_any_whitespace: No white space between the parts of JSON.
 
     Raises:
@@ -95,7 +96,7 @@ def as_structured_outputs(name: str, value: object) -> StructuredOutputsParams |
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, dict):
-        _refuse(f"must be StructuredOutputsParams; found a {type(value).__name__}")
+        _refuse(f"must be StructuredOutputsParams, a dict of its fields, or None; got a {type(value).__name__}")
     known = StructuredOutputsParams.__struct_fields__
     for key in value:
         if key not in known:

@@ -41,7 +41,7 @@ class Grammar(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing can follow."""
+        """Whether the last token has ended the sequence."""
 
     @property
     def error(self) -> str | None:
@@ -178,7 +178,7 @@ class Request:
             stop: What `find_stop` says.
 
         Returns:
-            How the request ends, if it does: `stop`, or because nothing can follow.
+            How the request ends, if it does: `stop`, or because the text is complete and nothing can follow.
         """
         grammar = self.grammar
         assert grammar is not None

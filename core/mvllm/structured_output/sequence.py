@@ -1,8 +1,9 @@
 """Which tokens may come next in one sequence.
 
-Tokens that end the sequence stand outside of the grammar: they may come where the text is complete, and `min_tokens`
-does not forbid it; elsewhere only if the grammar itself has nothing else to go on with. A text that nothing can follow
-ends the sequence by itself, so models without an end-of-sequence token end, too.
+Tokens that end the sequence stand outside of the grammar. They may come where the text is complete, if `min_tokens`
+does not forbid it; and where nothing can follow, nothing else may. Then one of them ends the sequence in any case,
+`ignore_eos` or not. Where the text is not complete they may come only as text, and only if the grammar has nothing else
+to go on with.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class SequenceGrammar:
 
     Attributes:
         mask: Bits of the tokens that may come next, see `SchedulerOutput.token_masks`.
-        is_complete: Nothing can follow.
+        is_complete: The last token has ended the sequence.
         error: Why it cannot go on, if it cannot.
     """
 
@@ -34,30 +35,25 @@ class SequenceGrammar:
         self._special_ids = special_ids
         self._min_tokens = min_tokens
         self._num_tokens = 0
+        self._nothing_follows = False
         self.mask = b""
         self.is_complete = False
         self.error: str | None = None
         self._look()
-        if self.is_complete:  # only the empty text matches; it takes a token to say so
-            self.is_complete = False
-            self.mask = bytes(_with_bits(bytearray(len(matcher.compute_bitmask())), end_ids))
-            if not end_ids:
-                self.error = "Only the empty text matches what structured_outputs asks for."
 
     def accept(self, token: int) -> None:
         """Goes on to the next position. Costs as much as making its mask."""
-        if not self._matcher.consume_token(token):
+        if self._nothing_follows:
+            self.is_complete = True
+        elif self._matcher.consume_token(token):
+            self._num_tokens += 1
+            self._look()
+        else:
             self._fail(f"token {token} cannot come next: {self._reason()}")
-            return
-        self._num_tokens += 1
-        self._look()
 
     def _look(self) -> None:
         """Makes the mask of this position."""
         matcher = self._matcher
-        if matcher.is_stopped() and not matcher.is_error():
-            self.is_complete = True
-            return
         bits = bytearray(matcher.compute_bitmask())
         if matcher.is_error():
             self._fail(self._reason())
@@ -69,7 +65,8 @@ class SequenceGrammar:
         _without_bits(bits, self._end_ids)
         goes_on = _has_bits(bits)
         if is_match and not goes_on:
-            self.is_complete = True
+            self._nothing_follows = True
+            self.mask = bytes(_with_bits(bits, self._end_ids or self._special_ids))
         elif is_match and self._num_tokens >= self._min_tokens:
             self.mask = bytes(_with_bits(bits, self._end_ids))
         elif goes_on:

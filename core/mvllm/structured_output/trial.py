@@ -26,12 +26,13 @@ from mvllm.executor.process_tools import die_with_parent, set_process_name
 from mvllm.structured_output import library
 from mvllm.structured_output.vocabulary import Vocabulary, one_line
 
-SECONDS = 5
+SECONDS = 3
 MEMORY_BYTES = 384 << 20
 """Address space beyond what the process has when it is ready."""
 
-DEFAULT_WHITESPACE = r"[ \t\r\n]{1,32}"
-"""Between the parts of JSON. Not without end: a model that has lost its thread would write nothing else."""
+DEFAULT_WHITESPACE = r"(\n[ \t]{0,32}|[ ]{1,4})"
+"""Between the parts of JSON: a line break and what follows it, or a few spaces. Not without end: a model that has lost
+its thread would write nothing else."""
 
 _LOCATE_SECONDS = 0.5
 _T = TypeVar("_T")
@@ -146,7 +147,9 @@ def to_grammar(job: TrialJob) -> str:
         case "json":
             grammar = matcher.grammar_from_json_schema(job.text, overrides=_options(job.whitespace))
         case "regex":
-            grammar = matcher.grammar_from_regex(job.text)
+            # Classes as in JSON schemas: with Unicode's, what matches would depend on the year of whoever looks.
+            pattern = library.load().regex_to_lark(job.text, use_ascii="dws")
+            grammar = matcher.grammar_from_lark(f"start: /{pattern}/")
         case "choice":
             texts = json.loads(job.text)
             # One terminal: as alternatives of a rule, they would all be open at once, of which a parser has its limit.

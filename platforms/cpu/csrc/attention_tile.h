@@ -21,9 +21,7 @@
 #endif
 
 #if HAS_BF16_DOT
-INLINE vf dot_pairs(vf acc, vu a, uint32_t b) {
-    return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)_mm512_set1_epi32(int(b)));
-}
+INLINE vf dot_pairs(vf acc, vu a, uint32_t b) { return dot_pair(acc, a, b); }
 #else
 INLINE vf dot_pairs(vf acc, vu, uint32_t) { return acc; }
 #endif

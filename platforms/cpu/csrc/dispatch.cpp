@@ -1,7 +1,7 @@
 // Which instruction set runs: the best that the processor has, or what MVLLM_CPU_ISA names if the processor has it.
 
-#include "amx.h"
 #include "kernels.h"
+#include "other_isas.h"
 #include "processor.h"
 
 namespace mvllm {
@@ -17,12 +17,6 @@ extern const Isa isa_generic __attribute__((weak));
 namespace {
 
 const Isa& choose() {
-#if MVLLM_AMX
-    // Only where it is named: it has not run on hardware yet.
-    const char* asked = std::getenv("MVLLM_CPU_ISA");
-    if (asked && !std::strcmp(asked, "amx_bf16"))
-        if (const Isa* isa = amx_isa()) return *isa;
-#endif
     [[maybe_unused]] const Features has;
     const Candidate<Isa> best_first[] = {
 #if MVLLM_X86
@@ -38,7 +32,8 @@ const Isa& choose() {
 }  // namespace
 
 const Isa& current_isa() {
-    static const Isa& isa = choose();
+    static const Isa* const other = other_isa(std::getenv("MVLLM_CPU_ISA"));
+    static const Isa& isa = other ? *other : choose();
     return isa;
 }
 

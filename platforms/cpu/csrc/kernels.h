@@ -218,6 +218,11 @@ extern const Isa isa_avx512;
 extern const Isa isa_avx512_bf16;
 #endif
 
+#if defined(__aarch64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 10
+#define MVLLM_ARM64 1
+extern const Isa isa_neon_bf16;
+#endif
+
 const Isa& current_isa();
 
 }  // namespace mvllm

@@ -50,8 +50,7 @@ struct PairedWeight {
         for (int m = 0; m < MR; ++m) {
             uint32_t pair;
             __builtin_memcpy(&pair, x + m * ldx, 4);
-            const __m512bh a = (__m512bh)_mm512_set1_epi32(int(pair));
-            for (int v = 0; v < NV; ++v) acc[m][v] = (vf)_mm512_dpbf16_ps((__m512)acc[m][v], a, (__m512bh)b[v]);
+            for (int v = 0; v < NV; ++v) acc[m][v] = dot_pair(acc[m][v], b[v], pair);
         }
     }
 };

@@ -29,6 +29,8 @@
 namespace {
 
 constexpr int64_t WORD_BYTES = 64;
+constexpr int64_t AHEAD = 256 << 10;  // bytes that a waiting rank fetches into its second cache
+constexpr int64_t LINE = 64;
 constexpr int64_t BLOCK = 1024;  // elements added up at a time: their sum stays in the first cache
 
 struct Word {
@@ -124,14 +126,21 @@ void mvllm_cpu_shared_post(char* base, int64_t world_size, int64_t slot_bytes, i
     if (word.sleepers.load()) syscall(SYS_futex, &word.rounds, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// Waits until every rank has posted `round`. Returns -1, or the first rank that had not after `milliseconds`.
+// Waits until every rank has posted `round`. Returns -1, or the first rank that had not after `milliseconds`. While it
+// waits it fetches what lies at `ahead`, which is read next, unless that is null.
 int64_t mvllm_cpu_shared_wait(char* base, int64_t world_size, int64_t slot_bytes, uint32_t round, int64_t spins,
-                              int64_t milliseconds) {
+                              int64_t milliseconds, const char* ahead) {
+    int64_t to_fetch = ahead ? AHEAD : 0;
     const Place place{base, world_size, slot_bytes};
     const int64_t deadline = now_ms() + milliseconds;
     for (int64_t rank = 0; rank < world_size; ++rank) {
         Word& word = place.word(rank);
         for (int64_t i = 0; i < spins && !posted(word, round); ++i) {
+            if (to_fetch > 0) {
+                for (int line = 0; line < 4; ++line, ahead += LINE) __builtin_prefetch(ahead, 0, 2);
+                to_fetch -= 4 * LINE;
+                continue;
+            }
 #if defined(__x86_64__)
             __builtin_ia32_pause();
 #endif

@@ -107,7 +107,7 @@ struct BFloat16 {
         return (vf)((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
     }
     INLINE void narrow(uint16_t* p, vf v) {
-#if HAS_BF16_DOT
+#if HAS_BF16_DOT && LANES == 16
         __m256bh h = _mm512_cvtneps_pbh((__m512)v);
         __builtin_memcpy(p, &h, sizeof(h));
 #elif LANES == 16
@@ -274,3 +274,15 @@ INLINE bool any_greater(vf a, vf b) {
 
 // For reading soon: into the second-level cache.
 INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+#if HAS_BF16_DOT
+// acc plus the products of each lane's pair of bfloat16 with `pair`.
+INLINE vf dot_pair(vf acc, vu pairs, uint32_t pair) {
+#if LANES == 16
+    return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(int(pair)));
+#else
+    return (vf)vbfdotq_f32((float32x4_t)acc, vreinterpretq_bf16_u32((uint32x4_t)pairs),
+                           vreinterpretq_bf16_u32(vdupq_n_u32(pair)));
+#endif
+}
+#endif

@@ -54,15 +54,16 @@ def linear() -> None:
 
 def quantized() -> None:
     op = QuantizedLinear(kernels.load().library)
-    shapes = ((1, 8), (15, 40), (33, 64), (65, 200), (7, 33))
-    kinds = ((8, None, True), (8, None, False), (8, 32, False), (4, 32, False), (4, None, False))
+    shapes = ((1, 8), (15, 40), (33, 64), (65, 200), (7, 33), (32, 296))
+    kinds = ((8, None, True), (8, None, False), (8, 32, False), (8, 32, True), (4, 32, False), (4, None, False))
+    kinds += ((4, 32, True),)
     for dtype, (out_features, in_features), (bits, group, int8) in itertools.product(DTYPES.values(), shapes, kinds):
         middle, group_size = 2 ** (bits - 1), group or in_features
         groups = -(-in_features // group_size)
-        for zeros in (False, True) if not int8 else (False,):
+        for zeros in (False, True) if group or not int8 else (False,):
             weight = QuantizedWeight(
                 torch.randint(1 - middle, middle, (out_features, in_features), dtype=torch.int8),
-                torch.rand(out_features, groups),
+                torch.randint(1, 9, (out_features, groups)).float() if zeros else torch.rand(out_features, groups),
                 torch.randint(-middle, middle, (out_features, groups), dtype=torch.int8) if zeros else None,
                 group_size,
                 bits,
@@ -70,7 +71,10 @@ def quantized() -> None:
             )
             packed, bias = op.pack(weight), torch.randn(out_features).to(dtype)
             for rows in (1, 2, 3, 7, 13):
-                op.quantized_linear(torch.randn(rows, in_features).to(dtype), packed, bias if rows % 2 else None)
+                x, offset = torch.randn(rows, in_features).to(dtype), bias if rows % 2 else None
+                op.quantized_linear(x, packed, offset)
+                if out_features % 32 == 0:
+                    op.quantized_linear_silu_and_mul(x, packed, offset)
 
 
 def experts() -> None:

@@ -23,6 +23,7 @@ NEEDS = {
     "avx512_vnni": _AVX512 | {"avx512_vnni"},
     "avx512_bf16": _AVX512 | {"avx512_vnni", "avx512_bf16"},
     "amx_bf16": _AVX512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"},
+    "neon_bf16": {"asimd", "bf16"},
 }
 """What the kernel's list of the processor's features has to name for each instruction set."""
 
@@ -34,7 +35,9 @@ def features() -> set[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return set()
-    return next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
+    return next(
+        (set(line.partition(":")[2].split()) for line in lines if line.startswith(("flags", "Features"))), set()
+    )
 
 
 def skip_unless_had(isa: str) -> None:

@@ -108,12 +108,12 @@ SCHEMES = (
 )
 
 
-def check(op, weight, dtype, bias):
+def check(op, weight, dtype, bias, counts=(*ROWS, *MANY_ROWS)):
     packed = op.pack(weight)
     out_features, in_features = weight.shape
     offset = random(out_features, dtype=dtype, seed=1) if bias else None
     agrees = assert_is_the_reference if weight.int8_activations else assert_rounds
-    for rows in (*ROWS, *MANY_ROWS):
+    for rows in counts:
         x = random(rows, in_features, dtype=dtype, seed=rows)
         agrees(op.quantized_linear(x, packed, offset), x, weight, offset)
 
@@ -143,7 +143,7 @@ def test_groups_with_int8_activations_in_any_form_of_scales(op, bits, symmetric,
     narrow = replace(any_scales, scales=any_scales.scales.bfloat16().float())
     multiples = in_factors(any_scales)
     for weight in (any_scales, narrow, multiples):
-        check(op, weight, dtype, bias=weight is narrow)
+        check(op, weight, dtype, bias=weight is narrow, counts=(1, 4, 5, 97) if weight is multiples else (3, 13))
     # What a step has to read: that the smaller forms are found is what they are for.
     assert op.pack(any_scales).scales.dtype == torch.float32
     assert op.pack(narrow).scales.dtype == torch.bfloat16
@@ -157,7 +157,7 @@ def test_groups_with_int8_activations_in_any_form_of_scales(op, bits, symmetric,
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_row_does_not_depend_on_the_others(op, scheme, dtype):
     """Neither on their number nor on its place: a request's tokens are the same alone and in any batch."""
-    for group_size, out_features, in_features in ((64, 100, 768), (64, 64, 385), (None, 100, 768)):
+    for group_size, out_features, in_features in ((64, 100, 768), (None, 64, 385)):
         packed = op.pack(quantized(out_features, in_features, group_size, **scheme))
         x = random(200, in_features, dtype=dtype, seed=1)
         alone = torch.cat([op.quantized_linear(row[None], packed, None) for row in x])
@@ -242,11 +242,11 @@ def test_gated_is_bit_for_bit_the_product_and_the_activation(op, scheme, dtype):
     silu_and_mul = KernelOps(LOADED.library).silu_and_mul
     for group_size, size, in_features in ((None, 16, 67), (32, 48, 96), (64, 1040, 320)):
         packed = op.pack(quantized(2 * size, in_features, group_size, **scheme))
-        for bias in (None, random(2 * size, dtype=dtype, seed=2)):
-            for rows in (1, 2, 5, 16, 97, 200):
-                x = random(rows, in_features, dtype=dtype, seed=rows)
-                found = op.quantized_linear_silu_and_mul(x, packed, bias)
-                assert torch.equal(found, silu_and_mul(op.quantized_linear(x, packed, bias)))
+        for rows in (1, 5, 97, 200):
+            bias = random(2 * size, dtype=dtype, seed=2) if rows % 2 else None
+            x = random(rows, in_features, dtype=dtype, seed=rows)
+            found = op.quantized_linear_silu_and_mul(x, packed, bias)
+            assert torch.equal(found, silu_and_mul(op.quantized_linear(x, packed, bias)))
 
 
 def test_more_rows_than_are_converted_at_a_time(op):

@@ -259,6 +259,40 @@ def test_kernels_that_programs_cannot_call_are_seen(block, backend, kind):
     assert all(map(torch.equal, stored, block.cache))
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_products_are_replayed_by_any_number_of_threads(block, backend, bits, threads):
+    """One row: the threads of a region share them with what stands between. Many: each opens a region of its own."""
+    quantized, before = QuantizedLinear(LOADED.library), torch.get_num_threads()
+    generator = torch.Generator().manual_seed(1)
+
+    def weight(out_features, in_features):
+        size = in_features if bits == 8 else 32
+        values = torch.randint(-7, 8, (out_features, in_features), generator=generator, dtype=torch.int8)
+        scales = torch.randint(1, 9, (out_features, in_features // size), generator=generator) * 2.0**-9
+        return quantized.pack(QuantizedWeight(values, scales, None, size, bits, int8_activations=True))
+
+    gate_up, down, norm = weight(2 * 1024, 768), weight(768, 1024), torch.ones(768, dtype=torch.bfloat16)
+
+    def function(x):
+        for _ in range(2):
+            x = block.ops.rms_norm(x, norm, 1e-5)
+            x = quantized.quantized_linear(quantized.quantized_linear_silu_and_mul(x, gate_up, None), down, None)
+        return x
+
+    compiled = backend.compile(function, dynamic=True)
+    try:
+        torch.set_num_threads(threads)
+        for rows in (1, 30):
+            for seed in range(3):
+                x = random(rows, 768, seed=seed).bfloat16()
+                with torch.inference_mode():
+                    assert torch.equal(compiled(x), function(x))
+        assert None not in compiled._programs.values()
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_what_nobody_sees_is_not_replayed(block, backend):
     """Work outside torch and outside the kernels, in another library say, shows by the result."""
 
@@ -318,16 +352,18 @@ def test_a_function_may_refuse(block, backend):
 
 def test_what_is_done_in_python_is_done_again(block, backend):
     """Ranks add up their parts there: on a tensor that a kernel has written, before another reads it."""
-    addresses = []
+    addresses, weights = [], []
 
-    def clear(address):
+    def clear(address, weight):
         addresses.append(address)
+        weights.append(weight)
         ctypes.memset(address, 0, 2 * HIDDEN)
 
     def function(ids):
         x = block.ops.embedding(ids, block.table)
         recording.call_host(clear, x.data_ptr())
-        return block.ops.rms_norm(block.ops.silu_and_mul(x), block.norm[: HIDDEN // 2], 1e-5)
+        x = block.ops.rms_norm(x, block.norm, 1e-5)
+        return block.linear(block.linear(x, block.weights["out"], None), block.weights["up"], None)
 
     compiled = backend.compile(function, dynamic=True)
     for seed in (0, 1, 2):
@@ -335,6 +371,7 @@ def test_what_is_done_in_python_is_done_again(block, backend):
         expected = function(ids)
         assert torch.equal(compiled(ids), expected) and not expected[0].any() and expected[1].any()
     assert len(addresses) == 3 + 2 + 2 and addresses[-1] == addresses[-3] != addresses[-2]
+    assert weights[-1] == weights[-3] == block.weights["out"].data.data_ptr() and not weights[-2]
 
 
 def test_long_steps_are_called(block, backend):

@@ -52,15 +52,20 @@ def parse(make: Callable[[], Parser], *pieces: str) -> list[Part]:
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', [ToolCall("f", "{}")]),
         ("hermes", "<tool_call>nonsense</tool_call>!", [Text("<tool_call>nonsense</tool_call>!")]),
         ("hermes", '<tool_call>{"name": "f", "arg', [Text('<tool_call>{"name": "f", "arg')]),
-        ("hermes", '<tool_call>{"name": 5, "arguments": []}</tool_call>', [Text('<tool_call>{"name": 5, "arguments": []}</tool_call>')]),
+        ("hermes", '<tool_call>{"name": 5}</tool_call>', [Text('<tool_call>{"name": 5}</tool_call>')]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": []}</tool_call>',
+         [Text('<tool_call>{"name": "f", "arguments": []}</tool_call>')]),
         ("llama3_json", "Hello {", [Text("Hello {")]),
         ("llama3_json", '{"name": "weather", "parameters": {"city": "Paris"}}', [PARIS]),
-        ("llama3_json", ' <|python_tag|>{"name": "weather", "parameters": {"city": "Paris"}}; {"name": "weather", "arguments": {"city": "Rome"}}', [PARIS, ROME]),
+        ("llama3_json", ' <|python_tag|>{"name": "weather", "parameters": {"city": "Paris"}}; '
+         '{"name": "weather", "arguments": {"city": "Rome"}}', [PARIS, ROME]),
         ("llama3_json", '{"city": "Paris"}', [Text('{"city": "Paris"}')]),
         ("llama3_json", "{ not JSON", [Text("{ not JSON")]),
         ("mistral", "Hello [TOOL", [Text("Hello [TOOL")]),
-        ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "weather", "arguments": {"city": "Rome"}}]', [PARIS, ROME]),
-        ("mistral", 'So: [TOOL_CALLS]weather{"city": "Paris"}[TOOL_CALLS]weather[ARGS]{"city": "Rome"}', [Text("So: "), PARIS, ROME]),
+        ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}, '
+         '{"name": "weather", "arguments": {"city": "Rome"}}]', [PARIS, ROME]),
+        ("mistral", 'So: [TOOL_CALLS]weather{"city": "Paris"}[TOOL_CALLS]weather[ARGS]{"city": "Rome"}',
+         [Text("So: "), PARIS, ROME]),
         ("mistral", "[TOOL_CALLS]nonsense", [Text("[TOOL_CALLS]nonsense")]),
         ("qwen3", "No thoughts", [Text("No thoughts")]),
         ("qwen3", "<think>\nHm.\n</think>\n\nYes.", [Reasoning("\nHm.\n"), Text("Yes.")]),
@@ -78,7 +83,9 @@ def test_what_is_found(name: str, written: str, parts: list[Part]) -> None:
 def test_prompts_open_and_close_thoughts() -> None:
     assert parse(lambda: make_qwen3("...<think>\n"), "Hm.</think>Yes.") == [Reasoning("Hm."), Text("Yes.")]
     closed = "...<think>\n\n</think>\n\n"
-    assert parse(lambda: make_deepseek_r1(closed), "Yes.") == parse(lambda: make_qwen3(closed), "Yes.") == [Text("Yes.")]
+    assert (
+        parse(lambda: make_deepseek_r1(closed), "Yes.") == parse(lambda: make_qwen3(closed), "Yes.") == [Text("Yes.")]
+    )
 
 
 MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "<|python_tag|>", "\n", " ",
@@ -94,7 +101,9 @@ def test_cuts_change_nothing(name: str, tokens: list[str], data: st.DataObject) 
 
 
 @pytest.mark.parametrize("name", sorted(MAKERS))
-@pytest.mark.parametrize("unit", ["<tool_call>", "<tool_call>{", "[TOOL_CALLS]", "{", "[", '{"a":', "<", "</think", "\n"])
+@pytest.mark.parametrize(
+    "unit", ["<tool_call>", "<tool_call>{", "[TOOL_CALLS]", "{", "[", '{"a":', "<", "</think", "\n"]
+)
 def test_a_megabyte_made_to_hurt_is_done_at_once(name: str, unit: str) -> None:
     parser, start = MAKERS[name](), time.process_time()
     for _ in range(1000):

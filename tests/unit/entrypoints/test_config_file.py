@@ -140,6 +140,16 @@ def test_a_missing_file_is_an_error_of_one_line(capsys):
     assert "/nowhere.yaml" in error and "No such file" in error and error.count("\n") == 1
 
 
+def test_the_server_and_files_of_requests_have_it_too(config, capsys):
+    assert main(["serve", "some-model", "--config", config("model: in-file\nport: 70000\n")]) == 1
+    assert "--port is 70000" in capsys.readouterr().err  # and not: two models
+    assert main(["serve", "--config", config("modle: demo")]) == 1
+    assert "modle is no option of `mvllm serve`. Did you mean model?" in capsys.readouterr().err
+    path = config("input_file: /nowhere/in\noutput-file: out\nmodel: demo\n")
+    assert main(["run-batch", "--config", path]) == 1
+    assert "/nowhere/in cannot be opened" in capsys.readouterr().err
+
+
 def test_a_command_below_a_command_reads_its_own(config, capsys):
     path = config("num_prompts: 0\nmodel: demo\ninput_len: 4\n")
     assert main(["bench", "throughput", "--config", path]) == 1

@@ -24,6 +24,7 @@ from mvllm.messages.sampling_params import (
     SamplingParams,
     validate_for_model,
 )
+from mvllm.messages.structured_outputs import StructuredOutputsParams
 
 HUGE = 10**5000
 """An integer that Python refuses to turn into text."""
@@ -54,6 +55,7 @@ ACCEPTED = [
     ("skip_special_tokens", [True, False]),
     ("spaces_between_special_tokens", [True, False]),
     ("output_kind", [*RequestOutputKind, 0, 2]),
+    ("structured_outputs", [None, StructuredOutputsParams(regex="a"), {"json_object": True}]),
 ]
 
 NO_NUMBER = ["1", b"1", [], [1], {}, 1j, object(), "", np.bool_(True), np.zeros(2)]
@@ -86,6 +88,7 @@ REFUSED = [
     ("skip_special_tokens", NO_BOOLEAN),
     ("spaces_between_special_tokens", NO_BOOLEAN),
     ("output_kind", [-1, 3, 1.0, True, None, "DELTA", HUGE, object()]),
+    ("structured_outputs", ["a", 1, True, [], object()]),  # its own fields: tests/unit/structured_output
 ]
 
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "serve": "answer requests over HTTP, in the OpenAI API",
     "chat": "talk with a model in the terminal",
     "complete": "continue text, prompt by prompt",
+    "run-batch": "answer a file of requests in the format of OpenAI batches",
     "bench": "measure throughput, latency, startup, or a running server",
     "platforms": "list the platform plugins found, and why they can or cannot be used",
     "doctor": "check this installation and this machine",

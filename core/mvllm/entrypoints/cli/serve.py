@@ -63,7 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Log a line for each answer: path, status, time and request id; never a content.",
     )
     where.add_argument(
-        "--docs", action=argparse.BooleanOptionalAction, default=True, help="Offer /docs and /openapi.json."
+        "--docs",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="Offer /docs, /openapi.json and the page at /.",
     )
     where.add_argument(
         "--metrics-alias-prefix",
@@ -145,7 +148,10 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"The server needs {', '.join(missing)}. Run: pip install 'mvllm[server]'")
+        raise ConfigError(
+            f"The server needs {', '.join(missing)}, which mvllm requires and this installation has lost. "
+            "Run: pip install --upgrade --force-reinstall mvllm"
+        )
     from mvllm.entrypoints.openai.listener import listen, listen_unix
 
     listener = listen(settings.host, settings.port) if settings.uds is None else listen_unix(settings.uds)

@@ -8,7 +8,7 @@ from mvllm.plugin_api import Check, CheckStatus
 from mvllm_cpu import kernels, machine
 
 LOW_MEMORY = 1 << 30
-ISAS = "generic, avx2, avx512, avx512_bf16, amx_bf16"
+ISAS = "generic, avx2, avx512, avx512_bf16, amx_bf16, neon_bf16"
 QUANTIZED_ISAS = "generic, avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16"
 
 
@@ -23,7 +23,10 @@ def _kernels() -> Check:
     if loaded.library is not None and asked and asked not in (loaded.isa, loaded.quantized_isa):
         found = f"MVLLM_CPU_ISA={asked} cannot run here or does not exist; the kernels run with {loaded.isa}."
         return Check(
-            "platform.cpu.kernels", CheckStatus.WARNING, found, f"Unset it or name one of: {QUANTIZED_ISAS}, amx_bf16."
+            "platform.cpu.kernels",
+            CheckStatus.WARNING,
+            found,
+            f"Unset it or name one of: {QUANTIZED_ISAS}, amx_bf16, neon_bf16.",
         )
     if loaded.library is not None:
         found = f"Compiled kernels, running with {loaded.isa}"

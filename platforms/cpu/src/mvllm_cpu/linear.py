@@ -64,8 +64,8 @@ class Linear:
         self._pack.argtypes = (pointer, length, pointer, length, length, number)
         self._pack.restype = None
         linear = (pointer, length, pointer, pointer, pointer, length, length, length, number)
-        self._linear = Kernel(library, "mvllm_cpu_linear", linear)
-        self._linear_silu = Kernel(library, "mvllm_cpu_linear_silu", linear)
+        self._linear = Kernel(library, "mvllm_cpu_linear", linear, weight=2)
+        self._linear_silu = Kernel(library, "mvllm_cpu_linear_silu", linear, weight=2)
         self._silu_takes = library.mvllm_cpu_linear_silu_takes
         self._silu_takes.argtypes = (length, length, number)
 

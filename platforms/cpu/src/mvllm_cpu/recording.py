@@ -11,8 +11,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-Call = tuple["Kernel | Callable[[int], None]", tuple[Any, ...]]
-"""A kernel and the arguments that it was called with; or a function of a tensor's address, and the address."""
+HostFunction = Callable[[int, int], None]
+"""Of a tensor's address, and of where the weights lie that are read next; 0: not known."""
+
+Call = tuple["Kernel | HostFunction", tuple[Any, ...]]
+"""A kernel and the arguments that it was called with; or a function of ours, and the address of its tensor."""
 
 
 class _OfThread(threading.local):
@@ -30,15 +33,18 @@ class Kernel:
         library: The kernels.
         name: The function's name.
         argtypes: Its parameters.
+        weight: Which of them is the weight that it reads, if any.
 
     Attributes:
-        name: As given.
-        argtypes: As given.
+        name, argtypes, weight: As given.
         entry: Its number for programs; -1 where they cannot call it.
     """
 
-    def __init__(self, library: ctypes.CDLL, name: str, argtypes: tuple[Any, ...]) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, name: str, argtypes: tuple[Any, ...], *, weight: int | None = None
+    ) -> None:
         self.name = name
+        self.weight = weight
         self.argtypes = argtypes
         self._function = getattr(library, name)
         self._function.argtypes, self._function.restype = argtypes, None
@@ -70,9 +76,9 @@ def is_recording() -> bool:
     return _here.calls is not None
 
 
-def call_host(function: Callable[[int], None], address: int) -> None:
+def call_host(function: HostFunction, address: int) -> None:
     """Calls a function of ours that works on the tensor at `address` in Python, and has replays call it too."""
-    function(address)
+    function(address, 0)
     if _here.calls is not None:
         _here.calls.append((function, (address,)))
 

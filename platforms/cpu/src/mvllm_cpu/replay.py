@@ -73,13 +73,15 @@ class _Piece:
         count: Its calls.
         then: What to call after it, or None.
         argument: The slot that holds the address for `then`.
+        weight: Where the weights lie that are read first behind `then`; 0: not known.
     """
 
     first_call: int
     first_slot: int
     count: int = 0
-    then: Callable[[int], None] | None = None
+    then: recording.HostFunction | None = None
     argument: int = -1
+    weight: int = 0
 
 
 @dataclass
@@ -184,7 +186,7 @@ class Replay(CompileBackend):
             self._run(calls, piece.count, slots, program.patches, num_patches, bases)
             num_patches = 0  # the first call has put everything in its place
             if piece.then is not None:
-                piece.then(program.slots[piece.argument])
+                piece.then(program.slots[piece.argument], piece.weight)
         return result
 
 
@@ -281,6 +283,8 @@ def _program(calls: list[Call], allocated: list[torch.Tensor], result: Any, argu
             kinds = called.argtypes
             numbers.append(called.entry)
             pieces[-1].count += 1
+            if len(pieces) > 1 and not pieces[-2].weight and called.weight is not None:
+                pieces[-2].weight = args[called.weight]
         else:
             kinds = (ctypes.c_void_p,)
             pieces[-1].then, pieces[-1].argument = called, len(slots)

@@ -68,14 +68,16 @@ class SharedMemoryCommunicator(TorchCommunicator):
             return super().all_reduce(tensor)
         tensor = tensor.contiguous()
         count, size = tensor.numel(), tensor.itemsize
-        recording.call_host(lambda address: self._sum_in_place(address, count, size, code), tensor.data_ptr())
+        recording.call_host(
+            lambda address, ahead: self._sum_in_place(address, ahead, count, size, code), tensor.data_ptr()
+        )
         return tensor
 
-    def _sum_in_place(self, address: int, count: int, item_bytes: int, code: int) -> None:
+    def _sum_in_place(self, address: int, ahead: int, count: int, item_bytes: int, code: int) -> None:
         at_once = self._slot_bytes // item_bytes
         for start in range(0, count, at_once):
             part, length = address + start * item_bytes, min(at_once, count - start)
-            self._exchange(part, length * item_bytes)
+            self._exchange(part, length * item_bytes, ahead)
             self._sum(*self._place, self._round, part, length, code)
             self._round = (self._round + 1) & 0xFFFFFFFF
 
@@ -100,8 +102,10 @@ class SharedMemoryCommunicator(TorchCommunicator):
         self._memory = None
         super().close()
 
-    def _exchange(self, address: int, num_bytes: int) -> None:
+    def _exchange(self, address: int, num_bytes: int, ahead: int = 0) -> None:
         """Shows the others `num_bytes` of this rank, and returns when all have shown theirs.
+
+        Meanwhile it fetches what lies at `ahead`, unless that is 0.
 
         Raises:
             PlatformError: A rank has died, or has not come within the timeout.
@@ -110,7 +114,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
         base, world_size, slot_bytes = self._place
         deadline = time.monotonic() + self._timeout
         while True:
-            late = self._wait(base, world_size, slot_bytes, self._round, self._spins, _PATIENCE_MS)
+            late = self._wait(base, world_size, slot_bytes, self._round, self._spins, _PATIENCE_MS, ahead)
             if late < 0:
                 return
             who = f"rank {self._ranks[late]} (pid {self._pids[late]})"
@@ -133,7 +137,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
         self._post = library.mvllm_cpu_shared_post
         self._post.argtypes, self._post.restype = (*place, number, word, pointer, number), None
         self._wait = library.mvllm_cpu_shared_wait
-        self._wait.argtypes, self._wait.restype = (*place, word, number, number), number
+        self._wait.argtypes, self._wait.restype = (*place, word, number, number, pointer), number
         self._sum = library.mvllm_cpu_shared_sum
         self._sum.argtypes, self._sum.restype = (*place, word, pointer, number, ctypes.c_int32), None
 

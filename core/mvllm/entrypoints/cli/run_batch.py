@@ -1,0 +1,130 @@
+"""`mvllm run-batch`: answers a file of requests in the format of OpenAI's batches."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
+from mvllm.entrypoints.openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from mvllm.errors import ConfigError
+
+STANDARD_STREAM = "-"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this command."""
+    parser.add_argument(
+        "-i", "--input-file", required=True, metavar="FILE", help="Requests, one per line of JSON; - reads stdin."
+    )
+    parser.add_argument(
+        "-o", "--output-file", required=True, metavar="FILE", help="Answers, one per line; - writes to stdout."
+    )
+    parser.add_argument(
+        "--served-model-name",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="Names of the model in requests. Default: --model as given.",
+    )
+    parser.add_argument(
+        "--max-concurrency",
+        type=int,
+        metavar="N",
+        help="Most requests under way, and lines in memory. Default: twice --max-num-seqs.",
+    )
+    parser.add_argument("--disable-tqdm", action="store_true", help="Show no progress.")
+    chat = parser.add_argument_group("chat")
+    chat.add_argument("--chat-template", metavar="TEXT", help="A Jinja template, or a file that holds one.")
+    chat.add_argument(
+        "--tool-call-parser",
+        choices=sorted(TOOL_PARSERS),
+        help="How the model writes calls of tools; without it, requests with tools are refused.",
+    )
+    chat.add_argument(
+        "--reasoning-parser", choices=sorted(REASONING_PARSERS), help="How the model marks what it writes for itself."
+    )
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answers every line; the exit status is 1 if none of them has an answer of the model."""
+    import asyncio
+
+    if importlib.util.find_spec("starlette") is None:
+        raise ConfigError("`mvllm run-batch` needs fastapi, which is not installed. Run: pip install fastapi")
+    if args.max_concurrency is not None and args.max_concurrency < 1:
+        raise ConfigError(f"--max-concurrency is {args.max_concurrency}; it must be at least 1.")
+    template = _template(args.chat_template)
+    source_path, target_path = Path(args.input_file), Path(args.output_file)
+    if source_path.exists() and target_path.exists() and source_path.samefile(target_path):
+        raise ConfigError(f"The input file {source_path} cannot be the output file, too.")
+    with contextlib.ExitStack() as stack:
+        source = _open(stack, args.input_file, "rb")
+        target = _open(stack, args.output_file, "wb")
+        tally = asyncio.run(_answer_all(args, template, source, target))
+    print(f"{tally.total} requests, {tally.failed} failed.", file=sys.stderr)
+    return 1 if tally.failed and tally.failed == tally.total else 0
+
+
+async def _answer_all(args: argparse.Namespace, template: str | None, source: IO[bytes], target: IO[bytes]) -> Any:
+    import asyncio
+
+    from mvllm.engine.async_llm import AsyncLLM
+    from mvllm.entrypoints.batch import BatchRunner
+    from mvllm.entrypoints.openai.chat import ChatPrompts
+    from mvllm.entrypoints.openai.served_models import ServedModels
+    from mvllm.entrypoints.openai.text_work import TextWork
+
+    settings = engine_args(args)
+    engine = await asyncio.to_thread(AsyncLLM.from_engine_args, settings)
+    with contextlib.ExitStack() as stack:
+        stack.callback(engine.shutdown)
+        text_work = TextWork(engine.tokenizer, engine.model_config.max_model_len)
+        stack.callback(text_work.close)
+        prompts = ChatPrompts(
+            engine,
+            text_work,
+            chat_template=template,
+            tool_parser=args.tool_call_parser,
+            reasoning_parser=args.reasoning_parser,
+        )
+        bar = None
+        if not args.disable_tqdm and sys.stderr.isatty():
+            from tqdm.auto import tqdm
+
+            bar = stack.enter_context(tqdm(desc="Requests"))
+        runner = BatchRunner(
+            engine,
+            ServedModels(args.served_model_name or (settings.model,), settings.model),
+            text_work,
+            prompts,
+            max_concurrency=args.max_concurrency or 2 * engine.config.scheduler.max_num_seqs,
+            on_done=(lambda: None) if bar is None else (lambda: bar.update(1)),
+        )
+        return await runner.run(source, target)
+
+
+def _open(stack: contextlib.ExitStack, name: str, mode: str) -> IO[bytes]:
+    if name == STANDARD_STREAM:
+        stream: IO[bytes] = sys.stdin.buffer if mode == "rb" else sys.stdout.buffer
+        return stream
+    try:
+        return stack.enter_context(open(name, mode))
+    except OSError as e:
+        what = "input" if mode == "rb" else "output"
+        raise ConfigError(f"The {what} file {name} cannot be opened: {e.strerror}.") from e
+
+
+def _template(given: str | None) -> str | None:
+    """The template itself, or the content of the file that was named."""
+    if given is None or "{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"The chat template {given!r} cannot be read: {e}") from e

@@ -1,0 +1,42 @@
+// All kernels, compiled for one instruction set: neon_bf16, which is any 64-bit Arm with dot products of bfloat16 (Armv8.6,
+// and many of 8.2). Other Arm processors run the portable kernels, whose vectors of four are NEON's.
+
+#include "kernels.h"
+
+#if MVLLM_ARM64
+#include <arm_neon.h>
+
+#pragma GCC push_options
+#pragma GCC target("arch=armv8.2-a+bf16")
+
+#define LANES 4
+#define HAS_F16C 0
+#define HAS_BF16_DOT 1
+namespace mvllm {
+namespace neon_bf16 {
+#include "simd.h"
+#include "attention_tile.h"
+#include "kv_store.h"
+#include "elementwise.h"
+#include "linear_tile.h"
+#include "moe_tile.h"
+}  // namespace neon_bf16
+#pragma GCC pop_options
+
+const Isa isa_neon_bf16 = {
+    "neon_bf16",
+    neon_bf16::attend,
+    neon_bf16::combine,
+    neon_bf16::store_kv,
+    neon_bf16::rms_norm,
+    neon_bf16::silu_and_mul,
+    neon_bf16::rotary,
+    neon_bf16::argmax,
+    neon_bf16::linear,
+    neon_bf16::linear_x,
+    neon_bf16::linear_tile,
+    neon_bf16::bf16_dot,
+    neon_bf16::moe_combine,
+};
+}  // namespace mvllm
+#endif

@@ -1,0 +1,86 @@
+"""The commands that talk with a server, with a real one; and a file of requests, which has the server's answers."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mvllm.entrypoints.cli.main import main
+from tests.helpers.server import SMALL
+
+PROMPTS = ("Once upon a time", "The capital of France is", "The old dog")
+QUESTION = [{"role": "user", "content": "What is the capital of Italy?"}]
+
+
+@pytest.mark.parametrize("kind", ["openai", "openai-chat"])
+def test_bench_serve(server, tmp_path, kind):
+    pytest.importorskip("aiohttp")
+    arguments = ["--endpoint-type", kind, "--num-prompts", "12", "--input-len", "20", "--output-len", "9"]
+    arguments += ["--max-concurrency", "4", "--tokenizer", "demo", "--ignore-eos", "--goodput", "e2el:1000000"]
+    arguments += ["--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "r.json"]
+    assert main(["bench", "serve", "--base-url", server.url, *arguments]) == 0
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert (result["completed"], result["failed"], result["model_id"]) == (12, 0, "demo")
+    assert result["output_lens"] == [9] * 12 and result["errors"] == [""] * 12
+    assert result["request_goodput"] == pytest.approx(result["request_throughput"])
+    assert all(20 <= length <= 45 for length in result["input_lens"])  # with what the template or the tokenizer adds
+    assert 0 < result["mean_ttft_ms"] < result["mean_e2el_ms"]
+    assert 1 <= result["max_concurrent_requests"] <= 4
+
+
+def test_complete_and_chat_print_what_the_server_writes(server, client, capsys, monkeypatch):
+    body = {"prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
+    text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    arguments = ["--url", server.url, "--max-tokens", "12", "--temperature", "0"]
+    assert main(["complete", *arguments, "--prompt", PROMPTS[0]]) == 0
+    assert capsys.readouterr().out == text + "\n"
+
+    body = {"messages": QUESTION, "max_tokens": 12, "temperature": 0}
+    answer = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    monkeypatch.setattr("sys.stdin", io.StringIO(QUESTION[0]["content"] + "\n"))
+    assert main(["chat", *arguments]) == 0
+    assert capsys.readouterr().out == answer + "\n"
+
+
+def test_a_file_of_requests_has_the_answers_of_the_server(client, tmp_path):
+    requests = {
+        f"{prompt}-{n}": ("/v1/completions", {"prompt": prompt, "max_tokens": n, "temperature": 0, "logprobs": 1})
+        for prompt in PROMPTS
+        for n in (1, 5, 14)
+    }
+    requests["chat"] = ("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 9, "temperature": 0})
+    requests["several"] = ("/v1/completions", {"prompt": list(PROMPTS), "max_tokens": 3, "temperature": 0})
+    requests["bad"] = ("/v1/completions", {"prompt": "x", "top_p": 7})
+    requests["long"] = ("/v1/completions", {"prompt": "word " * 4000})
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [json.dumps({"custom_id": i, "method": "POST", "url": u, "body": b}) for i, (u, b) in requests.items()]
+    source.write_text("\n".join(lines * 3))
+    command = [sys.executable, "-m", "mvllm.entrypoints.cli.main", "run-batch", "-i", str(source), "-o", str(target)]
+    options = ["--served-model-name", "demo", "--max-concurrency", "8", "--max-num-seqs", "4", *SMALL]
+    ran = subprocess.run(
+        [*command, "--model", "demo", *options],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert f"{3 * len(requests)} requests, 6 failed." in ran.stderr
+    answers = [json.loads(line) for line in target.read_text().splitlines()]
+    assert sorted(a["custom_id"] for a in answers) == sorted([*requests] * 3)
+    expected = {name: client.post(url, json=body) for name, (url, body) in requests.items()}
+    for answer in answers:
+        response, same = answer["response"], expected[answer["custom_id"]]
+        assert response["status_code"] == same.status_code and answer["error"] is None
+        if same.status_code != 200:
+            assert response["body"] == same.json()
+            continue
+        choices, wanted = response["body"]["choices"], same.json()["choices"]
+        assert [choice.get("text") for choice in choices] == [choice.get("text") for choice in wanted]
+        assert [choice.get("message") for choice in choices] == [choice.get("message") for choice in wanted]
+        assert [choice["finish_reason"] for choice in choices] == [choice["finish_reason"] for choice in wanted]
+        assert response["body"]["usage"]["completion_tokens"] == same.json()["usage"]["completion_tokens"]

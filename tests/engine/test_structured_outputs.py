@@ -1,0 +1,296 @@
+"""Outputs of a wanted form, from models whose free output would be noise."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from mvllm import LLM, RequestError, SamplingParams, StructuredOutputsParams
+from mvllm.engine.core import EngineCore
+from mvllm.engine.core_client import InprocClient
+from mvllm.engine.grammar_vocabulary import load_vocabulary
+from mvllm.engine.outputs import CompletionOutput
+from mvllm.structured_output import library
+from mvllm.structured_output.compiler import CompiledGrammar, GrammarCompiler, job_of
+from mvllm.structured_output.trial import TrialJob, to_grammar
+from mvllm.structured_output.trial_process import GrammarTrial
+from tests.engine.conftest import MakeLLM
+from tests.helpers.parity import engine
+from tests.helpers.schemas import random_regex, random_schema
+
+ROOM = {"kv_cache_memory_bytes": 1 << 24, "max_num_seqs": 32}
+PROMPT = [5, 6, 7, 8]
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}, "on": {"type": "boolean"}},
+    "required": ["x", "on"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> Iterator[LLM]:
+    with engine(checkpoint, **ROOM) as llm:
+        yield llm
+
+
+def wanted(max_tokens: int = 60, seed: int = 0, temperature: float = 1.0, **form: Any) -> SamplingParams:
+    return SamplingParams(
+        temperature=temperature, seed=seed, max_tokens=max_tokens, structured_outputs=StructuredOutputsParams(**form)
+    )
+
+
+def run(llm: LLM, params: list[SamplingParams]) -> list[CompletionOutput]:
+    prompts = [{"prompt_token_ids": PROMPT} for _ in params]
+    return [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def assert_prefix(llm: LLM, params: SamplingParams, output: CompletionOutput) -> None:
+    """Something valid begins with the output: a matcher of the library takes every token of it."""
+    api = library.load()
+    wish = params.structured_outputs
+    assert wish is not None
+    tokenizer = load_vocabulary(llm.llm_engine.model_config).build()
+    matcher = api.LLMatcher(tokenizer, to_grammar(job_of(wish)), log_level=0)
+    assert matcher.try_consume_tokens(list(output.token_ids)) == len(output.token_ids), output.text
+
+
+def check_schemas(llm: LLM, number: int, seed: int) -> None:
+    rng = random.Random(seed)
+    schemas = [random_schema(rng) for _ in range(number)]
+    asked = [wanted(json=schema, seed=i) for i, schema in enumerate(schemas)]
+    num_whole = 0
+    for schema, params, output in zip(schemas, asked, run(llm, asked), strict=True):
+        assert output.error is None, (schema, output.error)
+        if output.finish_reason == "stop":
+            jsonschema.Draft202012Validator(schema).validate(json.loads(output.text))
+            num_whole += 1
+        else:
+            assert output.finish_reason == "length"
+            assert_prefix(llm, params, output)
+    assert num_whole > number // 2
+
+
+def check_regexes(llm: LLM, number: int, seed: int) -> None:
+    rng = random.Random(seed)
+    patterns = [random_regex(rng) for _ in range(number)]
+    asked = [wanted(regex=pattern, seed=i) for i, pattern in enumerate(patterns)]
+    num_whole = 0
+    for pattern, params, output in zip(patterns, asked, run(llm, asked), strict=True):
+        assert output.error is None, (pattern, output.error)
+        if output.finish_reason == "stop":
+            assert re.fullmatch(pattern, output.text), (pattern, output.text)
+            num_whole += 1
+        else:
+            assert_prefix(llm, params, output)
+    assert num_whole > number // 2
+
+
+def test_generated_schemas_are_obeyed(llm: LLM) -> None:
+    check_schemas(llm, 100, seed=1)
+
+
+def test_generated_patterns_are_obeyed(llm: LLM) -> None:
+    check_regexes(llm, 50, seed=1)
+
+
+@pytest.mark.exhaustive
+def test_many_generated_schemas_and_patterns_are_obeyed(llm: LLM) -> None:
+    check_schemas(llm, 500, seed=2)
+    check_regexes(llm, 100, seed=2)
+
+
+def test_every_form(llm: LLM) -> None:
+    choices = ["yes", 'no, "never"', "été\n"]
+    asked = [
+        wanted(choice=choices),
+        wanted(json_object=True, max_tokens=8),
+        wanted(grammar='root ::= "a" "b"+ tail\ntail ::= [0-9]{2}'),
+        wanted(grammar='start: "<" word ">"\nword: /[a-z]{3}/'),
+        wanted(json=json.dumps(POINT), disable_any_whitespace=True),
+        wanted(json=POINT, whitespace_pattern="[ ]{1,2}"),
+    ]
+    choice, anything, ebnf, lark, compact, spaced = run(llm, asked)
+    assert choice.text in choices
+    assert anything.text.startswith("{")
+    assert re.fullmatch("ab+[0-9]{2}", ebnf.text) or ebnf.finish_reason == "length"
+    assert re.fullmatch("<[a-z]{3}>", lark.text)
+    assert re.fullmatch(r'\{"x":\d+,"on":(true|false)\}', compact.text)
+    assert re.fullmatch(r'\{ {0,2}"x" {0,2}: {0,2}\d+ {0,2}, {0,2}"on" {0,2}: {0,2}(true|false) {0,2}\}', spaced.text)
+
+
+def test_tokens_are_the_same_alone_and_in_any_company(llm: LLM, make_llm: MakeLLM) -> None:
+    asked = [
+        wanted(json=POINT, seed=1),
+        wanted(regex="[a-f0-9]{12}", temperature=0.0),
+        SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=4, max_tokens=30, ignore_eos=True, repetition_penalty=1.2),
+        wanted(json={"type": "array", "items": POINT, "minItems": 2, "maxItems": 2}, seed=7, max_tokens=90),
+    ]
+    alone = [list(run(llm, [params])[0].token_ids) for params in asked]
+    tight = {"kv_cache_memory_bytes": 12 * 16 * 768, "max_num_batched_tokens": 8, "max_num_seqs": 3}
+    engines = [
+        llm,
+        make_llm(**ROOM, async_scheduling=True),
+        make_llm(**tight),  # one row after another, chunks of prompts, and requests that give way
+        make_llm(**tight, async_scheduling=True),
+    ]
+    for other in engines:
+        for order in (asked, asked[::-1]):
+            found = {id(p): list(o.token_ids) for p, o in zip(order, run(other, order * 2), strict=False)}
+            assert [found[id(params)] for params in asked] == alone
+    assert any(each.llm_engine.stats.num_preemptions for each in engines[2:])  # type: ignore[union-attr]
+
+
+def test_several_sequences_of_a_prompt_each_follow_the_form_by_themselves(llm: LLM) -> None:
+    params = wanted(regex="[a-z]{2}[0-9]{4}")
+    params.n = 6
+    output = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)[0]
+    texts = [sequence.text for sequence in output.outputs]
+    assert all(re.fullmatch("[a-z]{2}[0-9]{4}", text) for text in texts) and len(set(texts)) > 1
+
+
+def test_sequences_end_only_where_the_text_is_complete(llm: LLM) -> None:
+    eos = llm.llm_engine.input_processor._eos_token_ids
+    long_enough = wanted(regex="(ab)+", max_tokens=60)
+    long_enough.min_tokens = 12
+    goes_on = wanted(regex="ab{0,3}c")
+    goes_on.ignore_eos = True
+    (digit,) = llm.get_tokenizer().encode("7", add_special_tokens=False)
+    stopped = wanted(regex="[0-9]{5}x?", max_tokens=60)
+    stopped.stop_token_ids = [digit]
+    logged = wanted(choice=["yes", "no"])
+    logged.logprobs = 2
+    first, second, third, fourth = run(llm, [long_enough, goes_on, stopped, logged])
+    assert (re.fullmatch("(ab)+", first.text) and len(first.token_ids) >= 12) or first.finish_reason == "length"
+    assert re.fullmatch("ab{0,3}c", second.text) and second.finish_reason == "stop"
+    # A stop token of the user's may come where the text is complete, and nowhere else.
+    assert re.fullmatch("[0-68-9]{5}x?", third.text) and third.finish_reason == "stop"
+    assert third.token_ids[-1] in [*eos, digit]
+    assert fourth.logprobs is not None and len(fourth.logprobs) == len(fourth.token_ids)
+
+
+def test_what_cannot_be_compiled_fails_alone_and_says_where(llm: LLM) -> None:
+    asked = [
+        wanted(json={"type": "object", "properties": {"q": {"items": {"type": "strng"}, "type": "array"}}}),
+        wanted(regex="(["),
+        wanted(grammar="start: nowhere"),
+        wanted(json=POINT),
+        wanted(json={"type": "integer", "multipleOf": 999983}),  # minutes of work
+        SamplingParams(max_tokens=4),
+    ]
+    schema, pattern, grammar, fine, slow, free = run(llm, asked)
+    assert "strng" in str(schema.error) and "#/properties/q/items" in str(schema.error)
+    assert "regular expression" in str(pattern.error) and "unclosed" in str(pattern.error)
+    assert "nowhere" in str(grammar.error)
+    assert slow.finish_reason == "error" and "takes more than" in str(slow.error)
+    assert {each.finish_reason for each in (schema, pattern, grammar)} == {"error"}
+    jsonschema.validate(json.loads(fine.text), POINT)
+    assert len(free.token_ids) == 4
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Grammars are compiled when this is set."""
+    opened = threading.Event()
+    compile_now = GrammarCompiler.compile
+
+    def compile_then(self: GrammarCompiler, job: TrialJob, trial: GrammarTrial) -> CompiledGrammar:
+        opened.wait(120)
+        return compile_now(self, job, trial)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_then)
+    yield opened
+    opened.set()
+
+
+def test_others_go_on_and_an_abort_frees_while_a_grammar_is_compiled(llm: LLM, gate: threading.Event) -> None:
+    core = llm.llm_engine
+    core.add_request("slow", {"prompt_token_ids": PROMPT}, wanted(regex="slowly"))
+    core.add_request("free", {"prompt_token_ids": PROMPT}, SamplingParams(max_tokens=8, ignore_eos=True))
+    ended = set[str]()
+    while "free" not in ended:
+        ended |= {output.request_id for output in core.step() if output.finished}
+    assert core.stats is not None and core.stats.num_waiting == 1
+    core.abort_request("slow")
+    assert not core.has_unfinished_requests()
+    core.step()
+    assert core.stats.num_waiting == core.stats.num_running == 0 and core.stats.kv_cache_usage == 0
+    gate.set()
+    assert run(llm, [wanted(regex="slowly")])[0].text == "slowly"
+
+
+def test_an_engine_whose_requests_all_wait_for_grammars_runs_no_steps(make_llm: MakeLLM, gate: threading.Event) -> None:
+    other = make_llm(**ROOM)
+    engine, core = other.llm_engine, core_of(other)
+    engine.add_request("parked", {"prompt_token_ids": PROMPT}, wanted(regex="[a-z]{9}", max_tokens=3))
+    for _ in range(20):
+        assert engine.step() == []
+    assert core.scheduler.next_step == 0 and engine.has_unfinished_requests()
+    gate.set()
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert re.fullmatch("[a-z]{1,9}", outputs[-1].outputs[0].text)
+
+
+def test_engines_that_must_plan_alike_wait_for_the_grammar(make_llm: MakeLLM) -> None:
+    other = make_llm(**ROOM)
+    core = core_of(other)
+    core._plans_alike = True  # as where every rank runs the whole engine
+    other.llm_engine.add_request("here", {"prompt_token_ids": PROMPT}, wanted(regex="[a-z]{3}"))
+    assert core.scheduler.num_waiting == 1 and not core.scheduler.waits_for_grammars
+
+
+def core_of(llm: LLM) -> EngineCore:
+    client = llm.llm_engine._client
+    assert isinstance(client, InprocClient)
+    return client._core
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "engine_core_process": True},
+        {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+    ],
+    ids=["core process and tensor parallel", "pipeline"],
+)
+def test_whatever_the_processes_are_the_tokens_are_the_same(
+    llm: LLM, make_llm: MakeLLM, settings: dict[str, Any]
+) -> None:
+    asked = [wanted(json=POINT, seed=i) for i in range(3)]
+    asked += [wanted(regex="[a-f]{8}", temperature=0.0), wanted(regex="(["), SamplingParams(temperature=0.0)]
+    here, there = run(llm, asked), run(make_llm(**ROOM, **settings), asked)
+    assert [output.token_ids for output in there] == [output.token_ids for output in here]
+    assert there[4].error == here[4].error
+
+
+def test_no_process_is_left_behind(make_llm: MakeLLM) -> None:
+    other = make_llm(**ROOM)
+    run(other, [wanted(choice=["a", "b"])])
+    grammars = core_of(other)._grammars
+    assert grammars is not None and grammars.trial_pids
+    pids = grammars.trial_pids
+    other.close()
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_without_a_tokenizer_it_is_refused_at_the_door(make_llm: MakeLLM) -> None:
+    with pytest.raises(RequestError, match="needs a tokenizer"):
+        run(make_llm(skip_tokenizer_init=True), [wanted(choice=["a"])])
+
+
+def test_without_the_library_it_is_refused_with_the_remedy(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_is_installed", lambda: False)
+    with pytest.raises(RequestError, match=r"pip install 'mvllm\[grammar\]'"):
+        run(llm, [wanted(choice=["a"])])
+    assert len(run(llm, [SamplingParams(max_tokens=3, ignore_eos=True)])[0].token_ids) == 3

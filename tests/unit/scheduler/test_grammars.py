@@ -1,0 +1,144 @@
+"""Requests whose next token not every token may be: they wait for their grammar, and then for each of their tokens."""
+
+from __future__ import annotations
+
+from mvllm.messages.requests import FinishReason
+from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.scheduler.scheduler import Scheduler
+from tests.unit.scheduler.builders import make_request, make_scheduler
+
+FORM = {"regex": "a"}
+
+
+class Countdown:
+    """A grammar of `length` tokens, whose mask says how many have come. Token 99 cannot be gone on from."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.taken: list[int] = []
+        self.error: str | None = None
+
+    @property
+    def mask(self) -> bytes:
+        return bytes([len(self.taken)] * 4)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.taken) == self.length
+
+    def accept(self, token: int) -> None:
+        self.taken.append(token)
+        if token == 99:
+            self.error = "lost its way"
+
+
+def answer(scheduler: Scheduler, plan: SchedulerOutput, token: int = 7):
+    outputs = scheduler.update_from_output(plan, ModelRunnerOutput(plan.step, [token] * len(plan.rows)))
+    scheduler.check_integrity()
+    return outputs.outputs
+
+
+def test_a_request_waits_aside_until_its_grammar_is_there() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request(request_id="formed", structured_outputs=FORM))
+    assert scheduler.waits_for_grammars and scheduler.is_waiting_for_grammar("formed")
+    scheduler.add_request(make_request(request_id="free"))
+    assert not scheduler.waits_for_grammars
+    plan = scheduler.schedule()
+    assert [new.request_id for new in plan.new_requests] == ["free"] and not plan.mask_rows
+    scheduler.start_grammar("formed", Countdown(3))
+    assert not scheduler.is_waiting_for_grammar("formed")
+    answer(scheduler, plan)
+    plan = scheduler.schedule()
+    assert [new.request_id for new in plan.new_requests] == ["formed"]
+    assert plan.mask_rows == [plan.new_requests[0].row] and plan.token_masks == bytes([0] * 4)
+
+
+def test_it_can_be_aborted_or_fail_while_it_waits() -> None:
+    scheduler = make_scheduler()
+    for name in ("aborted", "failed"):
+        scheduler.add_request(make_request(request_id=name, structured_outputs=FORM))
+    scheduler.abort_requests(["aborted"])
+    scheduler.start_grammar("aborted", Countdown(3))
+    scheduler.fail_request("aborted", "too late")
+    scheduler.check_integrity()
+    scheduler.fail_request("failed", "no such thing")
+    assert not scheduler.waits_for_grammars
+    (output,) = answer(scheduler, scheduler.schedule())
+    assert (output.request_id, output.finish_reason, output.error) == ("failed", FinishReason.ERROR, "no such thing")
+    assert not scheduler.has_requests()
+
+
+def test_masks_go_with_the_steps_that_sample() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    scheduler.add_request(make_request(6, request_id="formed", structured_outputs=FORM, max_tokens=8))
+    scheduler.start_grammar("formed", Countdown(3))
+    plan = scheduler.schedule()
+    assert plan.rows and not plan.mask_rows  # a chunk of the prompt
+    answer(scheduler, plan, token=-1)
+    masks = []
+    while scheduler.has_requests():
+        plan = scheduler.schedule()
+        masks.append(plan.token_masks)
+        outputs = answer(scheduler, plan)
+    assert masks == [bytes([i] * 4) for i in range(3)]
+    assert outputs[0].finish_reason is FinishReason.STOP
+
+
+def test_no_step_is_planned_for_it_before_its_last_token_is_known() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request(request_id="formed", structured_outputs=FORM, max_tokens=8))
+    scheduler.add_request(make_request(request_id="free", max_tokens=8))
+    scheduler.start_grammar("formed", Countdown(5))
+    first = scheduler.schedule()
+    assert len(first.rows) == 2 and len(first.mask_rows) == 1
+    second = scheduler.schedule()
+    assert len(second.rows) == 1 and not second.mask_rows
+    answer(scheduler, first)
+    third = scheduler.schedule()
+    assert len(third.rows) == 2 and third.token_masks == bytes([1] * 4)
+
+
+def test_who_gives_way_goes_on_where_it_was() -> None:
+    scheduler = make_scheduler(num_blocks=5, block_size=4, enable_caching=False)
+    grammar = Countdown(7)
+    scheduler.add_request(make_request(5, request_id="free", max_tokens=9))
+    scheduler.add_request(make_request(5, request_id="formed", structured_outputs=FORM, max_tokens=9))
+    scheduler.start_grammar("formed", grammar)
+    seen, ended = [], []
+    while scheduler.has_requests():
+        plan = scheduler.schedule()
+        seen += [plan.token_masks] if plan.mask_rows else []
+        ended += [(o.request_id, o.finish_reason) for o in answer(scheduler, plan) if o.finish_reason is not None]
+    assert scheduler.make_stats().num_preemptions > 0
+    assert seen == [bytes([i] * 4) for i in range(7)] and len(grammar.taken) == 7
+    assert ("formed", FinishReason.STOP) in ended
+
+
+def test_a_grammar_that_cannot_go_on_ends_its_request_alone() -> None:
+    scheduler = make_scheduler()
+    for name in ("lost", "fine"):
+        scheduler.add_request(make_request(request_id=name, structured_outputs=FORM, max_tokens=8))
+        scheduler.start_grammar(name, Countdown(6))
+    plan = scheduler.schedule()
+    lost_first = [99 if new.request_id == "lost" else 7 for new in plan.new_requests]
+    outputs = scheduler.update_from_output(plan, ModelRunnerOutput(plan.step, lost_first)).outputs
+    scheduler.check_integrity()
+    assert [output.finish_reason for output in outputs] == [None, None]
+    plan = scheduler.schedule()
+    outputs = answer(scheduler, plan)
+    assert len(plan.rows) == 1
+    assert {(o.request_id, o.error) for o in outputs} == {("lost", "lost its way"), ("fine", None)}
+
+
+def test_stop_tokens_stand_outside_of_the_grammar_and_length_ends_it() -> None:
+    scheduler = make_scheduler()
+    stopped, cut = Countdown(6), Countdown(6)
+    scheduler.add_request(make_request(request_id="stopped", structured_outputs=FORM, stop_token_ids=[7], max_tokens=8))
+    scheduler.add_request(make_request(request_id="cut", structured_outputs=FORM, max_tokens=1))
+    scheduler.start_grammar("stopped", stopped)
+    scheduler.start_grammar("cut", cut)
+    outputs = {output.request_id: output for output in answer(scheduler, scheduler.schedule())}
+    assert outputs["stopped"].finish_reason is FinishReason.STOP and outputs["stopped"].stop_reason == 7
+    assert outputs["cut"].finish_reason is FinishReason.LENGTH
+    assert stopped.taken == [] and cut.taken == [7]

@@ -1,0 +1,78 @@
+"""What may be asked for, before anything is compiled."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from mvllm import RequestError, SamplingParams, StructuredOutputsParams
+from mvllm.messages.structured_outputs import MAX_GRAMMAR_BYTES
+from mvllm.structured_output.response_format import structured_outputs_of
+
+
+def nested(depth: int) -> str:
+    return '{"items":' * depth + "{}" + "}" * depth
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({}, "exactly one"),
+        ({"regex": "a", "choice": ["b"]}, "found regex and choice"),
+        ({"json_object": False}, "none of them"),
+        ({"json_object": 1}, "json_object must be True"),
+        ({"json": "{"}, "not valid JSON"),
+        ({"json": "[1]"}, "must be a JSON schema"),
+        ({"json": {"x": float("nan")}}, "cannot be written as JSON"),
+        ({"json": '{"minimum": NaN}'}, "NaN is no JSON value"),
+        ({"json": {"x": object()}}, "cannot be written as JSON"),
+        ({"json": nested(100)}, "nests deeper"),
+        ({"json": nested(10_000)}, "nests deeper"),
+        ({"json": {"enum": [f"value {i}" for i in range(100_000)]}}, "at most 262144"),
+        ({"regex": ""}, "regex is empty"),
+        ({"regex": 5}, "regex must be a text"),
+        ({"regex": "\ud800"}, "lone surrogate"),
+        ({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "at most"),
+        ({"grammar": " \n"}, "grammar is empty"),
+        ({"choice": []}, "1 to 10000"),
+        ({"choice": ["a"] * 10_001}, "1 to 10000"),
+        ({"choice": ["a", ""]}, "empty text"),
+        ({"choice": "yes"}, "must be a list"),
+        ({"regex": "a", "whitespace_pattern": " "}, "about JSON"),
+        ({"json_object": True, "whitespace_pattern": " ", "disable_any_whitespace": True}, "not both"),
+    ],
+)
+def test_what_is_not_acceptable_is_refused_and_named(fields: dict, complaint: str) -> None:
+    with pytest.raises(RequestError, match=complaint) as refused:
+        StructuredOutputsParams(**fields)
+    assert refused.value.parameter == "structured_outputs" and len(str(refused.value)) < 300
+
+
+def test_a_schema_is_kept_as_text_and_travels() -> None:
+    schema = {"type": "object", "properties": {"größe": {"type": "integer"}}}
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
+    copy = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+    assert copy == params == params.clone()
+    assert json.loads(copy.structured_outputs.json) == schema and copy.structured_outputs.form == "json"
+
+
+def test_a_dict_will_do_and_its_fields_are_checked() -> None:
+    assert SamplingParams(structured_outputs={"regex": "a"}).structured_outputs == StructuredOutputsParams(regex="a")
+    with pytest.raises(RequestError, match="has the fields"):
+        SamplingParams(structured_outputs={"regexp": "a"})
+    with pytest.raises(RequestError, match="must be StructuredOutputsParams"):
+        SamplingParams(structured_outputs="a")
+
+
+def test_response_formats_of_the_openai_interface() -> None:
+    schema = {"type": "integer"}
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    assert structured_outputs_of(None) is None and structured_outputs_of({"type": "text"}) is None
+    assert structured_outputs_of({"type": "json_object"}) == StructuredOutputsParams(json_object=True)
+    assert structured_outputs_of(wanted) == StructuredOutputsParams(json=schema)
+    for wrong in ({}, {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": 3}, "text"):
+        with pytest.raises(RequestError) as refused:
+            structured_outputs_of(wrong)
+        assert refused.value.parameter == "response_format"
