@@ -73,6 +73,19 @@ def shown(output: RequestOutput) -> object:
     )
 
 
+def test_prompts_that_wait_for_a_thread_are_in_the_queue(checkpoint: Path, run: Run) -> None:
+    with async_engine(checkpoint, max_num_seqs=2, max_queued_requests=3) as llm:
+
+        async def use() -> None:
+            text = "x y " * 50_000  # much too long, which takes a while to find out
+            found = await asyncio.gather(*(llm.add_request(text) for _ in range(12)), return_exceptions=True)
+            assert [type(each) for each in found].count(QueueFullError) == 12 - (2 + 3)
+            assert llm.num_requests == llm._num_preparing == 0
+            assert (await last(llm.generate([5], params(max_tokens=2)))).finished
+
+        run(use())
+
+
 # --- what it gives
 
 
@@ -320,6 +333,13 @@ def test_more_than_may_wait_is_refused_until_there_is_room(checkpoint: Path, run
 
 
 # --- the loop, the engine's state, its end
+
+
+def test_another_loop_is_told_that_nothing_would_come(llm: AsyncLLM, run: Run) -> None:
+    run(last(llm.generate([5], params(max_tokens=1))))
+    with pytest.raises(RuntimeError, match="another event loop"):
+        asyncio.run(asyncio.wait_for(last(llm.generate([5], params(max_tokens=1))), 10))
+    assert llm.num_requests == 0
 
 
 def test_the_loop_goes_on_while_a_long_text_is_tokenized(llm: AsyncLLM, run: Run) -> None:

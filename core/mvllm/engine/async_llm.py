@@ -85,6 +85,7 @@ class AsyncLLM:
         self._by_id: dict[str, list[RequestState]] = {}
         self._num_sequences = 0
         self._num_prompt_tokens = 0
+        self._num_preparing = 0  # prompts that wait for a tokenizer's thread: a queue like any other
         self._dead: EngineDeadError | None = None
         self._is_closed = False
         self._is_sleeping = False
@@ -124,6 +125,7 @@ class AsyncLLM:
             RequestError: The request is not acceptable; nothing was queued.
             UnavailableError: Too many requests are waiting, or the engine sleeps; nothing was queued.
             EngineDeadError: The engine has stopped; the cause is kept.
+            RuntimeError: Another event loop than this one was the first to use the engine.
         """
         stream = await self.add_request(
             prompt, sampling_params, request_id, priority=priority, arrival_time=arrival_time
@@ -182,7 +184,11 @@ class AsyncLLM:
         if sum(_weight(prompt) for prompt in prompts) <= 1.0:
             requests = process()
         else:
-            requests = await self._in_thread(process)
+            self._num_preparing += len(prompts)
+            try:
+                requests = await self._in_thread(process)
+            finally:
+                self._num_preparing -= len(prompts)
             self._require_ready()  # it took a while
         self._check_room(sum(r.params.n for r in requests), sum(len(r.core.prompt_token_ids) for r in requests))
         return [self._start(request) for request in requests]
@@ -390,9 +396,15 @@ class AsyncLLM:
         self._require_open()
         if (dead := self.dead_error) is not None:
             raise EngineDeadError(str(dead)) from dead
+        loop = asyncio.get_running_loop()
         if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            self._client.attach(self._loop, self._take, self._die)
+            self._loop = loop
+            self._client.attach(loop, self._take, self._die)
+        elif self._loop is not loop:  # where nothing would ever come
+            raise RuntimeError(
+                "This AsyncLLM is used from another event loop than the one that first used it, which alone gets its "
+                "outputs. Keep to one loop (each asyncio.run makes a new one), or make an engine for each."
+            )
 
     def _require_ready(self) -> None:
         self._require_alive()
@@ -402,12 +414,13 @@ class AsyncLLM:
     def _check_room(self, num_sequences: int, num_tokens: int) -> None:
         """Refuses what would make the queue longer than allowed. Whatever comes to an engine at rest is taken."""
         scheduler = self.config.scheduler
-        if not self._streams:
+        num_under_way = self._num_sequences + self._num_preparing
+        if not num_under_way:
             return
         can_run = scheduler.max_num_seqs * self.config.parallel.data_parallel_size
-        if self._num_sequences + num_sequences > can_run + scheduler.max_queued_requests:
+        if num_under_way + num_sequences > can_run + scheduler.max_queued_requests:
             reason = (
-                f"{self._num_sequences} sequences are under way, of which {can_run} can run at once and "
+                f"{num_under_way} sequences are under way, of which {can_run} can run at once and "
                 f"{scheduler.max_queued_requests} may wait (max_queued_requests)"
             )
         elif self._num_prompt_tokens + num_tokens > (scheduler.max_queued_tokens or math.inf):

@@ -95,7 +95,7 @@ class RateMeter:
     def per_second(self) -> float:
         """The rate: what was counted in the last ten seconds, per second."""
         now = self._clock()
-        recent = sum(count for second, count in self._counts.items() if second > now - _WINDOW_SECONDS)
+        recent = sum(count for second, count in list(self._counts.items()) if second > now - _WINDOW_SECONDS)
         return recent / min(float(_WINDOW_SECONDS), max(1.0, now - self._since))
 
 

@@ -144,6 +144,8 @@ def _schema_text(value: object) -> str:
             value = json.loads(_check_text("json", value, may_be_empty=False), parse_constant=_no_constant)
         if not isinstance(value, dict | bool):
             _refuse("json must be a JSON schema: an object, or the text of one")
+        if value is True:  # the schema of everything, in a form that the library knows
+            value = {}
         _check_nesting(value)
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except RecursionError:

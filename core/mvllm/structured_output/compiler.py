@@ -23,6 +23,10 @@ CACHE_ENTRIES = 256
 _OVERHEAD_BYTES = 64 << 10
 
 
+class PassingRefusal(RequestError):
+    """A refusal for reasons that are not the grammar's: whoever asks again may get another answer."""
+
+
 @dataclass(frozen=True)
 class CompiledGrammar:
     """A grammar at its beginning.
@@ -97,7 +101,7 @@ class GrammarCompiler:
         """
         verdict = trial.run(job)
         if verdict.grammar is None:
-            raise _refusal(job, verdict.error or "")
+            raise _refusal(job, verdict.error or "", RequestError if verdict.lasts else PassingRefusal)
         api = library.load()
         matcher = api.LLMatcher(self._tokenizer, verdict.grammar, log_level=0, limits=library.limits(api))
         matcher.compute_bitmask()  # the first mask of every sequence, so that copies find it easy
@@ -135,10 +139,8 @@ class GrammarCache:
             self.memory -= self._sizes.pop(oldest)
 
 
-def _refusal(job: TrialJob, reason: str) -> RequestError:
-    return RequestError(
-        f"structured_outputs: the {_WORDS[job.form]} cannot be used: {reason}", parameter="structured_outputs"
-    )
+def _refusal(job: TrialJob, reason: str, kind: type[RequestError] = RequestError) -> RequestError:
+    return kind(f"structured_outputs: the {_WORDS[job.form]} cannot be used: {reason}", parameter="structured_outputs")
 
 
 _WORDS = {"json": "JSON schema", "regex": "regular expression", "choice": "list of choices", "grammar": "grammar"}

@@ -12,7 +12,13 @@ from queue import Empty, SimpleQueue
 from mvllm.errors import RequestError
 from mvllm.logging import get_logger
 from mvllm.messages.requests import EngineCoreRequest
-from mvllm.structured_output.compiler import CompiledGrammar, GrammarCache, GrammarCompiler, job_of
+from mvllm.structured_output.compiler import (
+    CompiledGrammar,
+    GrammarCache,
+    GrammarCompiler,
+    PassingRefusal,
+    job_of,
+)
 from mvllm.structured_output.sequence import SequenceGrammar
 from mvllm.structured_output.trial import TrialJob
 from mvllm.structured_output.trial_process import GrammarTrial
@@ -91,7 +97,8 @@ class GrammarManager:
         """What has become of requests since the last call."""
         if self._waiting:
             for job, result in self._workshop.take_done():
-                self._cache.put(job, result)
+                if not isinstance(result, PassingRefusal):
+                    self._cache.put(job, result)
                 self._outcomes += [_outcome(each.request, result) for each in self._waiting.pop(job, ())]
             self._give_up_late()
         outcomes, self._outcomes = self._outcomes, []
@@ -206,7 +213,7 @@ class _Workshop:
                 result = e
             except Exception as e:  # noqa: BLE001  (goes to whoever asked)
                 logger.warning("A grammar could not be compiled: %s: %s", type(e).__name__, e)
-                result = RequestError(
+                result = PassingRefusal(
                     f"structured_outputs: it could not be compiled: {type(e).__name__}", parameter="structured_outputs"
                 )
             self._done.put((job, result))

@@ -59,11 +59,13 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
         grammar: In the library's own form, if it can be compiled.
         error: Otherwise, why not.
         memory: Bytes that it took.
+        lasts: Whether the next attempt would come to the same. Not where the error is about the machine's state.
     """
 
     grammar: str | None
     error: str | None = None
     memory: int = 0
+    lasts: bool = True
 
 
 def write_message(stream: IO[bytes], message: msgspec.Struct) -> None:
@@ -150,7 +152,8 @@ def to_grammar(job: TrialJob) -> str:
             grammar = matcher.grammar_from_lark(f"start: /{pattern}/")
         case "choice":
             texts = json.loads(job.text)
-            grammar = matcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in texts))
+            # One terminal: as alternatives of a rule, they would all be open at once, of which a parser has its limit.
+            grammar = matcher.grammar_from_lark("start: C\nC: " + " | ".join(json.dumps(text) for text in texts))
         case _:
             from llguidance.gbnf_to_lark import any_to_lark  # type: ignore[import-not-found, unused-ignore]
 

@@ -43,20 +43,21 @@ class GrammarTrial:
         for _ in range(_ATTEMPTS):
             process = self._running_process()
             if process is None:
-                return Verdict(None, "the engine is shutting down")
+                return Verdict(None, "the engine is shutting down", lasts=False)
             try:
                 assert process.stdin is not None
                 write_message(process.stdin, job)
                 return self._read_verdict(process)
             except TimeoutError:
                 self._end()
-                return Verdict(None, f"compiling it took longer than {WALL_SECONDS:g} s")
+                return Verdict(None, f"compiling it took longer than {WALL_SECONDS:g} s; try again", lasts=False)
             except (EOFError, OSError):
                 error = _cause_of_death(process)
                 self._end()
                 if error is not None:
                     return Verdict(None, error)
-        return Verdict(None, "the process that compiles grammars was killed while it worked on this one")
+        error = "the process that compiles grammars was killed while it worked on this one; try again"
+        return Verdict(None, error, lasts=False)
 
     @property
     def pid(self) -> int | None:
