@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <list>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #if defined(__unix__)
@@ -42,8 +43,7 @@ class Toucher {
         const Asking hold(*this);
         ranges_.push_back({begin, size, 0});
         left_ = most;
-        if (!started_) std::thread([this] { work(); }).detach();
-        started_ = true;
+        if (!started_) started_ = start();
         wake_.notify_one();
     }
 
@@ -81,6 +81,16 @@ class Toucher {
       private:
         Toucher& of_;
     };
+
+    // Whether there is a thread to be had; without one, whoever uses memory first claims it.
+    bool start() {
+        try {
+            std::thread([this] { work(); }).detach();
+            return true;
+        } catch (const std::system_error&) {
+            return false;
+        }
+    }
 
     // The range of which least has been touched; null where all has been, or enough.
     Range* next() {

@@ -294,6 +294,22 @@ def test_a_fresh_cache_is_touched_before_it_is_used():
     backend.allocate(1, 16, torch.device("cpu"))
 
 
+def test_a_cache_is_allocated_where_no_thread_is_to_be_had():
+    code = """
+import os, resource
+import torch
+from mvllm.testing.attention_cases import make_spec
+from mvllm_cpu.paged_attention import PagedAttention
+backend = PagedAttention(make_spec(8, 8, head_size=128, dtype="bfloat16"))
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+if os.getuid() == 0:
+    os.setuid(65534)  # the limit does not bind the superuser
+cache = backend.allocate(1024, 16, torch.device("cpu"))
+assert cache[0].nbytes == 1024 * 16 * 8 * 128 * 2
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def begin_alike(case, count):
     """Gives all requests of a case the first one's first `count` tokens, in its blocks."""
     blocks = count // case.layout.block_size

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -123,3 +125,19 @@ def test_a_cycle_that_is_collected_within_a_call_gives_its_place_back():
     del cycle
     gc.collect()
     assert space.taken() == 0
+
+
+def test_more_addresses_than_are_needed_are_no_condition():
+    code = """
+import resource
+from pathlib import Path
+import torch
+from mvllm_cpu.workspace import PAGE, Workspace
+taken = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+resource.setrlimit(resource.RLIMIT_AS, (taken + (600 << 20),) * 2)
+space = Workspace()
+tensor = space.empty((300 << 20,), torch.uint8)
+tensor[-1] = 7
+assert space.taken() == tensor.nbytes and int(tensor[-1]) == 7
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

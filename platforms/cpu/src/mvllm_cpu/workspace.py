@@ -120,9 +120,14 @@ class Workspace:
         for region in self._regions:
             if (begin := region.take(size)) is not None:
                 return begin
-        # Later ones are larger, so that a large model's tensors do not end up in one each.
-        room = -(-max(REGION_BYTES, 4 * size, self.reserved()) // HUGE_PAGE) * HUGE_PAGE
-        pages, first = map_pages(room)
+        # Later ones are larger, so that a large model's tensors do not end up in one each. That many addresses may be
+        # refused, where they are limited or more than the machine has memory, and what is needed be had all the same.
+        room = _whole_pages(max(REGION_BYTES, 4 * size, self.reserved()))
+        try:
+            pages, first = map_pages(room)
+        except MemoryError:
+            room = _whole_pages(size)
+            pages, first = map_pages(room)
         address = ctypes.addressof(ctypes.c_char.from_buffer(pages)) + first
         self._regions.append(_Region(pages, address, room, [(address, address + room)]))
         taken = self._regions[-1].take(size)
@@ -134,6 +139,10 @@ class Workspace:
             begin, end = self._returned.popleft()
             del self._owners[begin]
             next(r for r in self._regions if r.begin <= begin < r.begin + r.size).put(begin, end)
+
+
+def _whole_pages(size: int) -> int:
+    return -(-size // HUGE_PAGE) * HUGE_PAGE
 
 
 of_process = Workspace()
