@@ -1,4 +1,4 @@
-"""All that plugins other than platforms may import from mvllm: models, executors, stat loggers, op providers, commands.
+"""All that plugins other than platforms may import from mvllm: models, executors, parsers, loggers, commands, ...
 
 Unlike `mvllm.plugin_api`, this surface has no contract version: what stands here follows the engine and may change with
 every minor version of mvllm, so a package that uses it states a range (`mvllm>=0.1,<0.2`). Everything is resolved on
@@ -16,6 +16,18 @@ if TYPE_CHECKING:
     from mvllm.config.model import ModelConfig
     from mvllm.config.rope_parameters import RopeParameters
     from mvllm.engine.stat_loggers import StatLogger
+    from mvllm.entrypoints.parsers.interface import (
+        ContentDelta,
+        Delta,
+        ReasoningDelta,
+        ReasoningParser,
+        ReasoningStream,
+        ToolCallDelta,
+        ToolParser,
+        ToolStream,
+    )
+    from mvllm.entrypoints.parsers.marked_calls import MarkedCalls
+    from mvllm.entrypoints.parsers.reasoning.tagged import TaggedReasoning
     from mvllm.errors import ConfigError, ModelError, MvllmError
     from mvllm.executor.interface import Executor
     from mvllm.executor.multiproc import MultiprocExecutor
@@ -45,6 +57,16 @@ _HOMES = {
     "ModelConfig": "mvllm.config.model",
     "RopeParameters": "mvllm.config.rope_parameters",
     "StatLogger": "mvllm.engine.stat_loggers",
+    "ContentDelta": "mvllm.entrypoints.parsers.interface",
+    "Delta": "mvllm.entrypoints.parsers.interface",
+    "ReasoningDelta": "mvllm.entrypoints.parsers.interface",
+    "ReasoningParser": "mvllm.entrypoints.parsers.interface",
+    "ReasoningStream": "mvllm.entrypoints.parsers.interface",
+    "ToolCallDelta": "mvllm.entrypoints.parsers.interface",
+    "ToolParser": "mvllm.entrypoints.parsers.interface",
+    "ToolStream": "mvllm.entrypoints.parsers.interface",
+    "MarkedCalls": "mvllm.entrypoints.parsers.marked_calls",
+    "TaggedReasoning": "mvllm.entrypoints.parsers.reasoning.tagged",
     "ConfigError": "mvllm.errors",
     "ModelError": "mvllm.errors",
     "MvllmError": "mvllm.errors",
@@ -91,6 +113,8 @@ __all__ = [
     "CausalLM",
     "ColumnParallelLinear",
     "ConfigError",
+    "ContentDelta",
+    "Delta",
     "Embedding",
     "EngineConfig",
     "Executor",
@@ -101,6 +125,7 @@ __all__ = [
     "LMHead",
     "LayerNorm",
     "MLP",
+    "MarkedCalls",
     "MatrixLayout",
     "ModelConfig",
     "ModelError",
@@ -116,6 +141,9 @@ __all__ = [
     "QuantizedMatrix",
     "QuantizedWeight",
     "RMSNorm",
+    "ReasoningDelta",
+    "ReasoningParser",
+    "ReasoningStream",
     "ReplicatedLinear",
     "RopeParameters",
     "RotaryEmbedding",
@@ -123,6 +151,10 @@ __all__ = [
     "SchedulerOutput",
     "SchedulerStats",
     "StatLogger",
+    "TaggedReasoning",
+    "ToolCallDelta",
+    "ToolParser",
+    "ToolStream",
     "UniProcExecutor",
     "VocabEmbedding",
     "WeightTarget",

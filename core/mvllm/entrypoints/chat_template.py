@@ -1,7 +1,13 @@
-"""Renders a conversation to the text that the model was trained to continue."""
+"""Renders a conversation to the text that the model was trained to continue.
+
+Messages come as clients of the chat completions API send them, and go to the template as templates expect them: a
+call's arguments as an object instead of its JSON text, no content as an empty text, parts of text as one text, and what
+a model thought under the name that templates know.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,11 +24,20 @@ _RESERVED = (
     "chat_template",
     "return_tensors",
     "return_dict",
+    "return_assistant_tokens_mask",
+    "sanitize_control_tokens",
+    "tokenizer_kwargs",
+    "padding",
+    "truncation",
+    "max_length",
 )
 
 
 Conversation = Sequence[Mapping[str, Any]]
-"""Messages of `role` and `content`, a text or a list of text parts; templates may know further keys."""
+"""Messages of `role` and `content`, a text or a list of text parts; templates may know further keys.
+
+Assistants' messages may have `tool_calls` and `reasoning` (or `reasoning_content`), those of tools a `tool_call_id`.
+"""
 
 
 def render_chat(
@@ -33,6 +48,7 @@ def render_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
     """The prompt of a conversation, special tokens included: tokenize it without adding any.
@@ -42,6 +58,7 @@ def render_chat(
         add_generation_prompt: End with the beginning of an answer.
         continue_final_message: Leave the last message open, for the model to go on with it.
         tools: Functions that the model may call, as JSON schemas.
+        documents: Texts that the model may draw on, usually of `title` and `text`; few templates show them.
         chat_template_kwargs: Further variables for the template.
 
     Raises:
@@ -62,6 +79,12 @@ def render_chat(
     reserved = [name for name in extra if name in _RESERVED]
     if reserved:
         raise RequestError(f"chat_template_kwargs may not set {', '.join(reserved)}.", parameter="chat_template_kwargs")
+    for name, value in (("tools", tools), ("documents", documents)):
+        _check_objects(name, value)
+    if documents:
+        if "documents" in extra:
+            raise RequestError("documents are given twice, also in chat_template_kwargs.", parameter="documents")
+        extra["documents"] = list(documents)
     if chat_template is None and getattr(tokenizer.hf, "chat_template", None) is None:
         raise RequestError(
             "The model's tokenizer has no chat template, so a conversation cannot be turned into a prompt. "
@@ -116,7 +139,59 @@ def _check_message(i: int, message: Mapping[str, Any]) -> dict[str, Any]:
         )
     elif content is None and not set(message) - {"role", "content"}:
         raise RequestError(f"Message {i} has no 'content'.", parameter="messages")
+    calls = checked.pop("tool_calls", None)
+    if calls:
+        checked["tool_calls"] = _check_calls(i, calls)
+        if content is None:
+            checked["content"] = ""  # templates concatenate it, or look into it, without asking
+    thoughts = message.get("reasoning")
+    if isinstance(thoughts, str) and message.get("reasoning_content") is None:
+        checked["reasoning_content"] = thoughts
     return checked
+
+
+def _check_calls(i: int, calls: object) -> list[dict[str, Any]]:
+    """The calls of a message, with arguments as objects."""
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise RequestError(
+            f"The tool_calls of message {i} must be a list; found a {type(calls).__name__}.", parameter="messages"
+        )
+    checked = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                f"Message {i} has a tool call without a function, which is an object of 'name' and 'arguments'.",
+                parameter="messages",
+            )
+        arguments = _as_object(function.get("arguments"))
+        checked.append({**call, "function": {**function, "arguments": arguments}})
+    return checked
+
+
+def _as_object(arguments: object) -> object:
+    """A call's arguments as templates expect them. What a model wrote that is no JSON object stays the text it is."""
+    if arguments is None or arguments == "":
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _check_objects(name: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise RequestError(f"{name} must be a list of objects; found a {type(value).__name__}.", parameter=name)
+    for item in value:
+        if not isinstance(item, Mapping):
+            raise RequestError(
+                f"{name} must be a list of objects; found a {type(item).__name__} in it.", parameter=name
+            )
 
 
 def _join_parts(i: int, parts: Sequence[Any]) -> str:

@@ -41,8 +41,10 @@ OP_PROVIDERS = Door("mvllm.op_providers", "set of op providers")
 STAT_LOGGERS = Door("mvllm.stat_loggers", "stat logger")
 COMMANDS = Door("mvllm.cli", "command")
 QUANTIZATION = Door("mvllm.quantization", "quantization method")
+TOOL_PARSERS = Door("mvllm.tool_parsers", "tool parser")
+REASONING_PARSERS = Door("mvllm.reasoning_parsers", "reasoning parser")
 
-ALL = (MODELS, QUANTIZATION, EXECUTORS, OP_PROVIDERS, STAT_LOGGERS, COMMANDS)
+ALL = (MODELS, QUANTIZATION, EXECUTORS, OP_PROVIDERS, STAT_LOGGERS, COMMANDS, TOOL_PARSERS, REASONING_PARSERS)
 
 
 def allow_list() -> frozenset[str] | None:

@@ -26,6 +26,8 @@ GROUPS = {
     "mvllm.op_providers": "acme",
     "mvllm.stat_loggers": "acme",
     "mvllm.cli": "acme",
+    "mvllm.tool_parsers": "acme",
+    "mvllm.reasoning_parsers": "acme",
 }
 
 

@@ -1,0 +1,1 @@
+"""How families of models write their thoughts, one module each."""

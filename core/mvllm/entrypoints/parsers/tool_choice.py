@@ -1,0 +1,225 @@
+"""What a request says about tools: which there are, and whether the model may, must or must not call one.
+
+`none` and `auto` need nothing of the engine. `required` and `named` do: a model that must call a function is held to it
+by a grammar, made of the JSON schema that `schema` returns, and what it then writes is not its family's format but that
+JSON, which `stream` reads:
+
+    required    [{"name": "get_weather", "arguments": {"city": "Paris"}}, ...]
+    named       {"city": "Paris"}                                               the arguments alone
+
+With a reasoning parser the grammar applies from the end of the thoughts on (`AnswerStream.in_reasoning`). Without
+grammars a caller refuses these two, or lets the model write as with `auto` and looks afterwards with `is_met_by`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mvllm.entrypoints.parsers.interface import ToolCall, ToolStream
+from mvllm.entrypoints.parsers.marked_calls import MarkedCalls
+from mvllm.errors import RequestError
+
+Mode = Literal["none", "auto", "required", "named"]
+
+_NAME = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
+_MAPS_OF_SCHEMAS = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
+_DATA = frozenset({"const", "enum", "default", "examples"})
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """What the model shall do with the tools.
+
+    Attributes:
+        mode: `none`, `auto`, `required` (at least one call) or `named` (one call of one function).
+        tools: The tools as the request gave them, and as chat templates take them.
+        name: The function that is to be called, where one is named.
+        parallel: Whether there may be several calls.
+    """
+
+    mode: Mode
+    tools: tuple[Mapping[str, Any], ...] = ()
+    name: str | None = None
+    parallel: bool = True
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the model's text must be held to `schema`."""
+        return self.mode in ("required", "named")
+
+    def schema(self) -> dict[str, Any] | None:
+        """The JSON schema of what the model must write; None where it writes as it likes.
+
+        References within a function's parameters still mean what they meant there.
+        """
+        if self.mode == "named":
+            [function] = [f for f in map(_function, self.tools) if f["name"] == self.name]
+            return dict(_parameters(function))
+        if self.mode != "required":
+            return None
+        functions = [_function(tool) for tool in self.tools]
+        schema: dict[str, Any] = {
+            "type": "array",
+            "minItems": 1,
+            "items": {"anyOf": [_call_schema(i, function) for i, function in enumerate(functions)]},
+            "$defs": {str(i): _moved(_parameters(f), f"#/$defs/{i}") for i, f in enumerate(functions)},
+        }
+        if not self.parallel:
+            schema["maxItems"] = 1
+        return schema
+
+    def stream(self) -> ToolStream | None:
+        """Reads text that was held to `schema`; None where none was, and the model family's parser reads."""
+        if self.mode == "named":
+            return _NamedCall(self.name or "")
+        return _RequiredCalls() if self.mode == "required" else None
+
+    def is_met_by(self, calls: Sequence[ToolCall]) -> bool:
+        """Whether an answer's calls are what was asked for. Does not look at their arguments."""
+        if self.mode == "none":
+            return not calls
+        if len(calls) > 1 and not self.parallel:
+            return False
+        if self.mode == "named":
+            return len(calls) == 1 and calls[0].name == self.name
+        names = {_function(tool)["name"] for tool in self.tools}
+        return (self.mode == "auto" or bool(calls)) and all(call.name in names for call in calls)
+
+
+def read_tool_choice(
+    tools: Sequence[Mapping[str, Any]] | None, tool_choice: object = None, *, parallel: bool | None = None
+) -> ToolChoice:
+    """What a request's `tools`, `tool_choice` and `parallel_tool_calls` say. Without a choice it is `auto`.
+
+    Raises:
+        RequestError: They are not in the form of the chat completions API, or contradict each other.
+    """
+    checked = _check_tools(tools)
+    parallel = parallel is not False
+    if not checked:
+        if tool_choice in (None, "none", "auto"):
+            return ToolChoice("none", parallel=parallel)
+        raise RequestError("tool_choice asks for a call, but there are no tools.", parameter="tool_choice")
+    if tool_choice is None:
+        return ToolChoice("auto", checked, parallel=parallel)
+    if tool_choice in ("none", "auto", "required"):
+        mode: Mode = "none" if tool_choice == "none" else "auto" if tool_choice == "auto" else "required"
+        return ToolChoice(mode, checked, parallel=parallel)
+    name = _chosen_name(tool_choice)
+    known = [_function(tool)["name"] for tool in checked]
+    if name not in known:
+        raise RequestError(
+            f"tool_choice names the function {name!r}, which is none of tools: {', '.join(known)}.",
+            parameter="tool_choice",
+        )
+    return ToolChoice("named", checked, name, parallel=False)
+
+
+class _RequiredCalls(MarkedCalls):
+    """A list of calls, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self._markers = ()
+        self.open("")
+
+
+class _NamedCall(MarkedCalls):
+    """The arguments of one call, and nothing else."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("", bare=False)
+        self._markers = ()
+        self.read_arguments(name)
+
+
+def _check_tools(tools: object) -> tuple[Mapping[str, Any], ...]:
+    if tools is None:
+        return ()
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        raise RequestError(f"tools must be a list; found a {type(tools).__name__}.", parameter="tools")
+    seen: set[str] = set()
+    for i, tool in enumerate(tools):
+        where = f"tools[{i}]"
+        if not isinstance(tool, Mapping) or tool.get("type") != "function":
+            raise RequestError(
+                f'{where} must be an object with "type": "function"; other tools are not supported.', parameter="tools"
+            )
+        function = tool.get("function")
+        if not isinstance(function, Mapping):
+            raise RequestError(f"{where}.function must be an object.", parameter="tools")
+        name = function.get("name")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise RequestError(
+                f"{where}.function.name must be up to 128 letters, digits, '_', '-', '.' or ':'; found {name!r:.200}.",
+                parameter="tools",
+            )
+        if name in seen:
+            raise RequestError(f"{where}.function.name: there is another function {name!r}.", parameter="tools")
+        seen.add(name)
+        if not isinstance(function.get("parameters"), Mapping | None):
+            raise RequestError(f"{where}.function.parameters must be a JSON schema, an object.", parameter="tools")
+        if not isinstance(function.get("description"), str | None):
+            raise RequestError(f"{where}.function.description must be a text.", parameter="tools")
+    return tuple(tools)
+
+
+def _chosen_name(choice: object) -> str:
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if isinstance(name, str):
+            return name
+    raise RequestError(
+        'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}; '
+        f"found {choice!r:.200}.",
+        parameter="tool_choice",
+    )
+
+
+def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function: Mapping[str, Any] = tool["function"]
+    return function
+
+
+def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    return function.get("parameters") or {"type": "object", "properties": {}}
+
+
+def _call_schema(i: int, function: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": f"#/$defs/{i}"}},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def _moved(schema: Mapping[str, Any], root: str) -> dict[str, Any]:
+    """A copy of a schema whose root is now `root`: references to places in it are to the same places. No recursion."""
+    top: dict[str, Any] = {}
+    # Where a copy goes, under which key, what is copied, and whether that is a map of names to schemas.
+    work: list[tuple[Any, Any, Any, bool]] = [({"top": top}, None, schema, False)]
+    while work:
+        target, key, value, is_map = work.pop()
+        if isinstance(value, Mapping):
+            copy: Any = top if key is None else {}
+            for name, inner in value.items():
+                if not is_map and name == "$ref" and isinstance(inner, str) and inner.startswith("#"):
+                    copy[name] = root + inner[1:]
+                elif not is_map and name in _DATA:
+                    copy[name] = inner
+                else:
+                    copy[name] = None  # keeps the order
+                    work.append((copy, name, inner, not is_map and name in _MAPS_OF_SCHEMAS))
+        elif isinstance(value, list):
+            copy = [None] * len(value)
+            work += [(copy, i, inner, False) for i, inner in enumerate(value)]
+        else:
+            copy = value
+        if key is not None:
+            target[key] = copy
+    return top

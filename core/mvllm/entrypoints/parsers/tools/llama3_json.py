@@ -1,0 +1,54 @@
+"""Calls as Llama 3.1 and 3.2 write them: nothing but an object, sometimes behind a marker, several with `;` between.
+
+    {"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "get_time", "parameters": {}}
+    <|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}
+
+Without a marker an object may as well be an answer in JSON. So it is a call only where it begins the text or a line,
+has `name` and `parameters` (or `arguments`), and no other key before them but `type` and `id`. All else is content.
+"""
+
+from __future__ import annotations
+
+import re
+
+from mvllm.entrypoints.parsers.interface import Delta, ToolParser, ToolStream
+from mvllm.entrypoints.parsers.marked_calls import MarkedCalls
+
+MARKER = "<|python_tag|>"
+
+_NEXT = re.compile(rf"{re.escape(MARKER)}|\n(?=\{{)")
+_SPACES = re.compile(r"\s+")
+
+
+class Llama3JsonToolParser(ToolParser):
+    """`{"name": ..., "parameters": {...}}`."""
+
+    markers = (MARKER,)
+
+    def stream(self) -> ToolStream:
+        return _Stream()
+
+
+class _Stream(MarkedCalls):
+    def __init__(self) -> None:
+        super().__init__(MARKER, separator=";", strict=True)
+        self._pattern = _NEXT
+        self._at_start = True  # nothing but white space so far
+
+    def content(self, text: str, i: int, out: list[Delta]) -> int:
+        if self._at_start:
+            spaces = _SPACES.match(text, i)
+            if spaces is not None:
+                self.say(spaces.group(), out)
+                return spaces.end()
+            self._at_start = False
+            if text[i] in "{[":
+                self.open("")
+                return i
+        if text[i] == "{" and (text[i - 1] if i else self.last) == "\n":
+            self.open("")
+            return i
+        if (found := _NEXT.search(text, i)) is not None and found.group() == "\n":
+            self.say(text[i : found.end()], out)
+            return found.end()
+        return super().content(text, i, out)

@@ -1,0 +1,119 @@
+"""What holds for every parser: cutting changes nothing, nothing is lost, nothing raises, and time is linear."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mvllm.entrypoints.parsers.interface import ContentDelta, ReasoningDelta, collect
+from mvllm.entrypoints.parsers.tool_choice import read_tool_choice
+from tests.unit.entrypoints.parsers.readers import (
+    REASONING,
+    TOOLS,
+    cut,
+    cuts,
+    make_parser,
+    messy_text,
+    stream_deltas,
+    streamed,
+    without_ids,
+)
+
+PAIRS = [*((tools, None) for tools in TOOLS), *((None, reasoning) for reasoning in REASONING)]
+PAIRS += [("hermes", "qwen3"), ("llama3_json", "deepseek_r1")]
+prompts = st.sampled_from([None, "assistant\n", "assistant\n<think>\n", "assistant\n<think>\n\n</think>\n\n"])
+
+
+@pytest.mark.parametrize(("tools", "reasoning"), PAIRS)
+@settings(max_examples=50)
+@given(text=messy_text, at=cuts, prompt=prompts)
+def test_however_a_text_is_cut_the_answer_is_that_of_the_whole(tools, reasoning, text, at, prompt):
+    parser = make_parser(tools, reasoning)
+    whole = without_ids(parser.parse(text, prompt))
+    assert without_ids(streamed(parser, cut(text, at), prompt)) == whole
+    deltas = stream_deltas(parser, list(text), prompt)
+    assert without_ids(collect(deltas)) == whole
+    # What is shown is a part of the text, in its order: nothing is shown twice, or shown and taken back.
+    i = 0
+    for delta in deltas:
+        if isinstance(delta, ContentDelta | ReasoningDelta):
+            for c in delta.text:
+                i = text.index(c, i) + 1
+
+
+@pytest.mark.parametrize("tools", TOOLS)
+@settings(max_examples=50)
+@given(text=messy_text)
+def test_where_there_is_no_call_all_is_content_to_the_last_character(tools, text):
+    parsed = make_parser(tools).parse(text)
+    if not parsed.tool_calls:
+        assert parsed.content == text
+
+
+@pytest.mark.parametrize("tools", TOOLS)
+@settings(max_examples=50)
+@given(text=messy_text.map(lambda text: "".join(c for c in text if c not in '{}"')))
+def test_text_that_can_hold_no_call_is_content_as_it_is(tools, text):
+    assert without_ids(make_parser(tools).parse(text)) == (text, [], None)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}], ids=str)
+@settings(max_examples=50)
+@given(text=messy_text, at=cuts)
+def test_readers_of_constrained_text_bear_any_text_as_well(choice, text, at):
+    choice = read_tool_choice([{"type": "function", "function": {"name": "f"}}], choice)
+
+    def read(pieces):
+        stream = choice.stream()
+        return without_ids(collect([d for piece in pieces for d in stream.feed(piece)] + stream.finish()))
+
+    assert read(cut(text, at)) == read([text]) == read(list(text))
+
+
+ADVERSARIAL = {
+    "start tags": "<tool_call>",
+    "opened calls": '<tool_call>{"name": "f", ',
+    "calls in strings": '<tool_call>{"a": "',
+    "calls that nearly are": '<tool_call>{"name": "f", "arguments"',
+    "calls": '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
+    "end tags": "</tool_call>",
+    "tags that nearly are": "<tool_cal" + "l" * 3 + "<",
+    "brackets": "[TOOL_CALLS][{",
+    "names": "[TOOL_CALLS]f[ARGS]",
+    "ids": "[TOOL_CALLS]f[CALL_ID]",
+    "name of one letter": "[TOOL_CALLS]f",
+    "lines": "\n{",
+    "objects": '\n{"name": "f", "parameters": {}}',
+    "separators": '{"name": "f", "parameters": {}};',
+    "python tags": '<|python_tag|>{"name": ',
+    "depth": '{"name": "f", "parameters": ' + "[" * 40,
+    "white space": "\n \t ",
+    "thoughts": "<think></think>",
+    "thoughts that nearly end": "<think> </thin",
+    "quotes": "'\"\\",
+    "numbers": "1234567890",
+}
+
+
+@pytest.mark.parametrize("pair", [("hermes", "qwen3"), ("llama3_json", "deepseek_r1"), ("mistral", None)], ids=str)
+@pytest.mark.parametrize("unit", ADVERSARIAL.values(), ids=ADVERSARIAL)
+def test_long_texts_of_any_kind_are_read_in_time_and_cut_or_not_alike(pair, unit):
+    """With any quadratic step this would take minutes to hours."""
+    parser = make_parser(*pair)
+    open_call = {"hermes": '<tool_call>{"name": "f", "arguments": {"a": "', "mistral": '[TOOL_CALLS]f[ARGS]{"a": "'}
+    megabyte = unit * (1_000_000 // len(unit))
+    for text in (megabyte, open_call.get(pair[0], '{"name": "f", "parameters": {"a": "') + megabyte):
+        assert without_ids(streamed(parser, text[:10_000])) == without_ids(parser.parse(text[:10_000]))
+        parser.parse(text)
+
+
+def test_a_megabyte_in_single_characters():
+    text = '<think>a</think>\n<tool_call>[{"name": "f", "arguments": {"code": "'
+    text += '\\"<tool_call>[TOOL_CALLS]{\\\\' * 36_000 + '"}}]</tool_call>'
+    parsed = streamed(make_parser("hermes", "qwen3"), text)
+    [call] = parsed.tool_calls
+    assert len(text) > 1_000_000 and len(json.loads(call.arguments)["code"]) == 36_000 * 26
+    assert (parsed.reasoning, parsed.content, call.name) == ("a", "", "f")

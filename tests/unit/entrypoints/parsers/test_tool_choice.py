@@ -1,0 +1,173 @@
+"""What a request says about tools, and what a model that must call one is held to."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import jsonschema
+import pytest
+
+from mvllm.entrypoints.parsers.interface import ToolCall, collect
+from mvllm.entrypoints.parsers.tool_choice import read_tool_choice
+from mvllm.errors import RequestError
+
+
+def tool(name, parameters=None, **more):
+    function = {"name": name, **more} if parameters is None else {"name": name, "parameters": parameters, **more}
+    return {"type": "function", "function": function}
+
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TREE = {  # refers to itself, to a definition, and has what only looks like a reference
+    "type": "object",
+    "properties": {
+        "$ref": {"type": "string"},
+        "child": {"$ref": "#"},
+        "leaf": {"$ref": "#/$defs/leaf"},
+        "fixed": {"const": {"$ref": "#/x"}},
+    },
+    "$defs": {"leaf": {"type": "integer", "examples": [{"$ref": "#"}]}},
+    "additionalProperties": False,
+}
+LEAF = {"type": "object", "properties": {"leaf": {"$ref": "#/$defs/leaf"}}, "$defs": {"leaf": {"type": "string"}}}
+TOOLS = [tool("weather", CITY), tool("tree", TREE), tool("leaf", LEAF), tool("now", description="The time")]
+WEATHER = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "mode"),
+    [
+        (None, None, "none"),
+        ([], "auto", "none"),
+        (None, "none", "none"),
+        (TOOLS, None, "auto"),
+        (TOOLS, "none", "none"),
+        (TOOLS, "auto", "auto"),
+        (TOOLS, "required", "required"),
+        (TOOLS, WEATHER, "named"),
+    ],
+)
+def test_modes(tools, choice, mode):
+    read = read_tool_choice(tools, choice)
+    assert (read.mode, read.is_constrained) == (mode, mode in ("required", "named"))
+    assert (read.schema() is None) == (read.stream() is None) == (not read.is_constrained)
+    assert list(read.tools) == (tools or [])
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "words"),
+    [
+        (None, "required", "there are no tools"),
+        ([], WEATHER, "there are no tools"),
+        (TOOLS, "must", 'must be "none", "auto"'),
+        (TOOLS, {"type": "function"}, 'must be "none", "auto"'),
+        (TOOLS, {"type": "function", "function": {"name": "x"}}, "'x', which is none of tools: weather, tree"),
+        ("x", None, "tools must be a list"),
+        ([5], None, r"tools\[0\] must be an object"),
+        ([{"type": "web_search"}], None, "other tools are not supported"),
+        ([{"type": "function"}], None, "function must be an object"),
+        ([tool("")], None, "name must be"),
+        ([tool("a b")], None, "name must be"),
+        ([tool("a\n")], None, "name must be"),
+        ([tool("f"), tool("f")], None, "another function 'f'"),
+        ([tool("f", parameters=[1])], None, "must be a JSON schema"),
+        ([tool("f", description=5)], None, "must be a text"),
+    ],
+)
+def test_what_is_not_in_the_apis_form_is_refused_by_name(tools, choice, words):
+    with pytest.raises(RequestError, match=words) as caught:
+        read_tool_choice(tools, choice)
+    assert caught.value.parameter in ("tools", "tool_choice")
+
+
+GOOD = [
+    [{"name": "weather", "arguments": {"city": "Paris"}}],
+    [{"name": "tree", "arguments": {"child": {"child": {}, "leaf": 5}, "$ref": "x", "fixed": {"$ref": "#/x"}}}],
+    [{"name": "leaf", "arguments": {"leaf": "x"}}, {"name": "now", "arguments": {}}],
+]
+BAD = [
+    [],
+    {"name": "now", "arguments": {}},
+    [{"name": "other", "arguments": {}}],
+    [{"name": "weather", "arguments": {}}],
+    [{"name": "weather"}],
+    [{"name": "tree", "arguments": {"child": {"leaf": "x"}}}],
+    [{"name": "tree", "arguments": {"child": {"other": 1}}}],
+    [{"name": "leaf", "arguments": {"leaf": 5}}],
+    [{"name": "now", "arguments": {}, "more": 1}],
+]
+
+
+class TestSchema:
+    def test_required_is_a_list_of_calls_of_the_tools(self):
+        before = copy.deepcopy(TOOLS)
+        schema = read_tool_choice(TOOLS, "required").schema()
+        jsonschema.Draft202012Validator.check_schema(schema)
+        validator = jsonschema.Draft202012Validator(schema)
+        assert [value for value in GOOD if not validator.is_valid(value)] == []
+        assert [value for value in BAD if validator.is_valid(value)] == []
+        assert before == TOOLS
+
+    def test_without_parallel_calls_it_is_one(self):
+        schema = read_tool_choice(TOOLS, "required", parallel=False).schema()
+        validator = jsonschema.Draft202012Validator(schema)
+        assert [validator.is_valid(value) for value in GOOD] == [True, True, False]
+
+    def test_named_is_the_functions_parameters(self):
+        assert read_tool_choice(TOOLS, WEATHER).schema() == CITY
+        now = {"type": "function", "function": {"name": "now"}}
+        assert read_tool_choice(TOOLS, now).schema() == {"type": "object", "properties": {}}
+
+    def test_a_deep_schema_needs_no_recursion(self):
+        deep: dict = {"type": "string"}
+        for _ in range(20_000):
+            deep = {"items": deep}
+        assert read_tool_choice([tool("f", deep)], "required").schema()["$defs"]["0"]["items"]
+
+
+class TestReading:
+    @pytest.mark.parametrize("value", GOOD, ids=str)
+    def test_required(self, value):
+        choice = read_tool_choice(TOOLS, "required")
+        for pieces in ([json.dumps(value, indent=1)], json.dumps(value)):
+            stream = choice.stream()
+            parsed = collect([d for piece in pieces for d in stream.feed(piece)] + stream.finish())
+            read = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in parsed.tool_calls]
+            assert (read, parsed.content) == (value, "") and choice.is_met_by(parsed.tool_calls)
+
+    def test_named(self):
+        choice = read_tool_choice(TOOLS, WEATHER)
+        stream = choice.stream()
+        parsed = collect([d for piece in '{"city": "Paris"}' for d in stream.feed(piece)] + stream.finish())
+        [call] = parsed.tool_calls
+        assert (call.name, call.arguments, parsed.content) == ("weather", '{"city": "Paris"}', "")
+        assert choice.is_met_by(parsed.tool_calls)
+
+    def test_named_and_cut_off(self):
+        stream = read_tool_choice(TOOLS, WEATHER).stream()
+        [call] = collect(stream.feed('{"city": "Par') + stream.finish()).tool_calls
+        assert call.arguments == '{"city": "Par'
+
+
+@pytest.mark.parametrize(
+    ("choice", "parallel", "names", "met"),
+    [
+        ("none", None, [], True),
+        ("none", None, ["now"], False),
+        ("auto", None, [], True),
+        ("auto", None, ["now", "weather"], True),
+        ("auto", False, ["now", "weather"], False),
+        ("auto", None, ["other"], False),
+        ("required", None, [], False),
+        ("required", None, ["now"], True),
+        ("required", None, ["now", "other"], False),
+        (WEATHER, None, ["weather"], True),
+        (WEATHER, None, ["now"], False),
+        (WEATHER, None, ["weather", "weather"], False),
+        (WEATHER, None, [], False),
+    ],
+)
+def test_an_answer_can_be_checked_afterwards(choice, parallel, names, met):
+    calls = [ToolCall("call_1", name, "{}") for name in names]
+    assert read_tool_choice(TOOLS, choice, parallel=parallel).is_met_by(calls) is met
