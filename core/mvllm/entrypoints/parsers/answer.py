@@ -47,6 +47,11 @@ class AnswerParser:
         """Strings that must reach the parsers."""
         return tuple(marker for one in (self._reasoning, self._tools) if one is not None for marker in one.markers)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all is content as it comes, so that a caller may do without."""
+        return self._tools is None and self._reasoning is None
+
     def needs_special_tokens(self, special_tokens: Container[str]) -> bool:
         """Whether `skip_special_tokens` must be off.
 

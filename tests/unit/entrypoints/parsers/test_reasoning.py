@@ -122,6 +122,7 @@ def test_a_whole_answer_as_a_message():
 
 def test_without_parsers_all_is_content():
     assert without_ids(streamed(make_parser(), "<think>a")) == ("<think>a", [], None)
+    assert make_parser().is_plain and not make_parser("hermes").is_plain and not make_parser(None, "qwen3").is_plain
 
 
 @pytest.mark.parametrize(
