@@ -210,6 +210,19 @@ def test_what_the_server_tells_of_itself(client: httpx.Client) -> None:
     assert "/v1/completions" in document["paths"]
 
 
+def test_the_page_to_chat_is_one_file_that_talks_to_this_server_alone(client: httpx.Client) -> None:
+    answer = client.get("/")
+    assert answer.headers["content-type"].startswith("text/html")
+    assert "connect-src 'self'" in answer.headers["content-security-policy"]
+    assert not re.search(r"(src|href|url)\s*[=(]|https?://|import ", answer.text)
+    asked = set(re.findall(r'fetch\("([^"]+)"', answer.text))
+    assert asked == {"/v1/chat/completions", "/load", "/v1/models"}
+    fields = set(re.findall(r"load\.(\w+)", answer.text))
+    assert fields <= set(client.get("/load").json())
+    for name in set(re.findall(r'\$\("(\w+)"\)', answer.text)):
+        assert f'id="{name}"' in answer.text
+
+
 def test_metrics_have_short_lists_of_labels(client: httpx.Client, server: ServerProcess) -> None:
     client.post("/v1/completions", json=STORY)
     for i in range(20):

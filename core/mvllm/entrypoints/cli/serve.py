@@ -63,7 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Log a line for each answer: path, status, time and request id; never a content.",
     )
     where.add_argument(
-        "--docs", action=argparse.BooleanOptionalAction, default=True, help="Offer /docs and /openapi.json."
+        "--docs",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="Offer /docs, /openapi.json and the page at /.",
     )
     where.add_argument(
         "--metrics-alias-prefix",

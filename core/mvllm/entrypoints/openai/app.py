@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import resources
+
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -62,12 +64,23 @@ def build_routes(state: ServerState, models: ServedModels, metrics: HTTPMetrics,
             return HTMLResponse(docs_page(app))
 
         app.add_api_route("/docs", docs, methods=["GET"], include_in_schema=False)
+        app.add_api_route("/", _playground, methods=["GET"], include_in_schema=False)
     app.add_exception_handler(ClientGone, _answer_nobody)
     for kind in (APIError, MvllmError, Exception):
         app.add_exception_handler(kind, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(RequestValidationError, _answer_wrong_query)
     return app
+
+
+async def _playground() -> HTMLResponse:
+    """A page to chat with the model, which loads nothing from elsewhere and talks to this server alone."""
+    page = resources.files("mvllm.entrypoints.openai").joinpath("playground.html").read_text(encoding="utf-8")
+    policy = (
+        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return HTMLResponse(page, headers={"content-security-policy": policy})
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:

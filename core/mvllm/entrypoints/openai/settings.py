@@ -29,7 +29,7 @@ class ServerSettings:
         shutdown_timeout: Seconds that requests under way get after SIGTERM.
         access_log: Whether each answer gets a line in the log.
         metrics_prefixes: What names of metrics begin with; with several, each is shown under all.
-        docs: Whether there are `/docs` and `/openapi.json`.
+        docs: Whether there are `/docs`, `/openapi.json` and the page at `/`.
     """
 
     host: str = "127.0.0.1"

@@ -1,0 +1,117 @@
+"""Chromium without a window, told what to do over its debugging pipe: JSON, ended by a zero byte, both ways."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from typing import Any
+
+from tests.helpers.processes import wait_until
+
+PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SECONDS = 120
+
+
+class Browser:
+    """One page in a browser of its own."""
+
+    def __init__(self) -> None:
+        assert PROGRAM
+        self._profile = tempfile.TemporaryDirectory(prefix="browser-")
+        read_commands, self._write = os.pipe()
+        self._read, write_answers = os.pipe()
+
+        def as_3_and_4() -> None:
+            # What it reads is 3 and what it writes is 4; neither may be overwritten before it is copied.
+            first, second = os.dup(read_commands), os.dup(write_answers)
+            os.dup2(first, 3)
+            os.dup2(second, 4)
+
+        self._process = subprocess.Popen(
+            [PROGRAM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+             "--remote-debugging-pipe", f"--user-data-dir={self._profile.name}", "--window-size=1000,700"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            close_fds=False,
+            preexec_fn=as_3_and_4,
+        )  # fmt: skip
+        os.close(read_commands)
+        os.close(write_answers)
+        self._ids = itertools.count(1)
+        self._held = b""
+        self.events: list[dict[str, Any]] = []
+        self._session: str | None = None
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.call(f"{domain}.enable")
+
+    def __enter__(self) -> Browser:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self._process.kill()
+        self._process.wait(30)
+        os.close(self._write)
+        os.close(self._read)
+        self._profile.cleanup()
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Calls a method of the protocol; events that come meanwhile are kept in `events`."""
+        number = next(self._ids)
+        message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline:
+            answer = self._receive()
+            if answer.get("id") == number:
+                assert "error" not in answer, answer
+                result: dict[str, Any] = answer["result"]
+                return result
+            self.events.append(answer)
+        raise AssertionError(f"no answer to {method}")
+
+    def open(self, url: str) -> None:
+        self.call("Page.navigate", url=url)
+
+    def evaluate(self, expression: str) -> Any:
+        """The value of a JavaScript expression in the page."""
+        answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def wait_for(self, expression: str) -> None:
+        """Returns when a JavaScript expression is true in the page."""
+        wait_until(lambda: self.evaluate(expression), SECONDS, expression)
+
+    def screenshot(self) -> bytes:
+        """The page as PNG."""
+        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+
+    def problems(self) -> list[str]:
+        """Exceptions of the page, and what the browser has refused it."""
+        kinds = ("Runtime.exceptionThrown", "Log.entryAdded")
+        return [json.dumps(event["params"]) for event in self.events if event.get("method") in kinds]
+
+    def requested(self) -> set[str]:
+        """All addresses that the page has asked for."""
+        kind = "Network.requestWillBeSent"
+        return {event["params"]["request"]["url"] for event in self.events if event.get("method") == kind}
+
+    def _receive(self) -> dict[str, Any]:
+        while b"\0" not in self._held:
+            piece = os.read(self._read, 1 << 16)
+            assert piece, "the browser has ended"
+            self._held += piece
+        message, _, self._held = self._held.partition(b"\0")
+        decoded: dict[str, Any] = json.loads(message)
+        return decoded
