@@ -160,6 +160,7 @@ CASES = {
         ('<tool_call>{"name": "f", "arguments": {"a": 1} oops}</tool_call>', "oops}", [F]),
         ('<tool_call>{"name": "f", "arguments": {"a": 1}}}</tool_call>', "}", [F]),
         ('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', "", [("\\ud800", "{}")]),
+        ('<tool_call>[{"name": "f", "arguments": {"a": 1} x<tool_call>[{"name": "g"}]</tool_call>', "x", [F, ("g", "{}")]),
     ],
     "llama3_json": [
         ('{"name": "f", "parameters": {"a": 1}}', "", [F]),
@@ -179,6 +180,7 @@ CASES = {
         ('{"name": "f", "par', '{"name": "f", "par', []),
         ('{"name": "f", "parameters": {"a": ', "", [("f", '{"a": ')]),
         ('{"name": "f", "parameters": {"a": 1}}; and so on', "; and so on", [F]),
+        ('{"name": "f", "parameters": {"a": 1}} ; and so on', " ; and so on", [F]),
     ],
     "mistral": [
         ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]', "", [F]),
