@@ -62,13 +62,11 @@ def test_requests_are_dealt_out_aborted_and_forgotten(llm: AsyncLLM, loop: async
         streams = [await llm.add_request([5 + i, 6], LONG) for i in range(6)]
         several = await llm.add_request([4, 4], params(max_tokens=150, n=4, temperature=1.0))
         assert sorted(client_of(llm).num_unfinished) in ([3, 7], [4, 6], [5, 5])  # sequences stay together
-        await anext(several)
         several.close()
         assert client_of(llm).num_unfinished == [3, 3]
-        await anext(streams[0])
+        for stream in streams[:2]:
+            await anext(stream)
         await llm.check_health()
-        load = llm.load
-        assert (load.num_running, load.num_requests) == (6, 6)
         stop = await joined(llm.generate([9, 9], params(stop=["e", "a", "t"], max_tokens=150, ignore_eos=True)))
         assert stop[0]
         for stream in streams:

@@ -1,7 +1,7 @@
 """The sockets between a front end and its engine cores.
 
-    front end   ROUTER ── [token number] [Command]  ──> DEALER   engine core      one of these per core
-                PULL   <── [token]       [CoreNews] ─── PUSH     engine core
+    front end   ROUTER ── [token number] [Command] ──> DEALER   engine core      one of these per core
+                PULL   <── [token CoreNews] ────────── PUSH     engine core
 
 The front end binds and cores connect, so a front end may have several cores, told apart by the identity it gave each.
 Addresses are random names that leave nothing behind (on Linux; elsewhere a folder that only its owner may enter). The
@@ -35,6 +35,7 @@ RECONNECT_MS, MAX_RECONNECT_MS = 2, 100
 _MAX_UNREAD_HELLOS = 16  # of strangers; a front end reads its ROUTER only until its cores have come
 _IPC_FILTER_UID = 59  # a socket option that pyzmq has no name for
 _NUMBER = struct.Struct("!Q")
+_TOKEN_BYTES = 32
 
 
 class ChannelAddress(msgspec.Struct, frozen=True):
@@ -64,7 +65,7 @@ class FrontChannel:
 
     def __init__(self, identities: Sequence[bytes]) -> None:
         prefix = _socket_prefix()
-        token = secrets.token_bytes(32)
+        token = secrets.token_bytes(_TOKEN_BYTES)
         self.addresses = [
             ChannelAddress(f"{prefix}commands", f"{prefix}news", identity, token) for identity in identities
         ]
@@ -121,11 +122,11 @@ class FrontChannel:
         """The next news, or None when there are none now. What a stranger sent is dropped."""
         while True:
             try:
-                frames = self.news.recv_multipart(zmq.NOBLOCK, copy=False)
+                message = self.news.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return None
-            if len(frames) == 2 and hmac.compare_digest(frames[0].bytes, self._token):
-                return self._decoder.decode(frames[1].buffer)
+            if hmac.compare_digest(message[:_TOKEN_BYTES], self._token):
+                return self._decoder.decode(memoryview(message)[_TOKEN_BYTES:])
             logger.warning("Dropped a message to the front end that does not carry its token")
 
     def close(self) -> None:
@@ -187,14 +188,15 @@ class CoreOutput:
     """
 
     def __init__(self, address: ChannelAddress) -> None:
-        self._token = address.token
         self._context = zmq.Context()
         self._socket = _connected(self._context, zmq.PUSH, address.news, None)
         self._encoder = msgspec.msgpack.Encoder()
+        self._message = bytearray(address.token)
 
     def send(self, news: CoreNews) -> None:
         """Queues news; never blocks."""
-        self._socket.send_multipart([self._token, self._encoder.encode(news)], copy=False)
+        self._encoder.encode_into(news, self._message, _TOKEN_BYTES)
+        self._socket.send(self._message)
 
     def close(self) -> None:
         """Waits up to a second until everything has been taken."""

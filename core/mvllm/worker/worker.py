@@ -71,7 +71,7 @@ class Worker:
         ours = min(before.total, before.free + sharers * before.used_by_me) if unified else before.total
         reserve = int(ours * (1 - utilization))
         # Those of other replicas may still be loading.
-        to_come = max(0, sharers - self._ctx.world_size) * before.used_by_me
+        to_come = (sharers - sharers // self._config.parallel.data_parallel_size) * before.used_by_me if unified else 0
         return (before.free - to_come - reserve) // sharers - peak
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:

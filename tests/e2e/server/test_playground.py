@@ -1,4 +1,4 @@
-"""The page at `/` in a real browser."""
+"""The page at `/` in a real browser. With WRITE_PICTURES in the environment, the picture in the docs is made anew."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ PICTURE = Path(__file__).parents[3] / "docs" / "playground.png"
 WRITE = "WRITE_PICTURES"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(PROGRAM is None, reason="not run: no Chromium")
 def test_a_chat_with_the_model(server: ServerProcess) -> None:
     with Browser() as browser:
@@ -33,10 +34,10 @@ def test_a_chat_with_the_model(server: ServerProcess) -> None:
         if WRITE in os.environ:
             PICTURE.write_bytes(browser.screenshot())
         assert browser.screenshot().startswith(b"\x89PNG")
-        browser.evaluate("document.querySelector('#temperature').value = -1")
-        browser.evaluate("document.querySelector('#text').value = 'x'; document.querySelector('#form').requestSubmit()")
+        browser.evaluate("document.querySelector('#text').value = 'word '.repeat(9000)")
+        browser.evaluate("document.querySelector('#form').requestSubmit()")
         browser.wait_for("document.querySelector('.error') !== null")
-        assert "temperature" in browser.evaluate("document.querySelector('.error').textContent")
+        assert "max_model_len" in browser.evaluate("document.querySelector('.error').textContent")
         browser.evaluate("document.querySelector('#reset').click()")
         assert browser.evaluate("document.querySelectorAll('.message').length") == 0
         assert all(url.startswith((server.url, "about:", "data:")) for url in browser.requested())

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mvllm.config.engine_config import CacheConfig
+from mvllm.config.engine_config import CacheConfig, ParallelConfig
 from mvllm.platform.runtime import MemoryInfo
 from mvllm.platform.topology import WorkerContext
 from mvllm.worker.worker import Worker
@@ -30,10 +30,14 @@ def test_other_programs_on_the_host_do_not_use_up_our_share() -> None:
     assert available(unified_memory=True, local_world_size=1, utilization=0.25) == 700 - 600 - 50
 
 
-def available(*, unified_memory: bool, local_world_size: int, utilization: float = 0.75) -> int:
+def available(*, unified_memory: bool, local_world_size: int, utilization: float = 0.75, replicas: int = 1) -> int:
     platform = FakePlatform()
     platform.capabilities = replace(platform.capabilities, unified_memory=unified_memory)
-    config = replace(make_config(), cache=CacheConfig(memory_utilization=utilization))
+    config = replace(
+        make_config(),
+        cache=CacheConfig(memory_utilization=utilization),
+        parallel=ParallelConfig(data_parallel_size=replicas),
+    )
     worker = Worker(config, platform, WorkerContext(world_size=8, local_world_size=local_world_size))
     worker._runtime = runtime = MeasuredRuntime()
     worker._runner = SimpleNamespace(profile=lambda: setattr(runtime, "peak", 150))
@@ -52,3 +56,10 @@ def available(*, unified_memory: bool, local_world_size: int, utilization: float
 )
 def test_workers_that_have_one_memory_share_it(unified_memory: bool, local_world_size: int, expected: int) -> None:
     assert available(unified_memory=unified_memory, local_world_size=local_world_size) == expected
+
+
+def test_other_replicas_may_still_have_to_load() -> None:
+    """Two replicas of three workers: 300 bytes that are free now may soon be the other one's."""
+    reserve = 250  # a quarter of 1000, which is all there is
+    assert available(unified_memory=True, local_world_size=6, replicas=2) == (700 - 300 - reserve) // 6 - 50
+    assert available(unified_memory=False, local_world_size=6, replicas=2) == 700 - reserve - 50
