@@ -160,7 +160,7 @@ CASES = {
         ('<tool_call>{"name": "f", "arguments": {"a": 1} oops}</tool_call>', "oops}", [F]),
         ('<tool_call>{"name": "f", "arguments": {"a": 1}}}</tool_call>', "}", [F]),
         ('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', "", [("\\ud800", "{}")]),
-        ('<tool_call>[{"name": "f", "arguments": {"a": 1} x<tool_call>[{"name": "g"}]</tool_call>', "x", [F, ("g", "{}")]),
+        ('<tool_call>[{"name": "f", "arguments": {"a": 1} x<tool_call>[{"name": "g"}]', "x", [F, ("g", "{}")]),
     ],
     "llama3_json": [
         ('{"name": "f", "parameters": {"a": 1}}', "", [F]),
