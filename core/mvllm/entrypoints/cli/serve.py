@@ -148,7 +148,9 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"The server needs {', '.join(missing)}. They come with mvllm, but not with this installation. Run: pip install {' '.join(missing)}")
+        raise ConfigError(
+            f"The server needs {', '.join(missing)}. They come with mvllm, but not with this installation. Run: pip install {' '.join(missing)}"
+        )
     from mvllm.entrypoints.openai.listener import listen, listen_unix
 
     listener = listen(settings.host, settings.port) if settings.uds is None else listen_unix(settings.uds)

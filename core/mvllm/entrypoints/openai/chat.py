@@ -14,17 +14,18 @@ from mvllm.engine.outputs import CompletionOutput, RequestOutput
 from mvllm.entrypoints.chat_template import render_chat
 from mvllm.entrypoints.openai.errors import as_api_error
 from mvllm.entrypoints.openai.events import DONE, ChunkFrame, encode, error_event
-from mvllm.entrypoints.openai.generation import Generation, failed_in_engine
+from mvllm.entrypoints.openai.generation import Generation
 from mvllm.entrypoints.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from mvllm.entrypoints.openai.output_form import output_form
 from mvllm.entrypoints.openai.params import chat_params
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest, TokenizeRequest
 from mvllm.entrypoints.openai.text_work import MAX_TEMPLATE_LENGTH, TextWork
 from mvllm.entrypoints.openai.usage import UsageCounter
 from mvllm.entrypoints.parsers.answer import AnswerParser, AnswerStream
-from mvllm.entrypoints.parsers.interface import Parsed
+from mvllm.entrypoints.parsers.interface import called_tools, collect
 from mvllm.entrypoints.parsers.registry import reasoning_parser as find_reasoning_parser
 from mvllm.entrypoints.parsers.registry import tool_parser as find_tool_parser
-from mvllm.entrypoints.parsers.tool_choice import read_tool_choice
+from mvllm.entrypoints.parsers.tool_choice import ToolChoice, read_tool_choice
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType, TokensPrompt
 
@@ -127,7 +128,9 @@ class ChatCall:
         self._request = request
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._params = chat_params(request, engine.model_config.generation_defaults)
+        self._choice = read_tool_choice(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
+        self._form = output_form(request, self._choice)
+        self._params = chat_params(request, engine.model_config.generation_defaults, self._form)
         self._names = TokenNames(
             engine.tokenizer,
             as_ids=bool(request.return_tokens_as_token_ids),
@@ -135,10 +138,10 @@ class ChatCall:
         )
         self._usage = UsageCounter()
         self._generation: Generation | None = None
-        self._parser = _answer_parser(request, prompts)
+        self._parser = _answer_parser(request, prompts, self._choice, in_form=self._form is not None)
         if self._parser.needs_special_tokens(prompts.special_tokens):
             self._params = msgspec.structs.replace(self._params, skip_special_tokens=False)
-        self._is_plain = self._parser.is_plain
+        self._is_plain = self._parser.is_plain and not self._choice.is_constrained
 
     async def start(self) -> None:
         """Hands the request to the engine.
@@ -151,7 +154,7 @@ class ChatCall:
         if self._request.cache_salt is not None:
             prompt["cache_salt"] = self._request.cache_salt
         self._generation = await Generation.start(
-            self._engine, self._id, [cast(PromptType, prompt)], self._params, self._request.priority
+            self._engine, self._id, [cast(PromptType, prompt)], self._params, self._request.priority, self._form
         )
 
     def close(self) -> None:
@@ -166,9 +169,7 @@ class ChatCall:
         self._usage.take(0, output)
         answer: dict[str, Any] = {
             **self._head("chat.completion"),
-            "choices": [
-                self._choice(sequence, self._parser.parse(sequence.text, output.prompt)) for sequence in output.outputs
-            ],
+            "choices": [self._whole(sequence, output) for sequence in output.outputs],
             "usage": self._usage.as_json(),
         }
         self._add_prompt(answer, output)
@@ -201,14 +202,14 @@ class ChatCall:
                             written += frame.chunk(before[index] + content + b'},"logprobs":null,"finish_reason":null}')
                     elif sequence.text or sequence.token_ids or sequence.finish_reason is not None:
                         if index not in streams:
-                            streams[index] = self._parser.stream(output.prompt)
+                            streams[index] = self._reader(output)
                         for piece in self._pieces(sequence, streams[index]):
                             usage = self._usage.as_json() if continuous else None
                             written += frame.chunk(piece) if usage is None else frame.with_usage(piece, usage)
                     if sequence.finish_reason is not None:
                         written += frame.chunk(self._closing(sequence, streams.get(index)))
                         if sequence.finish_reason == "error":
-                            raise failed_in_engine(sequence.error)
+                            raise self._generation.failure(sequence)
                 if written and not output.finished:  # else it leaves together with the stream's end
                     yield written
                     written = b""
@@ -222,7 +223,18 @@ class ChatCall:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
-    def _choice(self, sequence: CompletionOutput, parsed: Parsed) -> dict[str, Any]:
+    def _reader(self, output: RequestOutput) -> AnswerStream:
+        """What takes one choice apart."""
+        calls = self._choice.stream()
+        return self._parser.stream(output.prompt) if calls is None else AnswerStream(calls)
+
+    def _finish_reason(self, reason: str | None, num_calls: int) -> str | None:
+        """Why a choice ended: a call of the function that the request itself has named is no news."""
+        return reason if self._choice.mode == "named" else called_tools(reason, num_calls)
+
+    def _whole(self, sequence: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
+        reader = self._reader(output)
+        parsed = collect([*reader.feed(sequence.text), *reader.finish()])
         message = parsed.as_json()
         if self._request.echo and self._request.messages:
             message["content"] = _text_of(self._request.messages[-1]) + (message["content"] or "")
@@ -230,7 +242,7 @@ class ChatCall:
             "index": sequence.index,
             "message": message,
             "logprobs": self._logprobs(sequence),
-            "finish_reason": parsed.finish_reason(sequence.finish_reason),
+            "finish_reason": self._finish_reason(sequence.finish_reason, len(parsed.tool_calls)),
             "stop_reason": sequence.stop_reason,
         }
         if self._request.return_token_ids:
@@ -278,7 +290,7 @@ class ChatCall:
                 "index": sequence.index,
                 "delta": {},
                 "logprobs": None,
-                "finish_reason": reason if stream is None else stream.finish_reason(reason),
+                "finish_reason": reason if stream is None else self._finish_reason(reason, stream.num_calls),
                 "stop_reason": sequence.stop_reason,
             }
         )
@@ -295,18 +307,19 @@ class ChatCall:
             target["prompt_token_ids"] = output.prompt_token_ids
 
 
-def _answer_parser(request: ChatCompletionRequest, prompts: ChatPrompts) -> AnswerParser:
+def _answer_parser(
+    request: ChatCompletionRequest, prompts: ChatPrompts, choice: ToolChoice, *, in_form: bool
+) -> AnswerParser:
     """What takes the answers to a request apart.
+
+    Args:
+        in_form: Whether they are held to a form, from their first token on: then there is nothing else in them.
 
     Raises:
         RequestError: The request wants what this server cannot do.
     """
-    choice = read_tool_choice(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-    if choice.is_constrained:
-        raise RequestError(
-            "tool_choice must be 'auto' or 'none': this server cannot force the output into a call.",
-            parameter="tool_choice",
-        )
+    if in_form:
+        return AnswerParser()
     if choice.mode == "auto" and prompts.tool_parser is None:
         raise RequestError(
             "tools need a parser that finds calls in what the model writes: start the server with --tool-call-parser, "
