@@ -469,8 +469,17 @@ def test_shut_down_it_leaves_nothing_and_says_so(checkpoint: Path, run: Run) -> 
         async def use() -> None:
             stream = await llm.add_request([5], LONG)
             await anext(stream)
+            answer = asyncio.ensure_future(llm.check_health())
+            texts = [asyncio.ensure_future(llm.tokenize("x" * 2_000_000)) for _ in range(6)]  # in threads
+            await asyncio.sleep(0)  # they are asked, and shut down before it can answer
             llm.shutdown()
             llm.shutdown()
+            with pytest.raises(EngineDeadError, match="shut down"):
+                await answer
+            found = await asyncio.gather(*texts, return_exceptions=True)
+            assert {type(each) for each in found if not isinstance(each, list)} == {EngineDeadError}
+            with pytest.raises(EngineDeadError, match="shut down"):
+                await llm.tokenize("x" * 5000)
             with pytest.raises(EngineDeadError, match="shut down"):
                 await joined(stream)
             for use in (llm.add_request([5], LONG), llm.check_health(), llm.reset_prefix_cache(), llm.sleep()):

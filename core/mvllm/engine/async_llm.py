@@ -376,14 +376,18 @@ class AsyncLLM:
         try:
             self._client.shutdown()
         finally:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+            # What waits for a thread is not cancelled, or its caller would seem to be: it finds out by itself.
+            self._threads.shutdown(wait=False)
             self._stat_loggers.close()
 
     # --- inside
 
-    def _require_alive(self) -> None:
+    def _require_open(self) -> None:
         if self._is_closed:
             raise EngineDeadError("The engine has been shut down; create a new one.")
+
+    def _require_alive(self) -> None:
+        self._require_open()
         if (dead := self.dead_error) is not None:
             raise EngineDeadError(str(dead)) from dead
         if self._loop is None:
@@ -507,7 +511,12 @@ class AsyncLLM:
             stream.fail(error)
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        def work_unless_closed() -> _T:
+            self._require_open()
+            return work()
+
+        self._require_open()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work_unless_closed)
 
 
 def _weight(prompt: object) -> float:

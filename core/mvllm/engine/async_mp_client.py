@@ -98,8 +98,11 @@ class AsyncMPClient:
         self._take_news()
 
     def shutdown(self) -> None:
-        """Ends the engine core and its workers. Idempotent."""
+        """Ends the engine core and its workers; calls under way get an EngineDeadError. Idempotent."""
+        loop = self._loop
         self._detach()
+        if loop is not None and not loop.is_closed():  # from now on, nobody would bring their answers
+            loop.call_soon_threadsafe(self._fail_calls, "The engine core has been shut down.")
         self._link.shutdown()
 
     @property
@@ -220,10 +223,13 @@ class AsyncMPClient:
         """The process can no longer be used; why is known before this is called."""
         self._detach()
         error = self.failure or EngineDeadError("The engine core has been shut down.")
+        self._fail_calls(str(error))
+        self._on_death(error)
+
+    def _fail_calls(self, reason: str) -> None:
         for answer in list(self._calls.values()):
             if not answer.done():
-                answer.set_exception(EngineDeadError(str(error)))
-        self._on_death(error)
+                answer.set_exception(EngineDeadError(reason))
 
     def _look_for_life(self) -> None:
         """Ends a core that has work and does not get on."""

@@ -113,9 +113,10 @@ class FrontChannel:
         Raises:
             zmq.ZMQError: The core is not connected (any more).
         """
+        encoded = self._encoder.encode(command)  # what cannot be sent has no number: the core would never report it
         self._number += 1
         head = self._token + _NUMBER.pack(self._number)
-        self._commands.send_multipart([identity, head, self._encoder.encode(command)], copy=False)
+        self._commands.send_multipart([identity, head, encoded], copy=False)
         return self._number
 
     def receive(self) -> CoreNews | None:

@@ -21,7 +21,7 @@ def check_tokenizer_for_grammars(tokenizer: Tokenizer | None) -> None:
             "structured_outputs needs a tokenizer, but the engine was started with skip_tokenizer_init.",
             parameter="structured_outputs",
         )
-    if getattr(tokenizer.hf, "backend_tokenizer", None) is None:
+    if tokenizer.backend is None:
         raise RequestError(
             f"structured_outputs needs a tokenizer of the tokenizers library; this model's is a "
             f"{type(tokenizer.hf).__name__}.",
@@ -38,7 +38,7 @@ def load_vocabulary(config: ModelConfig) -> Vocabulary:
     tokenizer = load_tokenizer(config)
     check_tokenizer_for_grammars(tokenizer)
     assert tokenizer is not None
-    backend = deepcopy(tokenizer.hf.backend_tokenizer)
+    backend = deepcopy(tokenizer.backend)
     backend.no_padding()
     backend.no_truncation()
     own = tokenizer.eos_token_id

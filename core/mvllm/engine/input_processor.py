@@ -320,6 +320,13 @@ def _check_cache_salt(salt: object) -> str | None:
 def _check_request_id(request_id: object) -> str:
     if not isinstance(request_id, str) or not request_id:
         raise RequestError(f"request_id must be a non-empty text; found {_show(request_id)}.", parameter="request_id")
+    try:
+        request_id.encode()  # as it travels to the engine core, together with what others ask
+    except UnicodeEncodeError:
+        raise RequestError(
+            f"request_id must be valid Unicode, without lone surrogates; found {_show(request_id)}.",
+            parameter="request_id",
+        ) from None
     return request_id
 
 

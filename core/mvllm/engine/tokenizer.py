@@ -51,6 +51,12 @@ class Tokenizer:
             self._fast, self._plain = hf.backend_tokenizer, None
         return hf
 
+    @property
+    def backend(self) -> Any:
+        """The `tokenizers` library's own object, or None; had without transformers where the tokenizer is."""
+        plain = self._plain
+        return plain.fast if plain is not None else getattr(self.hf, "backend_tokenizer", None)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`."""
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
@@ -150,6 +156,12 @@ class Tokenizer:
         if text is None:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
+
+    def piece(self, token_id: int) -> str | None:
+        """The token's name in the vocabulary; None where no token has the id."""
+        backend = self.backend
+        name = self.hf.convert_ids_to_tokens(token_id) if backend is None else backend.id_to_token(token_id)
+        return name if isinstance(name, str) else None
 
     @cached_property
     def length(self) -> int:

@@ -92,7 +92,7 @@ def our_engines(threads: int) -> list[Engine]:
         Engine("mvllm", "bf16", runner, python, "hf", BF16, ours=True, server=_our_server()),
         Engine("mvllm", "int8", runner, python, "hf", WeightFormat(8, 8, int8_products=True), ours=True),
         Engine("mvllm w8a8", "int8", runner, python, "hf-w8a8", w8a8, ours=True, options=("checkpoint=quantized",)),
-        Engine("mvllm", "int4", runner, python, "hf", WeightFormat(5.25, 8), ours=True),
+        Engine("mvllm", "int4", runner, python, "hf", WeightFormat(4.31, 8, int8_products=True), ours=True),
     ]
     if threads >= 2:
         found.insert(

@@ -210,3 +210,9 @@ def test_of_several_the_bad_one_is_named():
 def test_of_several_the_empty_text_is_named():
     with pytest.raises(RequestError, match=r"Prompt 2 of 3: The prompt is empty"):
         make_processor().process_batch(["a", "b", "c"], ["x", [1], ""], [None] * 3)
+
+
+def test_a_request_id_that_cannot_travel_is_refused():
+    with pytest.raises(RequestError, match="request_id must be valid Unicode") as caught:
+        make_processor().process("a\ud800", "Hello")
+    assert caught.value.parameter == "request_id"

@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mvllm import ModelError
+from mvllm.engine.grammar_vocabulary import check_tokenizer_for_grammars
 from mvllm.engine.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers.plugins import write_metadata
 from tests.unit.engine.builders import make_config
@@ -272,3 +273,16 @@ def test_ids_without_a_token_are_nothing():
     tokenizer = make_tokenizer()
     ids = tokenizer.encode("Hello")
     assert tokenizer.decode([*ids, tokenizer.length + 7]) == "Hello"
+
+
+def test_what_grammars_and_log_probabilities_need_is_had_without_transformers(tmp_path):
+    save_tokenizer(tmp_path)
+    edit(tmp_path / "config.json", model_type="llama")
+    loaded = load(tmp_path)
+    check_tokenizer_for_grammars(loaded)
+    alone = loaded.backend.to_str()
+    pieces = [loaded.piece(i) for i in range(loaded.length + 1)]
+    assert "hf" not in vars(loaded)  # its import would hold up every other request
+    assert pieces == [*loaded.hf.convert_ids_to_tokens(range(loaded.length)), None]
+    assert alone == loaded.hf.backend_tokenizer.to_str()
+    assert loaded.backend is loaded.hf.backend_tokenizer

@@ -149,7 +149,8 @@ def run(args: argparse.Namespace) -> int:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"The server needs {', '.join(missing)}. They come with mvllm, but not with this installation. Run: pip install {' '.join(missing)}"
+            f"The server needs {', '.join(missing)}, which mvllm requires and this installation has lost. "
+            "Run: pip install --upgrade --force-reinstall mvllm"
         )
     from mvllm.entrypoints.openai.listener import listen, listen_unix
 

@@ -106,8 +106,8 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
     """The bytes that a token stands for."""
     if token_id in tokenizer.special_ids:
         return tokenizer.token_text(token_id).encode()
-    piece = tokenizer.hf.convert_ids_to_tokens(token_id)
-    if isinstance(piece, str):
+    piece = tokenizer.piece(token_id)
+    if piece is not None:
         if tokenizer.joins_bytes and all(c in _BYTE_OF_CHARACTER for c in piece):
             return bytes(_BYTE_OF_CHARACTER[c] for c in piece)
         if token_id in tokenizer.byte_ids:

@@ -206,7 +206,7 @@ class Routes:
             "count": len(ids),
             "max_model_len": engine.model_config.max_model_len,
             "tokens": ids,
-            "token_strs": engine.tokenizer.hf.convert_ids_to_tokens(ids) if asked.return_token_strs else None,
+            "token_strs": [engine.tokenizer.piece(i) for i in ids] if asked.return_token_strs else None,
         }
         return _json(answer)
 
