@@ -85,8 +85,17 @@ class ServerProcess:
         return httpx.Client(base_url=self.url, timeout=settings.pop("timeout", 120), trust_env=False, **settings)
 
     def pids(self) -> set[int]:
-        """Of it and everything that it has started."""
-        return {process.pid for process in tagged(self.tag)}
+        """Of it and everything that it has started, but for `trial_pids`, which come with requests and are replaced."""
+        return {process.pid for process in tagged(self.tag)} - self.trial_pids()
+
+    def trial_pids(self) -> set[int]:
+        """Of processes in which forms of outputs are tried out."""
+        found = set()
+        for process in tagged(self.tag):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "mvllm.structured_output.trial" in process.cmdline():
+                    found.add(process.pid)
+        return found
 
     def engine_core(self) -> psutil.Process:
         wait_until(self._engine_cores, START_SECONDS, lambda: self.log)

@@ -189,7 +189,7 @@ class EngineCore:
             if outcome.grammar is not None:
                 self.scheduler.start_grammar(outcome.request_id, outcome.grammar)
             else:
-                self.scheduler.fail_request(outcome.request_id, outcome.error or "")
+                self.scheduler.fail_request(outcome.request_id, outcome.error or "", outcome.parameter)
 
     def _launch(self) -> bool:
         """Plans a step and starts it; returns whether there was one.

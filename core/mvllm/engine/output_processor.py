@@ -323,6 +323,7 @@ class _Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
+        self.error_parameter: str | None = None
         self.last_token_time = 0.0
         self._tokenizer = tokenizer if params.detokenize else None
         self._wants_logprobs = params.logprobs is not None
@@ -349,6 +350,7 @@ class _Sequence:
                 self._cumulative_logprob += position.logprobs[0]
         if ended is not None and self.finish_reason is None:
             self.finish_reason, self.stop_reason, self.error = str(ended), output.stop_reason, output.error
+            self.error_parameter = output.error_parameter
 
     def fail(self, error: Exception) -> None:
         """Ends the sequence because its tokens cannot be turned into text."""
@@ -403,6 +405,7 @@ class _Sequence:
             self.finish_reason,
             self.stop_reason,
             self.error,
+            self.error_parameter,
         )
 
 

@@ -36,6 +36,7 @@ class CompletionOutput:
         finish_reason: `stop`, `length`, `abort` or `error`; None while the sequence is growing.
         stop_reason: The stop string or stop token id that ended it; None for an end-of-sequence token.
         error: What went wrong, where finish_reason is `error`.
+        error_parameter: The setting that the error is about, where it is the request's fault and not the engine's.
     """
 
     index: int
@@ -46,6 +47,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    error_parameter: str | None = None
 
     @property
     def finished(self) -> bool:

@@ -77,6 +77,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
         error: What went wrong, when finish_reason is ERROR.
         scheduled_time: Monotonic time at which the request was first scheduled.
         first_token_time: Monotonic time at which its first token was known; 0 where it is in this output, alone.
+        error_parameter: The setting of the request that the error is about, where it is the request's fault.
     """
 
     request_id: str
@@ -89,6 +90,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     error: str | None = None
     scheduled_time: float = 0.0
     first_token_time: float = 0.0
+    error_parameter: str | None = None
 
 
 class SchedulerStats(msgspec.Struct, omit_defaults=True):

@@ -146,7 +146,7 @@ def _schema_text(value: object) -> str:
             _refuse("json must be a JSON schema: an object, or the text of one")
         if value is True:  # the schema of everything, in a form that the library knows
             value = {}
-        _check_nesting(value)
+        check_extent(value)
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except RecursionError:
         _refuse(f"json nests deeper than {MAX_NESTING} levels")
@@ -163,9 +163,21 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON value")
 
 
-def _check_nesting(value: object) -> None:
+def check_extent(value: object) -> None:
+    """Returns if a JSON value is small enough to be looked at, after a look at no more than that much of it.
+
+    Raises:
+        RequestError: It is larger than MAX_GRAMMAR_BYTES or nests deeper than MAX_NESTING, whatever is in it.
+    """
     level = [value]
+    size = 0
     for _ in range(MAX_NESTING):
+        for parent in level:
+            if isinstance(parent, dict):
+                size += sum(len(key) for key in parent if isinstance(key, str))
+            size += len(parent) if isinstance(parent, dict | list | tuple | str) else 1
+            if size > MAX_GRAMMAR_BYTES:
+                _refuse(f"json is too large; at most {MAX_GRAMMAR_BYTES} bytes are taken")
         level = [
             item
             for parent in level

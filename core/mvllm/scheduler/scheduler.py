@@ -160,12 +160,18 @@ class Scheduler:
             request.status = RequestStatus.WAITING
             self._waiting.push(request)
 
-    def fail_request(self, request_id: str, message: str) -> None:
-        """Ends a request in whatever state it is, with an error; the next results bring it. Unknown ids are ignored."""
+    def fail_request(self, request_id: str, message: str, parameter: str | None = None) -> None:
+        """Ends a request in whatever state it is, with an error; the next results bring it. Unknown ids are ignored.
+
+        Args:
+            parameter: The request's setting that is at fault, if one is.
+        """
         request = self._requests.get(request_id)
         if request is not None:
             self._withdraw(request)
-            self._pending_outputs.append(_last_output(request, FinishReason.ERROR, None, message))
+            output = _last_output(request, FinishReason.ERROR, None, message)
+            output.error_parameter = parameter
+            self._pending_outputs.append(output)
             self._release(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -431,7 +437,7 @@ class Scheduler:
         if ended:
             self._finish(ended)
         for request_id, error in failed:  # with the next results, after the token that came before it
-            self.fail_request(request_id, error)
+            self.fail_request(request_id, error, "structured_outputs")
 
     def _fail_rows(self, batch: list[Request], errors: dict[int, str], outputs: list[EngineCoreOutput]) -> None:
         """Ends the requests whose row failed; nothing that they computed or shared is found again."""

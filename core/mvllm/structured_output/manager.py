@@ -37,11 +37,16 @@ _Result = CompiledGrammar | RequestError
 
 @dataclass(frozen=True)
 class GrammarOutcome:
-    """What became of a request's wish: a grammar to begin with, or why there is none."""
+    """What became of a request's wish: a grammar to begin with, or why there is none.
+
+    Attributes:
+        parameter: The request's setting that is at fault, where it is the request's.
+    """
 
     request_id: str
     grammar: SequenceGrammar | None
     error: str | None
+    parameter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -135,10 +140,10 @@ class GrammarManager:
 
 def _outcome(request: EngineCoreRequest, result: _Result) -> GrammarOutcome:
     if isinstance(result, RequestError):
-        return GrammarOutcome(request.request_id, None, str(result))
+        return GrammarOutcome(request.request_id, None, str(result), result.parameter)
     grammar = result.begin(request)
     if grammar.error is not None:
-        return GrammarOutcome(request.request_id, None, grammar.error)
+        return GrammarOutcome(request.request_id, None, grammar.error, "structured_outputs")
     return GrammarOutcome(request.request_id, grammar, None)
 
 

@@ -115,7 +115,7 @@ def test_chat_logprobs(sdk: OpenAI) -> None:
         (openai.BadRequestError, {"prompt": [5, 100_000]}),
         (openai.BadRequestError, {"suffix": "the end"}),
         (openai.BadRequestError, {"logit_bias": {"5": 1.0}}),
-        (openai.BadRequestError, {"extra_body": {"response_format": {"type": "json_object"}}}),
+        (openai.BadRequestError, {"extra_body": {"response_format": {"type": "made up"}}}),
     ],
 )
 def test_refusals_are_the_errors_of_the_sdk(sdk: OpenAI, kind: type[openai.APIStatusError], ask: dict) -> None:

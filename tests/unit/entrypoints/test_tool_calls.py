@@ -138,15 +138,46 @@ def test_without_tools_or_with_none_wanted_calls_are_text(folder: str) -> None:
 
 def test_what_cannot_be_promised_is_refused(folder: str) -> None:
     broken = {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}
-    named = {"type": "function", "function": {"name": "weather"}}
+    another = {"type": "function", "function": {"name": "clock"}}
     for server, more, param in (
         (Server(folder, tool_parser=None), {}, "tools"),
-        (Server(folder), {"tool_choice": "required"}, "tool_choice"),
-        (Server(folder), {"tool_choice": named}, "tool_choice"),
+        (Server(folder), {"tool_choice": "perhaps"}, "tool_choice"),
+        (Server(folder), {"tool_choice": another}, "tool_choice"),
+        (Server(folder), {"tool_choice": "required", "tools": None}, "tool_choice"),
         (Server(folder), {"messages": [broken]}, "messages"),
     ):  # fmt: skip
         answer = server.post({**ASK, **more})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
+@pytest.mark.parametrize(
+    ("choice", "written", "ended"),
+    [
+        ("required", '[{"name": "weather", "arguments": {"city": "Paris"}}]', "tool_calls"),
+        (NAMED, '{"city": "Paris"}', "stop"),
+    ],
+    ids=["required", "named"],
+)
+def test_a_call_that_must_be_is_read_from_its_json(
+    folder: str, choice: object, written: str, ended: str, reason: FinishReason
+) -> None:
+    """Without a parser of the model family's format, and with one for thoughts, of which there are none then."""
+    for parsers in ({"tool_parser": None}, {"reasoning_parser": "deepseek_r1"}):
+        server = Server(folder, written, reason, **parsers)
+        message, why = server.message(tool_choice=choice)
+        [call] = message["tool_calls"]
+        assert call["function"] == {"name": "weather", "arguments": '{"city": "Paris"}'}
+        assert message["content"] is None and "reasoning" not in message
+        assert why == (ended if reason is FinishReason.STOP else "length")
+        lines = server.post({**ASK, "tool_choice": choice, "stream": True}).text.split("\n\n")
+        chunks = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+        pieces = [piece for chunk in chunks for piece in chunk["delta"].get("tool_calls", ())]
+        assert "".join(piece["function"]["arguments"] for piece in pieces) == '{"city": "Paris"}'
+        assert not any(chunk["delta"].get("content") for chunk in chunks) and chunks[-1]["finish_reason"] == why
 
 
 def test_earlier_calls_reach_the_template_as_objects(folder: str) -> None:

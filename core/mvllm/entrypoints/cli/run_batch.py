@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
-from mvllm.entrypoints.openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from mvllm.entrypoints.parsers.registry import reasoning_parser_names, tool_parser_names
 from mvllm.errors import ConfigError
 
 STANDARD_STREAM = "-"
@@ -42,11 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chat.add_argument("--chat-template", metavar="TEXT", help="A Jinja template, or a file that holds one.")
     chat.add_argument(
         "--tool-call-parser",
-        choices=sorted(TOOL_PARSERS),
+        choices=tool_parser_names(),
         help="How the model writes calls of tools; without it, requests with tools are refused.",
     )
     chat.add_argument(
-        "--reasoning-parser", choices=sorted(REASONING_PARSERS), help="How the model marks what it writes for itself."
+        "--reasoning-parser", choices=reasoning_parser_names(), help="How the model marks what it writes for itself."
     )
     add_engine_arguments(parser)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from mvllm.config.engine_args import EngineArgs
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
 from mvllm.entrypoints.openai.keys import read_keys
-from mvllm.entrypoints.openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from mvllm.entrypoints.openai.settings import DEFAULT_PORT, ServerSettings
+from mvllm.entrypoints.parsers.registry import reasoning_parser_names, tool_parser_names
 from mvllm.errors import ConfigError
 
 KEY_VARIABLE = "MVLLM_API_KEY"
@@ -131,12 +131,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     chat.add_argument(
         "--tool-call-parser",
-        choices=sorted(TOOL_PARSERS),
+        choices=tool_parser_names(),
         help="How the model writes calls of tools; without it, requests with tools are refused.",
     )
     chat.add_argument("--enable-auto-tool-choice", action="store_true", help=argparse.SUPPRESS)  # what users type
     chat.add_argument(
-        "--reasoning-parser", choices=sorted(REASONING_PARSERS), help="How the model marks what it writes for itself."
+        "--reasoning-parser", choices=reasoning_parser_names(), help="How the model marks what it writes for itself."
     )
     add_engine_arguments(parser, model_required=False)
 

@@ -14,14 +14,18 @@ from mvllm.engine.outputs import CompletionOutput, RequestOutput
 from mvllm.entrypoints.chat_template import render_chat
 from mvllm.entrypoints.openai.errors import as_api_error
 from mvllm.entrypoints.openai.events import DONE, ChunkFrame, encode, error_event
-from mvllm.entrypoints.openai.generation import Generation, failed_in_engine
+from mvllm.entrypoints.openai.generation import Generation
 from mvllm.entrypoints.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from mvllm.entrypoints.openai.output_form import output_form
 from mvllm.entrypoints.openai.params import chat_params
-from mvllm.entrypoints.openai.parsers.answer import AnswerParser
-from mvllm.entrypoints.openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest, TokenizeRequest
 from mvllm.entrypoints.openai.text_work import MAX_TEMPLATE_LENGTH, TextWork
 from mvllm.entrypoints.openai.usage import UsageCounter
+from mvllm.entrypoints.parsers.answer import AnswerParser, AnswerStream
+from mvllm.entrypoints.parsers.interface import called_tools, collect
+from mvllm.entrypoints.parsers.registry import reasoning_parser as find_reasoning_parser
+from mvllm.entrypoints.parsers.registry import tool_parser as find_tool_parser
+from mvllm.entrypoints.parsers.tool_choice import ToolChoice, read_tool_choice
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType, TokensPrompt
 
@@ -35,6 +39,9 @@ class ChatPrompts:
         chat_template: Template in place of the tokenizer's own, from the server's settings.
         trust_request_chat_template: Whether requests may bring their own.
         tool_parser, reasoning_parser: Names of what takes the answers apart, if anything does.
+
+    Raises:
+        ConfigError: There is no parser of such a name.
     """
 
     def __init__(
@@ -47,8 +54,9 @@ class ChatPrompts:
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
     ) -> None:
-        self.tool_parser = tool_parser
-        self.reasoning_parser = reasoning_parser
+        self.tool_parser = find_tool_parser(tool_parser) if tool_parser is not None else None
+        self.reasoning_parser = find_reasoning_parser(reasoning_parser) if reasoning_parser is not None else None
+        self.special_tokens = frozenset(map(engine.tokenizer.token_text, engine.tokenizer.special_ids))
         self._engine = engine
         self._text_work = text_work
         self._chat_template = chat_template
@@ -72,16 +80,14 @@ class ChatPrompts:
         if len(request.chat_template or "") > MAX_TEMPLATE_LENGTH:
             raise RequestError(f"chat_template may have {MAX_TEMPLATE_LENGTH} characters.", parameter="chat_template")
         if foreign:
-            messages = [_with_parsed_arguments(message) for message in request.messages]
             tokenizer = self._engine.tokenizer
             special = await self._text_work.run(lambda: dict(tokenizer.hf.special_tokens_map))  # slow the first time
-            text = await self._text_work.run_foreign(messages, self._settings(request), special)
+            text = await self._text_work.run_foreign(request.messages, self._settings(request), special)
             return await self._text_work.run(lambda: self._tokenize(text))
         return await self._text_work.run(lambda: self._tokenize(self._render(request)))
 
     def _render(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
-        messages = [_with_parsed_arguments(message) for message in request.messages or []]
-        return render_chat(self._engine.tokenizer, messages, **self._settings(request))
+        return render_chat(self._engine.tokenizer, request.messages or [], **self._settings(request))
 
     def _settings(self, request: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
         """What `render_chat` is to be told."""
@@ -127,7 +133,9 @@ class ChatCall:
         self._request = request
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._params = chat_params(request, engine.model_config.generation_defaults)
+        self._choice = read_tool_choice(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
+        self._form = output_form(request, self._choice)
+        self._params = chat_params(request, engine.model_config.generation_defaults, self._form)
         self._names = TokenNames(
             engine.tokenizer,
             as_ids=bool(request.return_tokens_as_token_ids),
@@ -135,10 +143,10 @@ class ChatCall:
         )
         self._usage = UsageCounter()
         self._generation: Generation | None = None
-        self._parses_tools = _wants_calls(request, prompts.tool_parser)
-        if self._parses_tools and TOOL_PARSERS[prompts.tool_parser or ""].needs_special_tokens:
+        self._parser = _answer_parser(request, prompts, self._choice, in_form=self._form is not None)
+        if self._parser.needs_special_tokens(prompts.special_tokens):
             self._params = msgspec.structs.replace(self._params, skip_special_tokens=False)
-        self._is_plain = not self._parses_tools and prompts.reasoning_parser is None
+        self._is_plain = self._parser.is_plain and not self._choice.is_constrained
 
     async def start(self) -> None:
         """Hands the request to the engine.
@@ -151,7 +159,7 @@ class ChatCall:
         if self._request.cache_salt is not None:
             prompt["cache_salt"] = self._request.cache_salt
         self._generation = await Generation.start(
-            self._engine, self._id, [cast(PromptType, prompt)], self._params, self._request.priority
+            self._engine, self._id, [cast(PromptType, prompt)], self._params, self._request.priority, self._form
         )
 
     def close(self) -> None:
@@ -166,7 +174,7 @@ class ChatCall:
         self._usage.take(0, output)
         answer: dict[str, Any] = {
             **self._head("chat.completion"),
-            "choices": [self._choice(sequence, self._parser(output)) for sequence in output.outputs],
+            "choices": [self._whole(sequence, output) for sequence in output.outputs],
             "usage": self._usage.as_json(),
         }
         self._add_prompt(answer, output)
@@ -181,7 +189,7 @@ class ChatCall:
         continuous = include and options is not None and bool(options.continuous_usage_stats)
         frame = ChunkFrame(self._head("chat.completion.chunk"), with_usage=include)
         plain = self._is_plain and not (request.logprobs or request.return_token_ids or continuous)
-        parsers: dict[int, AnswerParser] = {}
+        streams: dict[int, AnswerStream] = {}
         before = [b'{"index":%d,"delta":{"content":' % i for i in range(self._params.n)]
         begun: set[int] = set()
         written = b""
@@ -198,15 +206,15 @@ class ChatCall:
                             content = encode(sequence.text)
                             written += frame.chunk(before[index] + content + b'},"logprobs":null,"finish_reason":null}')
                     elif sequence.text or sequence.token_ids or sequence.finish_reason is not None:
-                        if index not in parsers:
-                            parsers[index] = self._parser(output)
-                        for piece in self._pieces(sequence, parsers[index]):
+                        if index not in streams:
+                            streams[index] = self._reader(output)
+                        for piece in self._pieces(sequence, streams[index]):
                             usage = self._usage.as_json() if continuous else None
                             written += frame.chunk(piece) if usage is None else frame.with_usage(piece, usage)
                     if sequence.finish_reason is not None:
-                        written += frame.chunk(self._closing(sequence, parsers.get(index)))
+                        written += frame.chunk(self._closing(sequence, streams.get(index)))
                         if sequence.finish_reason == "error":
-                            raise failed_in_engine(sequence.error)
+                            raise self._generation.failure(sequence)
                 if written and not output.finished:  # else it leaves together with the stream's end
                     yield written
                     written = b""
@@ -220,15 +228,26 @@ class ChatCall:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
-    def _choice(self, sequence: CompletionOutput, parser: AnswerParser) -> dict[str, Any]:
-        message = parser.message(sequence.text)
+    def _reader(self, output: RequestOutput) -> AnswerStream:
+        """What takes one choice apart."""
+        calls = self._choice.stream()
+        return self._parser.stream(output.prompt) if calls is None else AnswerStream(calls)
+
+    def _finish_reason(self, reason: str | None, num_calls: int) -> str | None:
+        """Why a choice ended: a call of the function that the request itself has named is no news."""
+        return reason if self._choice.mode == "named" else called_tools(reason, num_calls)
+
+    def _whole(self, sequence: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
+        reader = self._reader(output)
+        parsed = collect([*reader.feed(sequence.text), *reader.finish()])
+        message = parsed.as_json()
         if self._request.echo and self._request.messages:
             message["content"] = _text_of(self._request.messages[-1]) + (message["content"] or "")
         choice: dict[str, Any] = {
             "index": sequence.index,
             "message": message,
             "logprobs": self._logprobs(sequence),
-            "finish_reason": parser.finish_reason(sequence.finish_reason),
+            "finish_reason": self._finish_reason(sequence.finish_reason, len(parsed.tool_calls)),
             "stop_reason": sequence.stop_reason,
         }
         if self._request.return_token_ids:
@@ -247,20 +266,11 @@ class ChatCall:
         self._add_prompt(choice, output)
         return encode(choice)
 
-    def _parser(self, output: RequestOutput) -> AnswerParser:
-        """What takes one choice apart."""
-        prompts, request = self._prompts, self._request
-        make = REASONING_PARSERS.get(prompts.reasoning_parser or "")
-        return AnswerParser(
-            None if make is None else make(output.prompt or ""),
-            TOOL_PARSERS[prompts.tool_parser or ""]() if self._parses_tools else None,
-            show_reasoning=request.include_reasoning is not False,
-            one_call=request.parallel_tool_calls is False,
-        )
-
-    def _pieces(self, sequence: CompletionOutput, parser: AnswerParser) -> list[bytes]:
+    def _pieces(self, sequence: CompletionOutput, stream: AnswerStream) -> list[bytes]:
         """The next pieces of a choice; what concerns its tokens is in the first."""
-        deltas = parser.feed(sequence.text, last=sequence.finish_reason is not None)
+        deltas = [delta.as_json() for delta in stream.feed(sequence.text)]
+        if sequence.finish_reason is not None:
+            deltas += [delta.as_json() for delta in stream.finish()]
         logprobs = self._logprobs(sequence)
         if not deltas and (logprobs is not None or self._request.return_token_ids):
             deltas = [{}]
@@ -277,7 +287,7 @@ class ChatCall:
             pieces.append(encode(piece))
         return pieces
 
-    def _closing(self, sequence: CompletionOutput, parser: AnswerParser | None) -> bytes:
+    def _closing(self, sequence: CompletionOutput, stream: AnswerStream | None) -> bytes:
         """The last piece of a choice: why it ended."""
         reason = sequence.finish_reason
         return encode(
@@ -285,7 +295,7 @@ class ChatCall:
                 "index": sequence.index,
                 "delta": {},
                 "logprobs": None,
-                "finish_reason": reason if parser is None else parser.finish_reason(reason),
+                "finish_reason": reason if stream is None else self._finish_reason(reason, stream.num_calls),
                 "stop_reason": sequence.stop_reason,
             }
         )
@@ -302,45 +312,31 @@ class ChatCall:
             target["prompt_token_ids"] = output.prompt_token_ids
 
 
-def _wants_calls(request: ChatCompletionRequest, parser: str | None) -> bool:
-    """Whether calls are to be looked for in the answer.
+def _answer_parser(
+    request: ChatCompletionRequest, prompts: ChatPrompts, choice: ToolChoice, *, in_form: bool
+) -> AnswerParser:
+    """What takes the answers to a request apart.
+
+    Args:
+        in_form: Whether they are held to a form, from their first token on: then there is nothing else in them.
 
     Raises:
         RequestError: The request wants what this server cannot do.
     """
-    choice = request.tool_choice
-    if choice not in (None, "none", "auto"):
-        raise RequestError(
-            "tool_choice must be 'auto' or 'none': this server cannot force the output into a call.",
-            parameter="tool_choice",
-        )
-    if not request.tools or choice == "none":
-        return False
-    if parser is None:
+    if in_form:
+        return AnswerParser()
+    if choice.mode == "auto" and prompts.tool_parser is None:
         raise RequestError(
             "tools need a parser that finds calls in what the model writes: start the server with --tool-call-parser, "
             "or send tool_choice 'none' to show them to the model all the same.",
             parameter="tools",
         )
-    return True
-
-
-def _with_parsed_arguments(message: Any) -> Any:
-    """A message whose calls have their arguments as objects, which is what templates want; the API has them as text."""
-    calls = message.get("tool_calls") if isinstance(message, dict) else None
-    if not isinstance(calls, list):
-        return message
-    parsed = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                arguments = msgspec.json.decode(function["arguments"] or "{}")
-            except (msgspec.DecodeError, RecursionError) as e:
-                raise RequestError("The arguments of a call are not JSON.", parameter="messages") from e
-            call = {**call, "function": {**function, "arguments": arguments}}
-        parsed.append(call)
-    return {**message, "tool_calls": parsed}
+    return AnswerParser(
+        tools=prompts.tool_parser(choice.tools) if choice.mode == "auto" and prompts.tool_parser else None,
+        reasoning=prompts.reasoning_parser() if prompts.reasoning_parser is not None else None,
+        show_reasoning=request.include_reasoning is not False,
+        one_call=not choice.parallel,
+    )
 
 
 def _text_of(message: dict[str, Any]) -> str:

@@ -11,8 +11,9 @@ from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.outputs import CompletionOutput, RequestOutput
 from mvllm.entrypoints.openai.errors import as_api_error
 from mvllm.entrypoints.openai.events import DONE, ChunkFrame, encode, error_event
-from mvllm.entrypoints.openai.generation import Generation, failed_in_engine
+from mvllm.entrypoints.openai.generation import Generation
 from mvllm.entrypoints.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
+from mvllm.entrypoints.openai.output_form import output_form
 from mvllm.entrypoints.openai.params import completion_params
 from mvllm.entrypoints.openai.protocol import CompletionRequest
 from mvllm.entrypoints.openai.text_work import TextWork
@@ -45,7 +46,8 @@ class CompletionCall:
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._prompt_only = bool(request.echo) and request.max_tokens == 0
-        self._params = completion_params(request, engine.model_config.generation_defaults)
+        self._form = output_form(request)
+        self._params = completion_params(request, engine.model_config.generation_defaults, self._form)
         self._names = TokenNames(
             engine.tokenizer,
             as_ids=bool(request.return_tokens_as_token_ids),
@@ -62,7 +64,9 @@ class CompletionCall:
             UnavailableError, EngineDeadError: The engine does not take it.
         """
         prompts = await self._make_prompts()
-        self._generation = await Generation.start(self._engine, self._id, prompts, self._params, self._request.priority)
+        self._generation = await Generation.start(
+            self._engine, self._id, prompts, self._params, self._request.priority, self._form
+        )
 
     def close(self) -> None:
         """Ends the request in the engine, if that goes on with it."""
@@ -109,7 +113,7 @@ class CompletionCall:
                     elif encoded:
                         written += frame.chunk(encoded)
                     if sequence.finish_reason == "error":
-                        raise failed_in_engine(sequence.error)
+                        raise self._generation.failure(sequence)
                 num_open -= output.finished
                 if written and num_open:  # else it leaves together with the stream's end
                     yield written

@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from mvllm.engine.async_llm import AsyncLLM
-from mvllm.engine.outputs import RequestOutput
+from mvllm.engine.outputs import CompletionOutput, RequestOutput
 from mvllm.engine.request_stream import RequestStream
 from mvllm.entrypoints.openai.errors import APIError
+from mvllm.entrypoints.openai.output_form import OutputForm
+from mvllm.errors import RequestError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.sampling_params import SamplingParams
@@ -23,10 +25,13 @@ class Generation:
 
     Args:
         streams: Their outputs, by prompt.
+        form: What the outputs must look like.
     """
 
-    def __init__(self, streams: Sequence[RequestStream]) -> None:
+    def __init__(self, streams: Sequence[RequestStream], form: OutputForm | None = None) -> None:
         self._streams = streams
+        self._form = form
+        self._first: RequestOutput | None = None  # of the first prompt, taken and not shown yet
 
     @classmethod
     async def start(
@@ -36,19 +41,47 @@ class Generation:
         prompts: Sequence[PromptType],
         params: SamplingParams,
         priority: int | None,
+        form: OutputForm | None = None,
     ) -> Generation:
         """Hands all prompts to the engine, or none.
+
+        With a form it returns when there is a first output: whether a form can be had shows when it is compiled, and
+        an answer that has begun cannot become an error.
 
         Args:
             call_id: What the engine's requests are called.
             params: The same for all prompts.
+            form: Where `params.structured_outputs` comes from.
 
         Raises:
-            RequestError: A prompt or a setting is not acceptable.
+            RequestError: A prompt, a setting or the form is not acceptable.
             UnavailableError: The engine takes no more requests now.
+            APIError: A sequence failed in the engine.
             EngineDeadError: The engine has stopped.
         """
-        return cls(await engine.add_requests(prompts, [params] * len(prompts), call_id, priority=priority or 0))
+        try:
+            streams = await engine.add_requests(prompts, [params] * len(prompts), call_id, priority=priority or 0)
+        except RequestError as e:
+            if form is not None and e.parameter == "structured_outputs":
+                raise RequestError(str(e), parameter=form.field) from e
+            raise
+        generation = cls(streams, form)
+        if form is not None:
+            try:
+                await generation._begin()
+            except BaseException:
+                generation.close()
+                raise
+        return generation
+
+    async def _begin(self) -> None:
+        """Takes the first output. All prompts have the same form, so one of them is enough."""
+        async for output in self._streams[0]:
+            self._first = output
+            for sequence in output.outputs:
+                if sequence.finish_reason == "error":
+                    raise self.failure(sequence)
+            return
 
     @property
     def num_prompts(self) -> int:
@@ -64,19 +97,22 @@ class Generation:
         """
         outputs = []
         for stream in self._streams:  # one after the other: what comes for the later ones is kept for us
-            output: RequestOutput | None = None
+            output = self._take_first() if stream is self._streams[0] else None
             async for latest in stream:
                 output = latest
             if output is None:
                 raise APIError(503, "The request was dropped before it had begun.", code="aborted", retry_after=1)
             for sequence in output.outputs:
                 if sequence.finish_reason == "error":
-                    raise failed_in_engine(sequence.error)
+                    raise self.failure(sequence)
             outputs.append(output)
         return outputs
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """What is new about each prompt, with the prompt's position, until all have ended."""
+        first = self._take_first()
+        if first is not None:
+            yield 0, first
         if len(self._streams) == 1:
             async for output in self._streams[0]:
                 yield 0, output
@@ -99,6 +135,21 @@ class Generation:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def failure(self, sequence: CompletionOutput) -> Exception:
+        """What a client is told about a sequence that failed."""
+        if sequence.error_parameter is not None:
+            ours = self._form is not None and sequence.error_parameter == "structured_outputs"
+            field = self._form.field if self._form is not None and ours else sequence.error_parameter
+            return RequestError(sequence.error or "", parameter=field)
+        logger.error("The engine could not finish a request: %s", sequence.error)
+        return APIError(
+            500, "The engine could not finish the request; the server's log tells more.", code="engine_error"
+        )
+
+    def _take_first(self) -> RequestOutput | None:
+        first, self._first = self._first, None
+        return first
+
     def close(self) -> None:
         """Drops what has not ended. Idempotent."""
         for stream in self._streams:
@@ -113,9 +164,3 @@ async def _feed(queue: asyncio.Queue[_Item], position: int, stream: RequestStrea
         await queue.put((position, e))
     else:
         await queue.put((position, None))
-
-
-def failed_in_engine(reason: str | None) -> APIError:
-    """What a client is told about a sequence that failed."""
-    logger.error("The engine could not finish a request: %s", reason)
-    return APIError(500, "The engine could not finish the request; the server's log tells more.", code="engine_error")

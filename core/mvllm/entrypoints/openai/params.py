@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mvllm.entrypoints.openai.output_form import OutputForm
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from mvllm.errors import RequestError
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -31,16 +32,19 @@ _SAME_NAMES = (
 )
 
 
-def completion_params(request: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+def completion_params(
+    request: CompletionRequest, defaults: Mapping[str, Any], form: OutputForm | None = None
+) -> SamplingParams:
     """How to answer a completion request.
 
     Args:
         defaults: What the model's own settings say, by field.
+        form: What the output must look like.
 
     Raises:
         RequestError: A value is out of its range.
     """
-    given = _given(request, defaults)
+    given = _given(request, defaults, form)
     if request.logprobs is not None:
         given["logprobs"] = request.logprobs
         if request.echo and request.prompt_logprobs is None:
@@ -50,13 +54,15 @@ def completion_params(request: CompletionRequest, defaults: Mapping[str, Any]) -
     return SamplingParams(**given)
 
 
-def chat_params(request: ChatCompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+def chat_params(
+    request: ChatCompletionRequest, defaults: Mapping[str, Any], form: OutputForm | None = None
+) -> SamplingParams:
     """How to answer a chat request. Without a limit, an answer may be as long as the context has room for.
 
     Raises:
         RequestError: A value is out of its range.
     """
-    given = _given(request, {"max_tokens": None, **defaults})
+    given = _given(request, {"max_tokens": None, **defaults}, form)
     if request.max_completion_tokens is not None:
         given["max_tokens"] = request.max_completion_tokens
     if request.logprobs:
@@ -66,7 +72,9 @@ def chat_params(request: ChatCompletionRequest, defaults: Mapping[str, Any]) -> 
     return SamplingParams(**given)
 
 
-def _given(request: GenerationRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _given(request: GenerationRequest, defaults: Mapping[str, Any], form: OutputForm | None) -> dict[str, Any]:
     given = {name: value for name in _SAME_NAMES if (value := getattr(request, name)) is not None}
+    if form is not None:
+        given["structured_outputs"] = form.params
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return {**defaults, **given, "output_kind": kind}

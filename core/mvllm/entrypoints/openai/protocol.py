@@ -62,11 +62,11 @@ class GenerationRequest(ModelRequest, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     user: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     # Known, and refused where they ask for something.
     logit_bias: dict[str, float] | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
@@ -141,13 +141,12 @@ class DetokenizeRequest(ModelRequest, kw_only=True):
     tokens: list[int] | None = None
 
 
-_NO_GRAMMARS = "this server cannot force the output into a grammar"
+_SEND = "it is the form of before structured_outputs; send "
 _UNSUPPORTED = {
-    "structured_outputs": _NO_GRAMMARS,
-    "guided_json": _NO_GRAMMARS,
-    "guided_regex": _NO_GRAMMARS,
-    "guided_choice": _NO_GRAMMARS,
-    "guided_grammar": _NO_GRAMMARS,
+    "guided_json": f'{_SEND}{{"json": ...}} there',
+    "guided_regex": f'{_SEND}{{"regex": ...}} there',
+    "guided_choice": f'{_SEND}{{"choice": ...}} there',
+    "guided_grammar": f'{_SEND}{{"grammar": ...}} there',
     "logit_bias": "this server does not change single logits",
     "allowed_token_ids": "this server does not change single logits",
     "bad_words": "this server does not change single logits",
@@ -173,17 +172,7 @@ def refuse_unsupported(request: GenerationRequest) -> None:
     for name, reason in _UNSUPPORTED.items():
         if getattr(request, name, None) not in (None, "", [], {}, False, "none"):
             raise RequestError(f"{name} is not supported: {reason}.", parameter=name)
-    kind = None if request.response_format is None else request.response_format.get("type")
-    if request.response_format is not None and kind != "text":
-        known = kind in ("json_object", "json_schema", "structural_tag")
-        why = f"not supported: {_NO_GRAMMARS}" if known else "not a type of response format"
-        raise RequestError(f"response_format {_quoted(kind)} is {why}; 'text' is.", parameter="response_format")
     if isinstance(request, CompletionRequest) and request.best_of not in (None, request.n or 1):
         raise RequestError("best_of is not supported unless it equals n.", parameter="best_of")
     if isinstance(request, ChatCompletionRequest) and set(request.modalities or ()) - {"text"}:
         raise RequestError("modalities: the model writes text only.", parameter="modalities")
-
-
-def _quoted(value: object) -> str:
-    """A value of a request in few characters."""
-    return ascii(value[:40]) if isinstance(value, str) else f"of type {type(value).__name__}"

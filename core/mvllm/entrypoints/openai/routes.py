@@ -310,7 +310,8 @@ class Routes:
         streams = False
         try:
             if wants_stream:
-                await call.start()
+                async with while_connected(request.receive):
+                    await call.start()
                 streams = True
                 return EventStream(call.stream(), self._settings.send_timeout, end)  # which notices who leaves
             async with while_connected(request.receive):

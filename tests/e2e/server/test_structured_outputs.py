@@ -1,0 +1,247 @@
+"""Forms of outputs over HTTP: what comes back has the form, and what cannot be had is an error of the request."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel, Field
+
+from tests.helpers.server import ServerProcess, wait_idle
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+STORY = {"model": "demo", "prompt": "Once upon a time", "temperature": 1.0, "seed": 3, "max_tokens": 80}
+QUESTION: dict[str, Any] = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "What is the capital of Italy?"}],
+    "temperature": 1.0,
+    "seed": 3,
+    "max_tokens": 80,
+}
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}, "on": {"type": "boolean"}},
+    "required": ["x", "on"],
+    "additionalProperties": False,
+}
+POINT_FORMAT = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT}}
+NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "point", "schema": {"type": "made up"}}}
+SLOW = {"type": "integer", "multipleOf": 999983}  # compiling it takes many seconds, and memory
+DEEP = json.loads('{"not":' * 90 + "{}" + "}" * 90)
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": POINT}}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": POINT}}
+ROOM = 500  # a call with as much white space as there may be
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+class City(BaseModel):
+    kind: Literal["town", "village"]
+    is_big: bool
+    trams: int = Field(ge=0, le=9)
+
+
+@pytest.fixture(scope="module")
+def sdk(server: ServerProcess) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
+        yield sdk
+
+
+def events(client: httpx.Client, path: str, ask: dict[str, Any]) -> list[dict[str, Any]]:
+    answer = client.post(path, json={**ask, "stream": True})
+    assert answer.status_code == 200, answer.text
+    assert answer.text.endswith("data: [DONE]\n\n")
+    return [json.loads(line[6:])["choices"][0] for line in answer.text.split("\n\n") if line.startswith("data: {")]
+
+
+def both(client: httpx.Client, path: str, ask: dict[str, Any]) -> tuple[str, str]:
+    """The text of an answer and why it ended, at once; streamed they are the same."""
+    answer = client.post(path, json=ask)
+    assert answer.status_code == 200, answer.text
+    [choice] = answer.json()["choices"]
+    pieces = events(client, path, ask)
+    if path == CHAT:
+        text, streamed = choice["message"]["content"], "".join(each["delta"].get("content") or "" for each in pieces)
+    else:
+        text, streamed = choice["text"], "".join(each["text"] for each in pieces)
+    assert (streamed, pieces[-1]["finish_reason"]) == (text, choice["finish_reason"])
+    return text, choice["finish_reason"]
+
+
+def refusal(client: httpx.Client, path: str, ask: dict[str, Any]) -> dict[str, Any]:
+    """The error of a 400, which is the same for a stream."""
+    answers = [client.post(path, json={**ask, "stream": stream}) for stream in (False, True)]
+    assert [answer.status_code for answer in answers] == [400, 400], [answer.text for answer in answers]
+    assert answers[0].json() == answers[1].json() and answers[1].headers["content-type"] == "application/json"
+    error: dict[str, Any] = answers[0].json()["error"]
+    assert error["message"] and error["type"] == "BadRequestError"
+    return error
+
+
+def test_a_model_of_pydantic_is_what_parse_returns(sdk: OpenAI) -> None:
+    ask: dict[str, Any] = {
+        "messages": QUESTION["messages"],
+        "model": "demo",
+        "temperature": 1.0,
+        "seed": 3,
+        "max_tokens": ROOM,
+    }
+    answer = sdk.chat.completions.parse(**ask, response_format=City)
+    assert isinstance(answer.choices[0].message.parsed, City) and answer.choices[0].finish_reason == "stop"
+    with sdk.chat.completions.stream(**ask, response_format=City) as stream:
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, City)
+
+
+@pytest.mark.parametrize(("path", "ask"), [(COMPLETIONS, STORY), (CHAT, QUESTION)], ids=["completions", "chat"])
+class TestForms:
+    def test_a_schema(self, client: httpx.Client, path: str, ask: dict[str, Any]) -> None:
+        text, reason = both(client, path, {**ask, "response_format": POINT_FORMAT, "max_tokens": ROOM})
+        point = json.loads(text)
+        assert reason == "stop" and list(point) == ["x", "on"]
+        assert 0 <= point["x"] <= 99 and isinstance(point["on"], bool)
+
+    def test_an_object(self, client: httpx.Client, path: str, ask: dict[str, Any]) -> None:
+        text, reason = both(client, path, {**ask, "response_format": {"type": "json_object"}})
+        assert text.startswith("{") and (reason == "length" or isinstance(json.loads(text), dict))
+
+    def test_text_is_no_form(self, client: httpx.Client, path: str, ask: dict[str, Any]) -> None:
+        ask = {**ask, "max_tokens": 12}
+        free = both(client, path, ask)
+        assert both(client, path, {**ask, "response_format": {"type": "text"}}) == free
+        assert both(client, path, {**ask, "response_format": None, "structured_outputs": None}) == free
+
+    def test_a_pattern_a_choice_and_a_grammar(self, client: httpx.Client, path: str, ask: dict[str, Any]) -> None:
+        text, reason = both(client, path, {**ask, "structured_outputs": {"regex": "[a-f]{3}-[0-9]{4}"}})
+        assert re.fullmatch("[a-f]{3}-[0-9]{4}", text) and reason == "stop"
+        choices = ["Rome", "Paris", 'the "sea"']
+        text, reason = both(client, path, {**ask, "structured_outputs": {"choice": choices}})
+        assert text in choices and reason == "stop"
+        text, reason = both(client, path, {**ask, "structured_outputs": {"grammar": 'root ::= "a" [0-9] "b"'}})
+        assert re.fullmatch("a[0-9]b", text) and reason == "stop"
+
+    @pytest.mark.parametrize(
+        ("more", "param"),
+        [
+            ({"response_format": NO_SCHEMA}, "response_format"),
+            ({"response_format": {"type": "json_schema"}}, "response_format"),
+            ({"response_format": {"type": "structural_tag"}}, "response_format"),
+            ({"response_format": {"type": 5}}, "response_format"),
+            ({"structured_outputs": {"json": {"type": "made up"}}}, "structured_outputs"),
+            ({"structured_outputs": {"regex": "(a"}}, "structured_outputs"),
+            ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+            ({"structured_outputs": {"made_up": "a"}}, "structured_outputs"),
+            ({"structured_outputs": {}}, "structured_outputs"),
+            ({"structured_outputs": {"regex": "a"}, "response_format": POINT_FORMAT}, "structured_outputs"),
+            ({"guided_regex": "a+"}, "guided_regex"),
+        ],
+        ids=range(11),
+    )
+    def test_what_is_none_is_refused_by_its_name(
+        self, client: httpx.Client, path: str, ask: dict[str, Any], more: dict[str, Any], param: str
+    ) -> None:
+        assert refusal(client, path, {**ask, **more})["param"] == param
+
+
+def test_every_prompt_and_every_sequence_has_the_form(client: httpx.Client) -> None:
+    ask = {**STORY, "prompt": ["One", "Two", "Three"], "n": 2, "structured_outputs": {"regex": "[a-z]{2}[0-9]{4}"}}
+    choices = client.post(COMPLETIONS, json=ask).json()["choices"]
+    texts = [choice["text"] for choice in choices]
+    assert [choice["index"] for choice in choices] == list(range(6)) and len(set(texts)) > 1
+    assert all(re.fullmatch("[a-z]{2}[0-9]{4}", text) for text in texts)
+    streamed = [""] * 6
+    for piece in events(client, COMPLETIONS, ask):
+        streamed[piece["index"]] += piece["text"]
+    assert streamed == texts
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"json": SLOW},
+        {"json": DEEP},
+        {"json": {"enum": [f"value {i}" for i in range(100_000)]}},
+        {"grammar": 'start: start "a" | start'},
+    ],
+    ids=["slow", "deep", "large", "left-recursive"],
+)
+def test_a_hostile_one_ends_and_others_are_answered(
+    server: ServerProcess, client: httpx.Client, form: dict[str, Any]
+) -> None:
+    """The bound is far above the 3 s of processor time that a form may take, and far below what these would."""
+    start = time.monotonic()
+    answer = client.post(COMPLETIONS, json={**STORY, "max_tokens": 4, "structured_outputs": form})
+    assert time.monotonic() - start < 100
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "structured_outputs", answer.text
+    assert both(client, COMPLETIONS, {**STORY, "max_tokens": 4})[1] == "length"
+    assert len(server.trial_pids()) <= 2
+    assert re.fullmatch("[xy]{4}", both(client, CHAT, {**QUESTION, "structured_outputs": {"regex": "[xy]{4}"}})[0])
+
+
+def test_others_do_not_wait_for_a_slow_one_and_who_leaves_is_forgotten(
+    server: ServerProcess, client: httpx.Client
+) -> None:
+    slow = {**STORY, "stream": True, "structured_outputs": {"json": {**SLOW, "multipleOf": 999979}}}
+    with server.client(timeout=0.3) as impatient, pytest.raises(httpx.TimeoutException):
+        impatient.post(COMPLETIONS, json=slow)
+    assert client.post(COMPLETIONS, json={**STORY, "max_tokens": 4}).status_code == 200
+    wait_idle(client)
+
+
+class TestForcedCalls:
+    def test_a_named_function_is_called(self, client: httpx.Client) -> None:
+        ask = {**QUESTION, "tools": [WEATHER, CLOCK], "tool_choice": NAMED, "max_tokens": ROOM}
+        [choice] = client.post(CHAT, json=ask).json()["choices"]
+        [call] = choice["message"]["tool_calls"]
+        assert call["function"]["name"] == "weather" and set(json.loads(call["function"]["arguments"])) == {"x", "on"}
+        assert choice["finish_reason"] == "stop" and choice["message"]["content"] is None
+
+    def test_some_function_is_called(self, client: httpx.Client) -> None:
+        tools = {"tools": [WEATHER, CLOCK], "tool_choice": "required", "parallel_tool_calls": False}
+        ask = {**QUESTION, **tools, "max_tokens": ROOM}
+        [choice] = client.post(CHAT, json=ask).json()["choices"]
+        [call] = choice["message"]["tool_calls"]
+        assert call["function"]["name"] in ("weather", "clock") and call["id"].startswith("call_")
+        assert set(json.loads(call["function"]["arguments"])) == {"x", "on"} and choice["finish_reason"] == "tool_calls"
+        pieces = events(client, CHAT, ask)
+        opening, *rest = [piece for each in pieces for piece in each["delta"].get("tool_calls", ())]
+        arguments = opening["function"]["arguments"] + "".join(piece["function"]["arguments"] for piece in rest)
+        assert (opening["function"]["name"], arguments) == (call["function"]["name"], call["function"]["arguments"])
+        assert pieces[-1]["finish_reason"] == "tool_calls"
+
+    def test_one_that_is_cut_off_says_so(self, client: httpx.Client) -> None:
+        ask = {**QUESTION, "tools": [WEATHER], "tool_choice": "required", "max_tokens": 3}
+        assert client.post(CHAT, json=ask).json()["choices"][0]["finish_reason"] == "length"
+
+    @pytest.mark.parametrize(
+        ("more", "param"),
+        [
+            ({"tools": None}, "tool_choice"),
+            ({"tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
+            ({"response_format": POINT_FORMAT}, "tool_choice"),
+            ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "made up"}}}]}, "tools"),
+            ({"tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}]}, "tools"),
+        ],
+        ids=["no tools", "no such", "two forms", "no schema", "deep"],
+    )
+    def test_what_cannot_be_is_refused(self, client: httpx.Client, more: dict[str, Any], param: str) -> None:
+        ask = {**QUESTION, "tools": [WEATHER], "tool_choice": "required", **more}
+        assert refusal(client, CHAT, ask)["param"] == param
+
+    def test_a_form_and_calls_at_will_exclude_each_other(self, client: httpx.Client) -> None:
+        ask = {**QUESTION, "tools": [WEATHER], "response_format": POINT_FORMAT, "max_tokens": ROOM}
+        assert refusal(client, CHAT, ask)["param"] == "response_format"
+        assert json.loads(both(client, CHAT, {**ask, "tool_choice": "none"})[0]).keys() == {"x", "on"}
+
+
+def test_the_sdk_has_its_own_error_for_a_refusal(sdk: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        sdk.chat.completions.create(  # type: ignore[call-overload]
+            model="demo", messages=QUESTION["messages"], response_format=NO_SCHEMA, stream=True
+        )
+    assert caught.value.param == "response_format" and "made up" in str(caught.value)
