@@ -24,10 +24,9 @@ class SlowTokenizer:
 
     loaded_by: str | None = None
 
-    @property
-    def hf(self) -> Any:
+    def piece(self, token_id: int) -> str | None:
         self.loaded_by = threading.current_thread().name
-        return SimpleNamespace(convert_ids_to_tokens=lambda ids: [str(i) for i in ids])
+        return str(token_id)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return [1, 2]
