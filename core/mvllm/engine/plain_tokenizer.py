@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tokenizers import Tokenizer
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _PLAIN_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 """One class under its old and its new name: it adds nothing to the file."""
@@ -72,6 +73,8 @@ def read_plain(folder: Path, settings: Mapping[str, Any], model: Mapping[str, An
         return None
     if "added_tokens_decoder" not in settings and any((folder / name).exists() for name in _OLDER_FILES):
         return None
+    from tokenizers import Tokenizer  # engines without a tokenizer do not wait for it
+
     try:
         fast = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception:  # noqa: BLE001  # the library raises nothing narrower; transformers will say what is wrong
