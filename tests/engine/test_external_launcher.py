@@ -104,7 +104,14 @@ def check_close(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
                     assert token == other_token and abs(logprob - other_logprob) < LOGPROB_TOLERANCE
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size"),
+    [
+        pytest.param(2, 1, marks=pytest.mark.exhaustive),
+        pytest.param(1, 2, marks=pytest.mark.exhaustive),
+        (2, 2),
+    ],
+)
 def test_every_family_gives_the_tokens_of_one_process_on_every_rank(
     tp_size: int, pp_size: int, alone: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:

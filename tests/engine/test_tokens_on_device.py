@@ -74,7 +74,7 @@ def waits_before_launch(events: list[tuple[str, int]]) -> list[int]:
     return [step for step in steps[:-1] if at["waited", step] < at["launched", step + 1]]
 
 
-@pytest.mark.parametrize("executor", ["uni", "mp", "mp-tp2"])
+@pytest.mark.parametrize("executor", ["uni", pytest.param("mp", marks=pytest.mark.exhaustive), "mp-tp2"])
 def test_a_step_is_launched_before_the_tokens_of_the_last_are_waited_for(
     make: MakeLLM, log: Path, executor: str
 ) -> None:
@@ -117,9 +117,9 @@ def test_only_a_batch_with_penalties_waits_and_does_so_while_the_device_computes
 @pytest.mark.parametrize(
     ("executor", "settings"),
     [
-        ("uni", {"max_num_batched_tokens": 17}),
+        pytest.param("uni", {"max_num_batched_tokens": 17}, marks=pytest.mark.exhaustive),
         ("uni", {"max_num_seqs": 1, "max_num_batched_tokens": 16}),
-        ("uni", {**TIGHT, "enable_chunked_prefill": False}),
+        pytest.param("uni", {**TIGHT, "enable_chunked_prefill": False}, marks=pytest.mark.exhaustive),
         ("uni", {"max_num_batched_tokens": 33, "scheduling_policy": "priority", **TIGHT}),
         ("mp-tp2", {"max_num_batched_tokens": 33, **TIGHT}),
         ("mp-pp2", {"max_num_batched_tokens": 33}),

@@ -98,7 +98,15 @@ ADVERSARIAL = {
 }
 
 
-@pytest.mark.parametrize("pair", [("hermes", "qwen3"), ("llama3_json", "deepseek_r1"), ("mistral", None)], ids=str)
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("hermes", "qwen3"),
+        pytest.param(("llama3_json", "deepseek_r1"), marks=pytest.mark.exhaustive),
+        pytest.param(("mistral", None), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("unit", ADVERSARIAL.values(), ids=ADVERSARIAL)
 def test_long_texts_of_any_kind_are_read_in_time_and_cut_or_not_alike(pair, unit):
     """With any quadratic step this would take minutes to hours."""
