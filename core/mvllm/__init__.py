@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from mvllm.config.engine_args import EngineArgs
     from mvllm.engine.llm_engine import LLMEngine
     from mvllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from mvllm.engine.pooling_outputs import EmbeddingRequestOutput, PoolingRequestOutput
     from mvllm.entrypoints.llm import LLM
     from mvllm.errors import ConfigError, ModelError, MvllmError, PlatformError, RequestError
     from mvllm.messages.inputs import TextPrompt, TokensPrompt
+    from mvllm.messages.pooling_params import PoolingParams
     from mvllm.messages.sampling_params import SamplingParams
     from mvllm.messages.structured_outputs import StructuredOutputsParams
 
@@ -26,6 +28,9 @@ _EXPORTS = {
     "LLMEngine": "mvllm.engine.llm_engine",
     "EngineArgs": "mvllm.config.engine_args",
     "SamplingParams": "mvllm.messages.sampling_params",
+    "PoolingParams": "mvllm.messages.pooling_params",
+    "PoolingRequestOutput": "mvllm.engine.pooling_outputs",
+    "EmbeddingRequestOutput": "mvllm.engine.pooling_outputs",
     "StructuredOutputsParams": "mvllm.messages.structured_outputs",
     "TextPrompt": "mvllm.messages.inputs",
     "TokensPrompt": "mvllm.messages.inputs",
@@ -43,12 +48,15 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "LLMEngine",
     "Logprob",
     "ModelError",
     "MvllmError",
     "PlatformError",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestError",
     "RequestOutput",
     "SamplingParams",

@@ -56,7 +56,7 @@ class AsyncClient(Protocol):
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Drops sequences."""
 
-    async def call(self, method: str) -> bool:
+    async def call(self, method: str, argument: int | list[str] | None = None) -> bool:
         """Calls a method of every core."""
 
     def shutdown(self) -> None:

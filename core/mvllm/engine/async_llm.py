@@ -30,12 +30,16 @@ from mvllm.engine.metrics import EngineLoad, EngineMetrics
 from mvllm.engine.output_processor import OutputProcessor, RequestState, TakenOutputs
 from mvllm.engine.outputs import RequestOutput
 from mvllm.engine.parallel_sampling import CoreIds, fan_out
+from mvllm.engine.pooling_input import PoolingInputProcessor
+from mvllm.engine.pooling_outputs import PoolingRequestOutput
 from mvllm.engine.request_stream import RequestStream
+from mvllm.engine.sleep import check_sleep_level, check_tags
 from mvllm.engine.stats_line import StatsLine
 from mvllm.engine.tokenizer import Tokenizer
-from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, QueueFullError, RequestError
+from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, QueueFullError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
+from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.requests import EngineCoreOutputs, SchedulerStats
 from mvllm.messages.sampling_params import SamplingParams
 
@@ -62,7 +66,7 @@ class AsyncLLM:
 
     Attributes:
         config: The configuration the engine runs with.
-        input_processor: The validator of requests.
+        input_processor, pooling_input_processor: The validators of requests.
         metrics: Counts and times since the start, for `mvllm.engine.prometheus`.
 
     Raises:
@@ -77,6 +81,7 @@ class AsyncLLM:
         self._client = front_end.client
         self.config = self._client.config
         self.input_processor = InputProcessor(self.config, self._tokenizer)
+        self.pooling_input_processor = PoolingInputProcessor(self.config, self._tokenizer)
         self.metrics = EngineMetrics(self.config.model.max_model_len)
         self._output_processor = OutputProcessor(self._tokenizer)
         self._core_ids = CoreIds()
@@ -89,6 +94,7 @@ class AsyncLLM:
         self._dead: EngineDeadError | None = None
         self._is_closed = False
         self._is_sleeping = False
+        self._sleep_lock = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         self._stats_line = StatsLine(lambda: self.load, lambda: self.stats) if log_stats else None
@@ -136,6 +142,34 @@ class AsyncLLM:
         finally:
             stream.close()
 
+    async def encode(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Makes a vector of one prompt; there is one output. Leaving before it comes aborts the request.
+
+        Args:
+            prompt, request_id, priority, arrival_time: As for `generate`; a prompt may be as long as `max_model_len`.
+            pooling_params: None leaves everything to the model.
+
+        Raises:
+            PlatformError: The model gave something that is no vector (NaN, infinity).
+            RequestError, UnavailableError, EngineDeadError, RuntimeError: As `generate`.
+        """
+        (stream,) = await self.add_requests(
+            [prompt], [pooling_params], request_id, priority=priority, arrival_time=arrival_time, pooling=True
+        )
+        try:
+            async for output in stream:
+                yield PoolingRequestOutput.of(output)
+        finally:
+            stream.close()
+
     async def add_request(
         self,
         prompt: PromptType,
@@ -157,13 +191,18 @@ class AsyncLLM:
     async def add_requests(
         self,
         prompts: Sequence[PromptType],
-        sampling_params: Sequence[SamplingParams | None],
+        params: Sequence[SamplingParams | PoolingParams | None],
         request_id: str | None = None,
         *,
         priority: int = 0,
         arrival_time: float | None = None,
+        pooling: bool = False,
     ) -> list[RequestStream]:
         """Several prompts of one caller under one id: all of them are checked before any is queued.
+
+        Args:
+            params: Of each prompt. With `pooling` they are PoolingParams, else SamplingParams.
+            pooling: Make vectors, for `PoolingRequestOutput.of`, and generate nothing.
 
         Raises:
             As `generate`. A RequestError names the prompt by its position.
@@ -177,9 +216,8 @@ class AsyncLLM:
         priorities = [priority] * len(prompts)
 
         def process() -> list[ProcessedRequest]:
-            return self.input_processor.process_batch(
-                ids, prompts, sampling_params, priorities=priorities, arrival_time=arrived
-            )
+            processor = self.pooling_input_processor if pooling else self.input_processor
+            return processor.process_batch(ids, prompts, params, priorities=priorities, arrival_time=arrived)
 
         if sum(_weight(prompt) for prompt in prompts) <= 1.0:
             requests = process()
@@ -337,27 +375,42 @@ class AsyncLLM:
         return await self._client.call("reset_prefix_cache")
 
     async def sleep(self, level: int = 1) -> None:
-        """Aborts all requests, forgets what the KV cache holds, and takes no requests until `wake_up`.
-
-        Weights and the memory of the KV cache stay claimed: waking up takes no time.
+        """Aborts all requests, gives memory back, and takes no requests until `wake_up`.
 
         Args:
-            level: 1; levels that give memory back are not offered.
+            level: 1 gives back the KV cache; 2 the weights, too, which are read from the checkpoint again.
 
         Raises:
             RequestError: There is no such level.
+            PlatformError: The platform's worker cannot; requests are taken as before.
         """
-        if level != 1:
-            raise RequestError(f"There is only level 1 of sleep; got {level!r}.", parameter="level")
+        check_sleep_level(level)
         self._require_alive()
         self._is_sleeping = True  # before anything is waited for: nothing new gets in
         self._end(list(self._streams))
-        await self._client.call("reset_prefix_cache")
+        async with self._sleep_lock:
+            self._is_sleeping = True
+            self._end(list(self._streams))  # who got in while another call was waking it up
+            try:
+                await self._client.call("sleep", level)
+            except Exception:
+                self._is_sleeping = self._dead is None and not await self._client.call("wake_up", [])
+                raise
 
-    async def wake_up(self) -> None:
-        """Takes requests again."""
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Claims memory again, and takes requests once all of it is back.
+
+        Args:
+            tags: What to claim, of `weights` and `kv_cache`; all by default.
+
+        Raises:
+            RequestError: There is no such tag, or the KV cache is to come before the weights.
+            CacheError, ModelError: There is no room any more, or no checkpoint. It may be tried again.
+        """
+        wanted = check_tags(tags)
         self._require_alive()
-        self._is_sleeping = False
+        async with self._sleep_lock:
+            self._is_sleeping = not await self._client.call("wake_up", wanted)
 
     async def is_sleeping(self) -> bool:
         """As `is_asleep`."""

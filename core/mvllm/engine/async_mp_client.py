@@ -142,7 +142,7 @@ class AsyncMPClient:
         if self._aborted:
             self._flush_soon()
 
-    async def call(self, method: str) -> bool:
+    async def call(self, method: str, argument: int | list[str] | None = None) -> bool:
         """Calls a method of the core (see CallCore) and returns whether it succeeded, where it says so.
 
         Raises:
@@ -156,7 +156,7 @@ class AsyncMPClient:
         call_id = self._num_calls
         answer = self._calls[call_id] = self._loop.create_future()
         try:
-            self._send(CallCore(call_id, method))
+            self._send(CallCore(call_id, method, argument))
             return bool(await answer)
         finally:
             self._calls.pop(call_id, None)

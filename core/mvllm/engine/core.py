@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
@@ -20,11 +20,12 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.config.rope_parameters import prompt_cache_key
 from mvllm.engine.grammar_vocabulary import load_vocabulary
 from mvllm.engine.kv_sizing import CacheSummary, choose_block_size, size_kv_cache
-from mvllm.errors import EngineDeadError
+from mvllm.engine.sleep import KV_CACHE, LEVELS, TAGS, WEIGHTS, check_sleep_level
+from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
 from mvllm.executor.choose import make_executor
 from mvllm.kv_cache.manager import KVCacheManager
 from mvllm.logging import get_logger
-from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.interface import Platform
 from mvllm.scheduler.scheduler import Scheduler
@@ -64,6 +65,8 @@ class EngineCore:
         # A pipeline is full with one step per stage. More would only queue up, also with asynchronous scheduling.
         self._max_in_flight = num_stages if num_stages > 1 else 2 if config.scheduler.async_scheduling else 1
         self._grammars: GrammarManager | None = None
+        self._asleep: tuple[str, ...] = ()  # of TAGS, what has been given back
+        self._held: list[EngineCoreOutput] = []  # to be told by the next step
         self._position_key = prompt_cache_key(config.model)
         self._plans_alike = config.parallel.distributed_executor_backend == "external_launcher"
         self._may_share_blocks = platform.capabilities.prefix_caching
@@ -92,8 +95,11 @@ class EngineCore:
         """Queues a validated request.
 
         Raises:
+            EngineSleepingError: It was put to sleep.
             RequestError: The id is in use, or a form of the output is asked for and the library for it is missing.
         """
+        if self._asleep:
+            raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before sending requests.")
         if request.sampling_params.structured_outputs is not None:
             check_available()
         if key := self._position_key(len(request.prompt_token_ids)):
@@ -115,7 +121,7 @@ class EngineCore:
 
     def has_requests(self) -> bool:
         """Whether a call of `step` would have work."""
-        return bool(self._in_flight) or self.scheduler.has_requests()
+        return bool(self._in_flight or self._held) or self.scheduler.has_requests()
 
     def step(self) -> EngineCoreOutputs:
         """Plans a step, starts it, and returns what the oldest step under way has to tell.
@@ -125,6 +131,9 @@ class EngineCore:
         """
         if self._dead is not None:
             raise EngineDeadError(f"The engine stopped after an earlier error: {self._dead!r}") from self._dead
+        if self._held:
+            held, self._held = self._held, []
+            return EngineCoreOutputs(outputs=held, stats=self.make_stats())
         try:
             if self._grammars is not None:
                 self._take_grammars(self._grammars)
@@ -158,6 +167,50 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False when requests still use some blocks."""
         return self.scheduler.reset_prefix_cache()
+
+    def sleep(self, level: int) -> None:
+        """Gives memory back on all workers: at level 1 the KV cache, at level 2 the weights, too.
+
+        Requests that are still there end with an error. More are refused until all is back.
+
+        Raises:
+            RequestError: There is no such level.
+            PlatformError: A worker cannot; requests are taken as before.
+            EngineDeadError: The step under way failed.
+        """
+        given_back = LEVELS[check_sleep_level(level)]
+        while self._in_flight:
+            self._held += self._collect().outputs
+        ids = self.scheduler.request_ids
+        for request_id in ids:
+            self.scheduler.fail_request(request_id, "The engine was put to sleep.")
+        if self._grammars is not None:
+            self._grammars.cancel(ids)
+        self._held += self.scheduler.pop_outputs()
+        freed = self.scheduler.reset_prefix_cache()
+        assert freed, "blocks without a request"
+        self._executor.collective_rpc("sleep", (level,))
+        self._asleep = tuple(tag for tag in TAGS if tag in (*given_back, *self._asleep))
+
+    def wake_up(self, tags: Sequence[str] = ()) -> bool:
+        """Claims memory again: what `tags` name of `weights` and `kv_cache`, or all.
+
+        Returns:
+            Whether all is back, and with that requests are taken again.
+
+        Raises:
+            RequestError: The KV cache is to come before the weights.
+            CacheError, ModelError: There is no room any more, or no checkpoint. It may be tried again.
+        """
+        wanted = [tag for tag in self._asleep if not tags or tag in tags]
+        if WEIGHTS in self._asleep and wanted == [KV_CACHE]:
+            raise RequestError("The weights sleep, too: wake them up first, or both together.", parameter="tags")
+        if wanted:
+            self._executor.collective_rpc("wake_up", (wanted,))
+            if KV_CACHE in wanted:
+                self._executor.collective_rpc("warm_up")
+            self._asleep = tuple(tag for tag in self._asleep if tag not in wanted)
+        return not self._asleep
 
     def check_health(self) -> None:
         """Raises unless every worker answers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from mvllm.config.engine_config import EngineConfig, ParallelConfig
@@ -63,6 +63,14 @@ class InprocClient:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes."""
         return self._core.reset_prefix_cache()
+
+    def sleep(self, level: int) -> None:
+        """Gives memory back; see `EngineCore.sleep`."""
+        self._core.sleep(level)
+
+    def wake_up(self, tags: Sequence[str]) -> bool:
+        """Claims it again; see `EngineCore.wake_up`."""
+        return self._core.wake_up(tags)
 
     def check_health(self) -> None:
         """Raises unless every worker answers."""

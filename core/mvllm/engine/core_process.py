@@ -73,9 +73,11 @@ class EngineCoreProc:
         self._outbox = outbox
         self._board = board
         self._decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
-        self._calls: Mapping[str, Callable[[], bool | None]] = {
+        self._calls: Mapping[str, Callable[..., bool | None]] = {
             "reset_prefix_cache": core.reset_prefix_cache,
             "check_health": core.check_health,
+            "sleep": core.sleep,
+            "wake_up": core.wake_up,
         }
         self._taken = 0
         self._told_at = 0.0
@@ -137,7 +139,7 @@ class EngineCoreProc:
             call = self._calls.get(command.method)
             if call is None:
                 raise ConfigError(f"An engine core offers {', '.join(sorted(self._calls))}; not {command.method!r}.")
-            return CallResult(command.id, call())
+            return CallResult(command.id, call() if command.argument is None else call(command.argument))
         except Exception as e:  # noqa: BLE001  (raised where it was called)
             return CallResult(command.id, None, describe_core_failure(e, name=self._name, activity=command.method))
 

@@ -108,9 +108,9 @@ class DPAsyncMPClient:
                 self._forget(request_id)
                 self._cores[rank].abort_requests([request_id])
 
-    async def call(self, method: str) -> bool:
+    async def call(self, method: str, argument: int | list[str] | None = None) -> bool:
         """Calls a method of every core; returns whether it succeeded everywhere."""
-        return all(await asyncio.gather(*(core.call(method) for core in self._cores)))
+        return all(await asyncio.gather(*(core.call(method, argument) for core in self._cores)))
 
     def _take(self, outputs: EngineCoreOutputs) -> None:
         for output in outputs.outputs:

@@ -19,6 +19,7 @@ from mvllm.engine.grammar_vocabulary import check_tokenizer_for_grammars
 from mvllm.engine.tokenizer import Tokenizer
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType
+from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.messages.sampling_params import SamplingParams, validate_for_model
 from mvllm.structured_output.library import check_available
@@ -61,6 +62,9 @@ class InputProcessor:
         tokenizer: The model's tokenizer; with None, text and stop strings are refused, and outputs have no text.
     """
 
+    num_generated = 1
+    """Tokens for which a prompt has to leave room."""
+
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self._model = config.model
         self._tokenizer = tokenizer
@@ -87,7 +91,7 @@ class InputProcessor:
         self,
         request_ids: Sequence[str],
         prompts: Sequence[PromptType],
-        params: Sequence[SamplingParams | None],
+        params: Sequence[SamplingParams | PoolingParams | None],
         *,
         priorities: Sequence[int] | None = None,
         arrival_time: float | None = None,
@@ -202,10 +206,12 @@ class InputProcessor:
 
     def _check_length(self, length: int, how: str = "") -> None:
         limit = self._model.max_model_len
-        if length >= limit:
+        if length > limit - self.num_generated:
+            what = "prompt and output together" if self.num_generated else "a prompt"
+            and_one = ", and at least one token is to be generated" if self.num_generated else ""
             raise RequestError(
-                f"The prompt has {how}{length} tokens, but prompt and output together may have {limit} "
-                "(max_model_len), and at least one token is to be generated. Shorten the prompt"
+                f"The prompt has {how}{length} tokens, but {what} may have {limit} (max_model_len){and_one}. "
+                "Shorten the prompt"
                 + (", or start the engine with a larger max_model_len." if length > limit else "."),
                 parameter="prompt",
             )
@@ -234,7 +240,7 @@ class InputProcessor:
 
     # --- settings
 
-    def _check_params(self, params: SamplingParams, part: _Prompt) -> SamplingParams:
+    def _check_params(self, params: SamplingParams | PoolingParams, part: _Prompt) -> SamplingParams:
         if not isinstance(params, SamplingParams):
             raise RequestError(
                 f"sampling_params must be SamplingParams; found {_show(params)}.", parameter="sampling_params"

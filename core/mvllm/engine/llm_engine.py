@@ -15,8 +15,10 @@ from mvllm.engine.kv_sizing import CacheSummary
 from mvllm.engine.output_processor import OutputProcessor
 from mvllm.engine.outputs import RequestOutput
 from mvllm.engine.parallel_sampling import CoreIds, fan_out
+from mvllm.engine.pooling_input import PoolingInputProcessor
+from mvllm.engine.sleep import check_sleep_level, check_tags
 from mvllm.engine.tokenizer import Tokenizer
-from mvllm.errors import ConfigError, EngineDeadError, RequestError
+from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, RequestError
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.messages.sampling_params import SamplingParams
@@ -55,6 +57,12 @@ class EngineClient(Protocol):
     def reset_prefix_cache(self) -> bool:
         """Forgets cached prefixes."""
 
+    def sleep(self, level: int) -> None:
+        """Gives memory back."""
+
+    def wake_up(self, tags: Sequence[str]) -> bool:
+        """Claims it again; whether all is back."""
+
     def shutdown(self) -> None:
         """Ends the engine core. Idempotent."""
 
@@ -79,7 +87,9 @@ class LLMEngine:
         self.config = self._client.config
         self._closed = False
         self._dead: BaseException | None = None
+        self._is_sleeping = False
         self.input_processor = InputProcessor(self.config, self._tokenizer)
+        self.pooling_input_processor = PoolingInputProcessor(self.config, self._tokenizer)
         self._output_processor = OutputProcessor(self._tokenizer)
         self._core_ids = CoreIds()
         self._stats: SchedulerStats | None = None
@@ -165,8 +175,10 @@ class LLMEngine:
         )
 
     def add_processed_requests(self, requests: Sequence[ProcessedRequest]) -> None:
-        """Queues requests that have passed `input_processor`; all of them or, when an id is taken, none."""
+        """Queues requests that have passed an input processor; all of them or, when an id is taken, none."""
         self._require_alive()
+        if self._is_sleeping:
+            raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before sending requests.")
         self._phases.note_request()
         fresh: set[str] = set()
         for request in requests:
@@ -239,6 +251,40 @@ class LLMEngine:
         """Forgets all cached prefixes; False when running requests still use some."""
         self._require_alive()
         return self._client.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Drops all requests and gives memory back; takes no requests until `wake_up`.
+
+        Args:
+            level: 1 gives back the KV cache; 2 the weights, too, which are read from the checkpoint again.
+
+        Raises:
+            RequestError: There is no such level.
+            PlatformError: The platform's worker cannot; requests are taken as before.
+        """
+        self._require_alive()
+        check_sleep_level(level)
+        self.abort_request(self._output_processor.request_ids)
+        self._client.sleep(level)
+        self._is_sleeping = True
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Claims memory again, and takes requests once all of it is back.
+
+        Args:
+            tags: What to claim, of `weights` and `kv_cache`; all by default.
+
+        Raises:
+            RequestError: There is no such tag, or the KV cache is to come before the weights.
+            CacheError, ModelError: There is no room any more, or no checkpoint. It may be tried again.
+        """
+        self._require_alive()
+        self._is_sleeping = not self._client.wake_up(check_tags(tags))
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether it was put to sleep."""
+        return self._is_sleeping
 
     def shutdown(self) -> None:
         """Ends the engine and frees its memory. Idempotent."""

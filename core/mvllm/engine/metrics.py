@@ -154,6 +154,9 @@ class EngineMetrics:
     def finish(self, request: RequestState) -> None:
         """Takes in a request that has ended, or that nobody waits for any more."""
         self.finished.update(sequence.finish_reason or "abort" for sequence in request.sequences)
+        if request.is_pooled:
+            self._finish_pooled(request)
+            return
         num_generated = request.num_generated_tokens
         self.request_prompt_tokens.observe(request.num_prompt_tokens)
         self.request_generation_tokens.observe(num_generated)
@@ -161,6 +164,19 @@ class EngineMetrics:
         self.params_n.observe(request.params.n)
         self.params_max_tokens.observe(request.params.max_tokens or 0)
         self._time(request, num_generated)
+
+    def _finish_pooled(self, request: RequestState) -> None:
+        """Takes in a request for a vector, which has no tokens of its own."""
+        metrics = request.metrics
+        self.request_prompt_tokens.observe(request.num_prompt_tokens)
+        if metrics.finished_time is None or metrics.first_scheduled_time is None:
+            return
+        self.prompt_tokens += request.num_prompt_tokens
+        self.cached_prompt_tokens += request.num_cached_tokens
+        self.prompt_rate.add(request.num_prompt_tokens)
+        self.e2e_latency.observe(metrics.finished_time - metrics.arrival_time)
+        self.queue_time.observe(metrics.first_scheduled_time - metrics.arrival_time)
+        self.inference_time.observe(metrics.finished_time - metrics.first_scheduled_time)
 
     def _start(self, request: RequestState) -> int:
         """Takes in a request whose first token has come. Returns the tokens of its prompt."""

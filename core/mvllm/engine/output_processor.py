@@ -209,6 +209,11 @@ class OutputProcessor:
         return request_id in self._requests
 
     @property
+    def request_ids(self) -> list[str]:
+        """Of the requests under way, as they are called here."""
+        return list(self._requests)
+
+    @property
     def num_requests(self) -> int:
         """Requests under way."""
         return len(self._requests)
@@ -224,6 +229,7 @@ class RequestState:
         has_news: Whether `show` may have something to show that it has not shown.
         broken: Core ids of sequences that `show` has found to be no text, which the OutputProcessor still follows.
         final_only: Whether it shows nothing before its end.
+        is_pooled: Whether it is for a vector, and has no tokens.
         metrics: When things happened.
     """
 
@@ -237,6 +243,7 @@ class RequestState:
         self.broken: list[str] = []
         self.kind = request.params.output_kind
         self.final_only = self.kind == RequestOutputKind.FINAL_ONLY
+        self.is_pooled = request.core.pooling_params is not None
         self._prompt = request.prompt
         self._prompt_token_ids = request.core.prompt_token_ids
         self._tokenizer = tokenizer if request.params.detokenize else None
@@ -244,6 +251,7 @@ class RequestState:
         self._prompt_logprobs: list[PositionLogprobMap | None] | None = None
         self._prompt_logprobs_shown = False
         self._num_cached_tokens: int | None = None
+        self._pooled: bytes | None = None
         self.metrics = RequestMetrics(arrival_time=request.core.arrival_time)
 
     @property
@@ -272,6 +280,8 @@ class RequestState:
             metrics.first_scheduled_time = output.scheduled_time or None
         if output.prompt_logprobs is not None and self._wants_prompt_logprobs:
             self._prompt_logprobs = [None, *(_as_map(p, self._tokenizer) for p in output.prompt_logprobs)]
+        if output.pooling_output is not None:
+            self._pooled = output.pooling_output
 
     def show(self) -> RequestOutput | None:
         """What the caller gets now, if anything: all there is, or all that was not shown yet."""
@@ -298,6 +308,7 @@ class RequestState:
             finished,
             self.metrics.snapshot(),
             self._num_cached_tokens or 0,
+            self._pooled,
         )
 
     def _prompt_logprobs_to_show(self) -> list[PositionLogprobMap | None] | None:

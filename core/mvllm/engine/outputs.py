@@ -96,6 +96,8 @@ class RequestOutput:
         finished: Whether all sequences have ended.
         metrics: When things happened.
         num_cached_tokens: Prompt tokens whose KV came from the prefix cache.
+        pooled: Of a request for a vector, once it is finished: float32 in little-endian order. `PoolingRequestOutput`
+            shows it.
     """
 
     request_id: str
@@ -106,3 +108,4 @@ class RequestOutput:
     finished: bool = False
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
+    pooled: bytes | None = None

@@ -10,7 +10,7 @@ import contextlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import zmq
@@ -126,6 +126,14 @@ class SyncMPClient:
         """Forgets all cached prefixes."""
         return bool(self._call("reset_prefix_cache"))
 
+    def sleep(self, level: int) -> None:
+        """Gives memory back; see `EngineCore.sleep`."""
+        self._call("sleep", level)
+
+    def wake_up(self, tags: Sequence[str]) -> bool:
+        """Claims it again; see `EngineCore.wake_up`."""
+        return bool(self._call("wake_up", list(tags)))
+
     def check_health(self) -> None:
         """Raises unless the core and every worker answer."""
         self._call("check_health")
@@ -137,11 +145,11 @@ class SyncMPClient:
 
     # --- inside
 
-    def _call(self, method: str) -> bool | None:
+    def _call(self, method: str, argument: int | list[str] | None = None) -> bool | None:
         self._link.check()
         self._num_calls += 1
         call_id = self._num_calls
-        self._send(CallCore(call_id, method))
+        self._send(CallCore(call_id, method, argument))
         started = time.monotonic()
         while call_id not in self._results:
             self._wait(started)

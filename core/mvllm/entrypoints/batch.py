@@ -22,10 +22,12 @@ from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.openai.bodies import BodyDecoder
 from mvllm.entrypoints.openai.chat import ChatCall, ChatPrompts
 from mvllm.entrypoints.openai.completions import CompletionCall
+from mvllm.entrypoints.openai.embeddings import EmbeddingCall
 from mvllm.entrypoints.openai.errors import APIError, as_api_error, error_body
 from mvllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
+    EmbeddingRequest,
     GenerationRequest,
     refuse_unsupported,
 )
@@ -122,6 +124,7 @@ class BatchRunner:
         self._lines = msgspec.json.Decoder(Line)
         self._chat = BodyDecoder(ChatCompletionRequest)
         self._completion = BodyDecoder(CompletionRequest)
+        self._embedding = BodyDecoder(EmbeddingRequest)
 
     async def run(self, source: IO[bytes], target: IO[bytes]) -> Tally:
         """Answers every line of `source` in a line of `target`. Empty lines count as nothing.
@@ -202,9 +205,13 @@ class BatchRunner:
         if line.url == "/v1/completions":
             completion = self._completion.decode(body)
             return CompletionCall(self._engine, self._text_work, self._checked(completion), completion)
+        if line.url == "/v1/embeddings":
+            embedding = self._embedding.decode(body)
+            return EmbeddingCall(self._engine, self._text_work, self._models.check(embedding.model), embedding)
         raise APIError(
             404,
-            f"url is {line.url[:60]!a}; a batch may ask for '/v1/chat/completions' and '/v1/completions'.",
+            f"url is {line.url[:60]!a}; a batch may ask for '/v1/chat/completions', '/v1/completions' and "
+            "'/v1/embeddings'.",
             param="url",
             code="invalid_url",
         )

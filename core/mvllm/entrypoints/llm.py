@@ -10,18 +10,22 @@ from typing import Any, cast
 import msgspec
 
 from mvllm.config.engine_args import EngineArgs
+from mvllm.engine.input_processor import ProcessedRequest
 from mvllm.engine.llm_engine import LLMEngine
 from mvllm.engine.outputs import RequestOutput
+from mvllm.engine.pooling_outputs import EmbeddingRequestOutput, PoolingRequestOutput
 from mvllm.entrypoints.chat_template import Conversation, is_conversation, render_chat
 from mvllm.entrypoints.interrupts import interrupts_between_steps
 from mvllm.entrypoints.progress import Progress
 from mvllm.errors import EngineDeadError, RequestError
 from mvllm.logging import configure_logging
 from mvllm.messages.inputs import PromptType, TokensPrompt
+from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 
 UseTqdm = bool | Callable[..., Any]
 ParamsArgument = SamplingParams | Sequence[SamplingParams] | None
+PoolingArgument = PoolingParams | Sequence[PoolingParams] | None
 
 
 class LLM:
@@ -91,6 +95,30 @@ class LLM:
         """Forgets all cached prefixes."""
         return self.llm_engine.reset_prefix_cache()
 
+    def sleep(self, level: int = 1) -> None:
+        """Gives memory back, and takes no prompts until `wake_up`.
+
+        Args:
+            level: 1 gives back the KV cache; 2 the weights, too, which are read from the checkpoint again.
+
+        Raises:
+            RequestError: There is no such level.
+            PlatformError: The platform's worker cannot.
+        """
+        self.llm_engine.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Claims memory again, and takes prompts once all of it is back.
+
+        Args:
+            tags: What to claim, of `weights` and `kv_cache`; all by default.
+
+        Raises:
+            RequestError: There is no such tag, or the KV cache is to come before the weights.
+            CacheError, ModelError: There is no room any more, or no checkpoint. It may be tried again.
+        """
+        self.llm_engine.wake_up(tags)
+
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -116,8 +144,7 @@ class LLM:
             EngineDeadError: The engine has stopped, or was closed.
         """
         engine = self.llm_engine
-        each = [cast(PromptType, prompts)] if _is_single_prompt(prompts) else list(cast(Iterable[PromptType], prompts))
-        return self._run(engine, each, sampling_params, use_tqdm, priority)
+        return self._run(engine, _each_prompt(prompts), sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -180,7 +207,7 @@ class LLM:
         use_tqdm: UseTqdm,
         priority: int | Sequence[int] | None,
     ) -> list[RequestOutput]:
-        """Checks everything, queues everything, and steps until everything is done."""
+        """Checks everything, then generates."""
         if not prompts:
             return []
         ids = [str(next(self._request_ids)) for _ in prompts]
@@ -191,10 +218,64 @@ class LLM:
             _final_only(_one_each(chosen, len(prompts), "sampling_params")),
             priorities=None if priority is None else _one_each(priority, len(prompts), "priority"),
         )
+        return self._finish(engine, requests, use_tqdm)
+
+    def encode(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingArgument = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Makes a vector of each prompt, out of the model's last hidden states.
+
+        Args:
+            prompts: As for `generate`; a prompt may be as long as `max_model_len`.
+            pooling_params: For all prompts, or one per prompt; None leaves everything to the model.
+            use_tqdm, priority: As for `generate`.
+
+        Returns:
+            One output per prompt, in the order of the prompts; its `outputs.data` is the vector, float32.
+
+        Raises:
+            RequestError: A prompt or setting is not acceptable. Nothing was computed, for no prompt.
+            PlatformError: The model gave something that is no vector (NaN, infinity).
+            EngineDeadError: The engine has stopped, or was closed.
+        """
+        engine = self.llm_engine
+        each = _each_prompt(prompts)
+        if not each:
+            return []
+        requests = engine.pooling_input_processor.process_batch(
+            [str(next(self._request_ids)) for _ in each],
+            each,
+            _one_each(pooling_params, len(each), "pooling_params"),
+            priorities=None if priority is None else _one_each(priority, len(each), "priority"),
+        )
+        return [PoolingRequestOutput.of(output) for output in self._finish(engine, requests, use_tqdm)]
+
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingArgument = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """As `encode`; each output's `outputs.embedding` is a list of numbers."""
+        encoded = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, priority=priority)
+        return [EmbeddingRequestOutput.of(output) for output in encoded]
+
+    def _finish(
+        self, engine: LLMEngine, requests: Sequence[ProcessedRequest], use_tqdm: UseTqdm
+    ) -> list[RequestOutput]:
+        """Queues everything and steps until everything is done."""
+        ids = [request.core.request_id for request in requests]
         engine.add_processed_requests(requests)
         outputs: dict[str, RequestOutput] = {}
         try:
-            with interrupts_between_steps(engine.wake) as check, Progress(len(prompts), use_tqdm) as progress:
+            with interrupts_between_steps(engine.wake) as check, Progress(len(ids), use_tqdm) as progress:
                 while engine.has_unfinished_requests():
                     check()
                     for output in engine.step():
@@ -206,6 +287,11 @@ class LLM:
             engine.abort_request(ids)
             raise
         return [outputs[i] for i in ids]
+
+
+def _each_prompt(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
+    """The prompts, of which there may be one that stands alone."""
+    return [cast(PromptType, prompts)] if _is_single_prompt(prompts) else list(cast(Iterable[PromptType], prompts))
 
 
 def _final_only(params: Sequence[Any]) -> list[Any]:

@@ -37,11 +37,13 @@ class CallCore(msgspec.Struct, tag=3, array_like=True, frozen=True):
 
     Attributes:
         id: Given back in the result.
-        method: `reset_prefix_cache` or `check_health`.
+        method: `reset_prefix_cache`, `check_health`, `sleep` or `wake_up`.
+        argument: The level of `sleep`, or the tags of `wake_up`.
     """
 
     id: int
     method: str
+    argument: int | list[str] | None = None
 
 
 class StopCore(msgspec.Struct, tag=4, array_like=True, frozen=True):

@@ -6,6 +6,7 @@ import enum
 
 import msgspec
 
+from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.sampling_params import SamplingParams
 
 
@@ -22,7 +23,7 @@ class FinishReason(enum.IntEnum):
 
 
 class EngineCoreRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One sequence to be generated, validated and tokenized.
+    """One sequence to be generated, or one prompt to be made a vector of; validated and tokenized.
 
     Attributes:
         request_id: Unique among the requests that the engine core currently knows.
@@ -36,6 +37,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
             look at the length of the prompt). Only requests with the same value share cached blocks.
         sibling_group: Id shared by the n sequences of one prompt, which share the prompt's KV blocks even where prefix
             caching is off. None for a request on its own.
+        pooling_params: Set where the prompt's vector is wanted and nothing is generated; every field is chosen. The
+            sampling parameters say nothing then.
     """
 
     request_id: str
@@ -47,6 +50,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     cache_salt: str | None = None
     position_key: int = 0
     sibling_group: str | None = None
+    pooling_params: PoolingParams | None = None
 
 
 class PositionLogprobs(msgspec.Struct, array_like=True):
@@ -78,6 +82,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
         scheduled_time: Monotonic time at which the request was first scheduled.
         first_token_time: Monotonic time at which its first token was known; 0 where it is in this output, alone.
         error_parameter: The setting of the request that the error is about, where it is the request's fault.
+        pooling_output: The prompt's vector, float32 in little-endian order, where that was wanted.
     """
 
     request_id: str
@@ -91,6 +96,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     scheduled_time: float = 0.0
     first_token_time: float = 0.0
     error_parameter: str | None = None
+    pooling_output: bytes | None = None
 
 
 class SchedulerStats(msgspec.Struct, omit_defaults=True):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import msgspec
 
+from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.requests import PositionLogprobs
 from mvllm.messages.sampling_params import SamplingParams
 
@@ -31,6 +32,7 @@ class NewRequestData(msgspec.Struct, array_like=True):
         block_ids: Its block table as of this step, including the blocks for the tokens scheduled in it.
         sampling_params: How to sample.
         eos_token_ids: Masked until `min_tokens` are generated.
+        pooling_params: Set where the prompt's vector is wanted in place of tokens.
     """
 
     request_id: str
@@ -41,6 +43,7 @@ class NewRequestData(msgspec.Struct, array_like=True):
     block_ids: list[int]
     sampling_params: SamplingParams
     eos_token_ids: list[int]
+    pooling_params: PoolingParams | None = None
 
 
 class SchedulerOutput(msgspec.Struct, omit_defaults=True):
@@ -81,6 +84,8 @@ class ModelRunnerOutput(msgspec.Struct, omit_defaults=True):
         prompt_logprobs: Of the prompt tokens that this step's positions predict, for rows that asked. Position p of the
             prompt predicts token p + 1, so a step over positions [a, b) gives tokens [a + 1, min(b + 1, num_prompt)).
         errors: Rows that failed alone (for instance NaN logits), with the reason.
+        pooler_output: The vectors of rows whose prompts were wanted as such and are now computed to their ends: float32
+            in little-endian order. No token is sampled for these rows.
     """
 
     step: int
@@ -88,3 +93,4 @@ class ModelRunnerOutput(msgspec.Struct, omit_defaults=True):
     logprobs: dict[int, PositionLogprobs] = {}
     prompt_logprobs: dict[int, list[PositionLogprobs]] = {}
     errors: dict[int, str] = {}
+    pooler_output: dict[int, bytes] = {}

@@ -68,6 +68,27 @@ class WorkerProtocol(Protocol):
         leave this method out.
         """
 
+    def sleep(self, level: int) -> None:
+        """Gives memory back, between steps and while no request runs. A class that cannot may leave this method out.
+
+        What is asleep already stays so. Called on all workers.
+
+        Args:
+            level: 1 drops the KV cache; 2 the weights, too.
+        """
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Claims again what `sleep` gave back; the KV cache comes back empty, the weights from the checkpoint.
+
+        What is awake already stays so. `warm_up` follows when all is back.
+
+        Args:
+            tags: Of `weights` and `kv_cache`, in this order. The weights are there whenever `kv_cache` is asked for.
+
+        Raises:
+            MemoryError: It does not fit any more. May be called again.
+        """
+
     def check_health(self) -> None:
         """Raises when the device does not answer."""
 

@@ -52,7 +52,7 @@ class Grammar(Protocol):
 
 
 class Request:
-    """One sequence being generated.
+    """One sequence being generated; or a prompt being made a vector of, which then stands where the first token would.
 
         token_ids             | prompt ............... | generated ..... |          known here
         num_tokens            |------------------------------------------------>|   and in flight: sampled by a plan
@@ -67,6 +67,7 @@ class Request:
 
     Attributes:
         max_num_tokens: Prompt and output together end at this length.
+        pooling_type: Which hidden states make the prompt's vector, where that is wanted.
         stop_ids: Tokens that end the request once `min_tokens` are generated.
         row: Its row while it runs, else -1.
         emits_each_step: Each token is sent out at once; otherwise all are, when the request ends.
@@ -94,6 +95,7 @@ class Request:
         "num_prompt_tokens",
         "num_tokens",
         "order",
+        "pooling_type",
         "prompt_logprobs",
         "request_id",
         "row",
@@ -117,8 +119,12 @@ class Request:
         self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
 
-        max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
-        self.max_num_tokens = min(self.num_prompt_tokens + max_tokens, max_model_len)
+        self.pooling_type = None if data.pooling_params is None else data.pooling_params.pooling_type
+        if data.pooling_params is not None:
+            self.max_num_tokens = self.num_prompt_tokens + 1
+        else:
+            max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
+            self.max_num_tokens = min(self.num_prompt_tokens + max_tokens, max_model_len)
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
         eos_token_ids = () if params.ignore_eos else data.eos_token_ids
         self.stop_ids = frozenset([*eos_token_ids, *(params.stop_token_ids or ())])
@@ -145,6 +151,13 @@ class Request:
     def has_all_prompt_logprobs(self) -> bool:
         """Whether no log-probabilities of prompt tokens are wanted that are not there."""
         return self.prompt_logprobs is None or len(self.prompt_logprobs) >= self.num_prompt_tokens - 1
+
+    @property
+    def needs_every_position(self) -> bool:
+        """Whether something is wanted of positions that, found in the prefix cache, would not be computed."""
+        if self.pooling_type is not None:
+            return self.pooling_type.needs_every_position
+        return not self.has_all_prompt_logprobs
 
     def add_prompt_logprobs(self, start: int, entries: list[PositionLogprobs]) -> None:
         """Takes what a step over prompt positions from `start` on gave.

@@ -28,10 +28,10 @@ from mvllm.messages.requests import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
-    PositionLogprobs,
     SchedulerStats,
 )
 from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from mvllm.scheduler.outputs import collect_logprobs, last_output, make_output
 from mvllm.scheduler.request import Grammar, Request, RequestStatus
 from mvllm.scheduler.request_queue import RequestQueue
 from mvllm.scheduler.rows import RowAllocator
@@ -103,6 +103,11 @@ class Scheduler:
         """The number of the next plan."""
         return self._next_step
 
+    @property
+    def request_ids(self) -> list[str]:
+        """All that are not finished."""
+        return list(self._requests)
+
     def has_requests(self) -> bool:
         """Whether something waits, runs or has an output that was not handed out."""
         return bool(self._requests or self._pending_outputs)
@@ -121,10 +126,11 @@ class Scheduler:
         prompt = request.prompt_token_ids
         if request.request_id in self._requests:
             raise RequestError(f"Request id {request.request_id!r} is in use.", parameter="request_id")
-        if not 0 < len(prompt) < self._max_model_len:
+        room = int(request.pooling_params is None)  # for a token to be generated
+        if not 0 < len(prompt) <= self._max_model_len - room:
             raise RequestError(
-                f"The prompt has {len(prompt)} tokens; it must have at least 1 and leave room for one more within "
-                f"max_model_len={self._max_model_len}.",
+                f"The prompt has {len(prompt)} tokens; it must have at least 1 and at most "
+                f"{self._max_model_len - room} with max_model_len={self._max_model_len}.",
                 parameter="prompt",
             )
         table = self._kv_cache.make_table(
@@ -169,7 +175,7 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is not None:
             self._withdraw(request)
-            output = _last_output(request, FinishReason.ERROR, None, message)
+            output = last_output(request, FinishReason.ERROR, None, message)
             output.error_parameter = parameter
             self._pending_outputs.append(output)
             self._release(request)
@@ -181,6 +187,11 @@ class Scheduler:
             if request is not None:
                 self._withdraw(request)
                 self._release(request)
+
+    def pop_outputs(self) -> list[EngineCoreOutput]:
+        """What the next results would bring beside their own: outputs of requests that have ended without a step."""
+        outputs, self._pending_outputs = self._pending_outputs, []
+        return outputs
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, with nothing changed, while requests hold blocks."""
@@ -282,8 +293,7 @@ class Scheduler:
         while waiting and budget and self._rows.num_free:
             request = waiting.peek()
             table, num_tokens = request.table, request.num_tokens
-            # A position that is not computed gives no log-probabilities.
-            computed_blocks = kv_cache.get_computed_blocks(table) if request.has_all_prompt_logprobs else []
+            computed_blocks = [] if request.needs_every_position else kv_cache.get_computed_blocks(table)
             num_computed = len(computed_blocks) * kv_cache.block_size
             num_new = num_tokens - num_computed
             if num_new > budget:
@@ -309,7 +319,7 @@ class Scheduler:
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = num_computed
             request.scheduled_time = self._clock()
-            if request.has_all_prompt_logprobs and request.table.root is not None:
+            if not request.needs_every_position and request.table.root is not None:
                 self._stats.prefix_cache_queries += request.num_tokens
                 self._stats.prefix_cache_hits += num_computed
         request.status = RequestStatus.RUNNING
@@ -329,6 +339,7 @@ class Scheduler:
                 block_ids=request.table.block_ids.copy(),
                 sampling_params=request.data.sampling_params,
                 eos_token_ids=request.data.eos_token_ids,
+                pooling_params=request.data.pooling_params,
             )
         )
         plan.rows.append(request.row)
@@ -395,7 +406,9 @@ class Scheduler:
         if output.errors:
             self._fail_rows(batch, output.errors, outputs)
         if output.logprobs or output.prompt_logprobs:
-            _collect_logprobs(batch, starts, output)
+            collect_logprobs(batch, starts, output)
+        if output.pooler_output:
+            self._finish_pooled(batch, output.pooler_output, outputs)
         self._append_tokens(batch, tokens, outputs)
         return EngineCoreOutputs(outputs=outputs, stats=self.make_stats(), timestamp=self._clock())
 
@@ -419,7 +432,7 @@ class Scheduler:
                         failed.append((request.request_id, grammar.error))
                 if stop is not None:
                     ended.append(request)
-                    outputs.append(_last_output(request, *stop))
+                    outputs.append(last_output(request, *stop))
                     continue
             if status is not running:
                 self._unpark(request)
@@ -431,13 +444,25 @@ class Scheduler:
                     )
                 )  # fmt: skip
             elif request.emits_each_step:
-                outputs.append(_output(request, [token]))
+                outputs.append(make_output(request, [token]))
             elif not request.first_token_time:
                 request.first_token_time = self._clock()
         if ended:
             self._finish(ended)
         for request_id, error in failed:  # with the next results, after the token that came before it
             self.fail_request(request_id, error, "structured_outputs")
+
+    def _finish_pooled(self, batch: list[Request], vectors: dict[int, bytes], outputs: list[EngineCoreOutput]) -> None:
+        """Ends the requests whose vectors have come."""
+        finished = []
+        for position, vector in vectors.items():
+            request = batch[position]
+            if request.status is not RequestStatus.FINISHED:
+                output = last_output(request, FinishReason.STOP)
+                output.pooling_output = vector
+                outputs.append(output)
+                finished.append(request)
+        self._finish(finished)
 
     def _fail_rows(self, batch: list[Request], errors: dict[int, str], outputs: list[EngineCoreOutput]) -> None:
         """Ends the requests whose row failed; nothing that they computed or shared is found again."""
@@ -446,7 +471,7 @@ class Scheduler:
             request = batch[position]
             self._kv_cache.discard(request.table)  # also if it has ended meanwhile
             if request.status is not RequestStatus.FINISHED:
-                outputs.append(_last_output(request, FinishReason.ERROR, None, message))
+                outputs.append(last_output(request, FinishReason.ERROR, None, message))
                 failed.append(request)
         self._finish(failed)
 
@@ -458,7 +483,7 @@ class Scheduler:
             f"{kv_cache.num_blocks * kv_cache.block_size} ({kv_cache.num_blocks} blocks of {kv_cache.block_size}). "
             "Ask for fewer tokens, or start the engine with more memory for the KV cache or a smaller max_model_len."
         )
-        self._pending_outputs.append(_last_output(request, FinishReason.ERROR, None, message))
+        self._pending_outputs.append(last_output(request, FinishReason.ERROR, None, message))
         self._release(request)
 
     def _unpark(self, request: Request) -> None:
@@ -553,55 +578,3 @@ def _add_masks(plan: SchedulerOutput, batch: list[Request]) -> None:
     masked = [request for request in batch if request.grammar is not None and request.has_token_in_flight]
     plan.mask_rows = [request.row for request in masked]
     plan.token_masks = b"".join(request.grammar.mask for request in masked if request.grammar is not None)
-
-
-def _collect_logprobs(batch: list[Request], starts: dict[int, int], output: ModelRunnerOutput) -> None:
-    """Puts log-probabilities aside until the outputs they belong to are made."""
-    for position, entry in output.logprobs.items():
-        request = batch[position]
-        if request.logprobs is not None and request.status is not RequestStatus.FINISHED:
-            request.logprobs.append(entry)
-    for position, entries in output.prompt_logprobs.items():
-        if position in starts:
-            batch[position].add_prompt_logprobs(starts[position], entries)
-
-
-def _output(
-    request: Request,
-    token_ids: list[int],
-    finish_reason: FinishReason | None = None,
-    stop_reason: int | None = None,
-    error: str | None = None,
-) -> EngineCoreOutput:
-    """An output with new tokens and with all log-probabilities put aside so far."""
-    logprobs: list[PositionLogprobs] | None = None
-    if request.logprobs is not None:
-        logprobs, request.logprobs = request.logprobs, []
-    prompt_logprobs = request.prompt_logprobs if request.has_all_prompt_logprobs else None
-    request.prompt_logprobs = None
-    request.is_plain = request.emits_each_step and request.logprobs is None
-    return EngineCoreOutput(
-        request_id=request.request_id,
-        new_token_ids=token_ids,
-        finish_reason=finish_reason,
-        stop_reason=stop_reason,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        num_cached_tokens=max(request.num_cached_tokens, 0),
-        error=error,
-        scheduled_time=request.scheduled_time,
-        first_token_time=request.first_token_time,
-    )
-
-
-def _last_output(
-    request: Request, finish_reason: FinishReason, stop_reason: int | None = None, error: str | None = None
-) -> EngineCoreOutput:
-    """The output that ends a request: its newest token, or all of them if none was sent out before."""
-    if not request.emits_each_step:
-        new_token_ids = request.token_ids[request.num_prompt_tokens :]
-    elif error is None:
-        new_token_ids = request.token_ids[-1:]
-    else:
-        new_token_ids = []
-    return _output(request, new_token_ids, finish_reason, stop_reason, error)

@@ -42,6 +42,7 @@ from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.shapes import ShapePolicy
 from mvllm.platform.tokens_on_device import keeps_tokens_on_device
 from mvllm.platform.worker_protocol import KVCacheNeeds
+from mvllm.pooling.pooler import pool
 from mvllm.sampling.logprobs import gather_prompt_logprobs
 from mvllm.sampling.masks import TokenMasks
 from mvllm.sampling.output import SamplerOutput
@@ -88,6 +89,7 @@ class ModelRunner:
         self._tp, self._pp = tp, pp
         self._backends: dict[AttentionSpec, AttentionBackend] = {}
         self._layers: list[Attention] = []
+        self._has_model = False
         self._sampler = Sampler()
         self._run_model: Callable[..., torch.Tensor] = self._call_model
         self._device_tokens: DeviceTokens | None = None
@@ -134,6 +136,7 @@ class ModelRunner:
         self.model.after_load()
         self.model.eval()
         self._layers = self.model.attention_layers()
+        self._has_model = True
 
     def kv_cache_needs(self) -> KVCacheNeeds:
         """What one token costs over all layers, and the block sizes that all backends accept.
@@ -150,9 +153,9 @@ class ModelRunner:
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
         """Claims the KV cache of every layer, and readies the model and the rows for steps."""
+        self._num_blocks, self._block_size = num_blocks, block_size
         self._allocate_layers(num_blocks, block_size)
         self._compile_model()
-        self._block_size = block_size
         scheduler, model = self._config.scheduler, self._config.model
         state = SamplingState(scheduler.max_num_seqs, model.vocab_size, model.seed)
         self.rows = RowTable(scheduler.max_num_seqs, model.max_model_len, block_size, state)
@@ -173,6 +176,44 @@ class ModelRunner:
         if on_device:
             self._device_tokens = DeviceTokens(self._runtime, self.rows.history)
             self._sampler = Sampler(self._inputs.staging, self._argmax)
+
+    def sleep(self, *, drop_weights: bool) -> None:
+        """Gives up the KV cache, and the model itself if asked to. Rows and buffers stay: they are small."""
+        self._runtime.synchronize()
+        self._run_model = self._call_model  # what was compiled may hold on to both
+        for layer in self._layers:
+            layer.kv_cache = None
+        if drop_weights:
+            self._drop_model()
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Brings back what `tags` name of `weights` and `kv_cache`, where it is missing.
+
+        Raises:
+            CacheError, ModelError: It cannot be had now; what there was before stays.
+        """
+        if "weights" in tags and not self._has_model:
+            sampler = self._sampler
+            try:
+                self.load_model()
+            except BaseException:
+                self._drop_model()
+                raise
+            self._sampler = sampler
+        if "kv_cache" in tags and any(layer.kv_cache is None for layer in self._layers):
+            try:
+                self._allocate_layers(self._num_blocks, self._block_size)
+            except BaseException:
+                for layer in self._layers:
+                    layer.kv_cache = None
+                raise
+            self._compile_model()
+
+    def _drop_model(self) -> None:
+        self._layers = []
+        self._has_model = False
+        if hasattr(self, "model"):
+            del self.model
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -325,6 +366,16 @@ class ModelRunner:
         result = StepResult(plan.step, inputs.rows, inputs.sampling)
         if self.rows.prompt_logprobs:
             result.prompt_pieces = self._prompt_logprobs(inputs, hidden)
+        if self.rows.pooling.params:
+            result.pooled = pool(
+                self.rows.pooling,
+                self._runtime,
+                hidden,
+                rows=inputs.rows.tolist(),
+                starts=inputs.layout.query_start_loc.tolist(),
+                firsts=inputs.first_positions.tolist(),
+                prompt_lens=self.rows.history.num_prompt_tokens[inputs.rows].tolist(),
+            )
         if len(inputs.sampling):
             masks = TokenMasks(plan.mask_rows, plan.token_masks) if plan.mask_rows else None
             result.sampled = self._sample(inputs, hidden, masks)

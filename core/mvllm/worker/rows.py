@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from mvllm.messages.scheduler_output import NewRequestData, SchedulerOutput
+from mvllm.pooling.pooler import PoolingState
 from mvllm.sampling.state import SamplingState, TokenHistory
 
 
@@ -33,6 +34,7 @@ class RowTable:
         block_table: int32 [max_rows, max_pages + 1]; one entry to spare.
         num_blocks: int32 [max_rows]; entries of `block_table` in use.
         prompt_logprobs: How many the row's request asked for, by row, for the few that did.
+        pooling: The rows whose prompts are wanted as vectors; these never sample.
     """
 
     def __init__(self, max_rows: int, max_model_len: int, block_size: int, sampling: SamplingState) -> None:
@@ -42,6 +44,7 @@ class RowTable:
         self.block_table = np.zeros((max_rows, self.max_pages + 1), dtype=np.int32)
         self.num_blocks = np.zeros(max_rows, dtype=np.int32)
         self.prompt_logprobs: dict[int, int] = {}
+        self.pooling = PoolingState()
         self.sampling = sampling
 
     def apply(self, plan: SchedulerOutput) -> None:
@@ -64,6 +67,7 @@ class RowTable:
         self.num_blocks[row] = len(blocks)
         if params.prompt_logprobs is not None:
             self.prompt_logprobs[row] = params.prompt_logprobs
+        self.pooling.set_row(row, request.pooling_params)
         self.sampling.set_row(
             row,
             params,
@@ -76,4 +80,5 @@ class RowTable:
         self.history.clear_row(row)
         self.num_blocks[row] = 0
         self.prompt_logprobs.pop(row, None)
+        self.pooling.clear_row(row)
         self.sampling.clear_row(row)

@@ -34,7 +34,8 @@ class StepInputs:
         rows: int64 [R], host: the rows in batch order.
         num_scheduled: int32 [R], host.
         first_positions: int32 [R], host: position of each row's first token in this step.
-        sampling: int64 [S], host: positions in the batch of the rows that reach the end of their known tokens.
+        sampling: int64 [S], host: positions in the batch of the rows that reach the end of their known tokens, and
+            are to get another one.
         token_ids, positions: int32 [T], device.
         logits_at: int32 [S], device: index among the T tokens of each sampling row's last token. Only here S is padded
             (with index 0).
@@ -105,6 +106,8 @@ class StepInputBuilder:
         first = table.num_computed[rows]
         seq_lens = first + num_scheduled
         sampling = (seq_lens == history.num_tokens[rows]).nonzero()[0]
+        if pooled := table.pooling.params:
+            sampling = sampling[[row not in pooled for row in rows[sampling].tolist()]]
         num_requests, num_tokens, num_sampling = len(rows), plan.total_num_scheduled_tokens, len(sampling)
         max_query_len, max_seq_len = max(plan.num_scheduled_tokens), int(seq_lens.max())
 

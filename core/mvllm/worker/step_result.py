@@ -9,6 +9,7 @@ import numpy as np
 from mvllm.messages.requests import PositionLogprobs
 from mvllm.messages.scheduler_output import ModelRunnerOutput
 from mvllm.platform.runtime import HostCopy
+from mvllm.pooling.pooler import PooledRows
 from mvllm.sampling.logprobs import read_prompt_logprobs
 from mvllm.sampling.output import SamplerOutput
 
@@ -35,6 +36,7 @@ class StepResult:
         sampling: int64 [S]: positions among them of the rows that sample.
         sampled: For those rows; None where there are none.
         prompt_pieces: By position in the batch, for rows that asked for log-probabilities of their prompt.
+        pooled: Vectors of prompts, where some have been computed to the end.
     """
 
     step: int
@@ -42,6 +44,7 @@ class StepResult:
     sampling: np.ndarray
     sampled: SamplerOutput | None = None
     prompt_pieces: dict[int, list[PromptPiece]] = field(default_factory=dict)
+    pooled: PooledRows | None = None
 
     def read(self) -> tuple[ModelRunnerOutput, np.ndarray]:
         """The output, and the tokens of the sampling rows, int64 [S]."""
@@ -61,4 +64,7 @@ class StepResult:
                 position: [entry for piece in pieces for entry in piece.read()]
                 for position, pieces in self.prompt_pieces.items()
             }
+        if self.pooled is not None:
+            output.pooler_output, errors = self.pooled.read()
+            output.errors = {**output.errors, **errors}
         return output, sampled_ids

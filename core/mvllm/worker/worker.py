@@ -87,6 +87,13 @@ class Worker:
     def collect_output(self, step: int) -> ModelRunnerOutput:
         return self.runner.collect_output(step)
 
+    def sleep(self, level: int) -> None:
+        self.runner.sleep(drop_weights=level > 1)
+        self.runtime.release_cached_memory()
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.runner.wake_up(tags)
+
     def check_health(self) -> None:
         self.runtime.health()
 

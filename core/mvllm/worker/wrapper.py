@@ -18,7 +18,7 @@ from mvllm.platform.worker_protocol import WorkerProtocol
 logger = get_logger(__name__)
 
 _METHODS = frozenset(name for name in vars(WorkerProtocol) if not name.startswith("_"))
-_OPTIONAL = frozenset({"collect_output"})
+_OPTIONAL = frozenset({"collect_output", "sleep", "wake_up"})
 
 
 class WorkerWrapper:
@@ -57,6 +57,8 @@ class WorkerWrapper:
         """
         if method not in _METHODS:
             raise ConfigError(f"collective_rpc({method!r}): workers offer {', '.join(sorted(_METHODS))}.")
+        if method in _OPTIONAL and not hasattr(self._worker, method):
+            raise PlatformError(f"{self._name} does not offer {method!r}.")
         try:
             with enter_phase(Phase.WORKER):
                 return getattr(self._worker, method)(*args)

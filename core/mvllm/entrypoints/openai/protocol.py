@@ -121,6 +121,27 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     audio: Any = None
 
 
+class EmbeddingRequest(ModelRequest, kw_only=True):
+    """Body of `POST /v1/embeddings`.
+
+    Attributes:
+        input: A text, a list of texts, a list of token ids, or a list of those.
+        encoding_format: `float` (the default) writes numbers, `base64` the bytes of little-endian float32.
+        dimensions: Keep only the first so many components.
+        normalize: Scale vectors to length 1; by default what the model's files say.
+    """
+
+    input: str | list[str | int | list[int]] | None = None
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    normalize: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    truncate_prompt_tokens: int | None = None  # known, and refused
+
+
 class TokenizeRequest(ModelRequest, kw_only=True):
     """Body of `POST /tokenize`: a prompt, or messages that become one."""
 

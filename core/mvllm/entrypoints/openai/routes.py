@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Protocol
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
@@ -15,6 +16,7 @@ from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.openai.bodies import BodyDecoder, BodyReader
 from mvllm.entrypoints.openai.chat import ChatCall
 from mvllm.entrypoints.openai.completions import CompletionCall
+from mvllm.entrypoints.openai.embeddings import EmbeddingRoute
 from mvllm.entrypoints.openai.errors import APIError
 from mvllm.entrypoints.openai.events import encode
 from mvllm.entrypoints.openai.gate import request_role
@@ -32,7 +34,7 @@ from mvllm.entrypoints.openai.served_models import ServedModels
 from mvllm.entrypoints.openai.server_state import Phase, ServerState
 from mvllm.entrypoints.openai.settings import ServerSettings
 from mvllm.entrypoints.openai.streams import EventStream, while_connected
-from mvllm.errors import RequestError
+from mvllm.errors import ConfigError, ModelError, PlatformError, RequestError
 from mvllm.version import __version__
 
 MAX_DETOKENIZED = 1 << 20
@@ -103,6 +105,7 @@ class Routes:
             summary="Go on with a text.",
             openapi_extra=body_of(CompletionRequest),
         )
+        EmbeddingRoute(self._state, self._models, self._bodies).add_to(api)
         api.add_api_route("/v1/models", self.list_models, methods=["GET"], summary="The models.")
         api.add_api_route("/v1/models/{model_id:path}", self.show_model, methods=["GET"], summary="One model.")
 
@@ -129,8 +132,8 @@ class Routes:
         admin.add_api_route(
             "/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"], summary="Forget cached prefixes."
         )
-        admin.add_api_route("/sleep", self.sleep, methods=["POST"], summary="Free the KV cache and take no requests.")
-        admin.add_api_route("/wake_up", self.wake_up, methods=["POST"], summary="Take requests again.")
+        admin.add_api_route("/sleep", self.sleep, methods=["POST"], summary="Give memory back and take no requests.")
+        admin.add_api_route("/wake_up", self.wake_up, methods=["POST"], summary="Claim it and take requests again.")
         admin.add_api_route("/is_sleeping", self.is_sleeping, methods=["GET"], summary="Whether the engine sleeps.")
         admin.add_api_route("/server_info", self.server_info, methods=["GET"], summary="What runs here.")
         return [health, api, more, admin]
@@ -257,14 +260,18 @@ class Routes:
     async def sleep(self, request: Request, level: int = 1) -> Response:
         """Puts the engine to sleep; requests under way are aborted."""
         self._require_admin(request)
-        await self._state.engine.sleep(level)
-        return _json({"is_sleeping": True})
+        engine = self._state.engine
+        with _told_to_operators("sleep_failed"):
+            await engine.sleep(level)
+        return _json({"is_sleeping": engine.is_asleep})
 
-    async def wake_up(self, request: Request) -> Response:
-        """Wakes the engine up."""
+    async def wake_up(self, request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Response:
+        """Wakes the engine up, or claims one of `weights` and `kv_cache` first."""
         self._require_admin(request)
-        await self._state.engine.wake_up()
-        return _json({"is_sleeping": False})
+        engine = self._state.engine
+        with _told_to_operators("wake_up_failed"):
+            await engine.wake_up(tags)
+        return _json({"is_sleeping": engine.is_asleep})
 
     async def is_sleeping(self, request: Request) -> Response:
         """Whether the engine sleeps."""
@@ -356,6 +363,15 @@ class _ShortCut(Route):
         if match is not Match.FULL:
             return Match.NONE, {}
         return match, {**found, "route": self}
+
+
+@contextmanager
+def _told_to_operators(code: str) -> Iterator[None]:
+    """Errors of the machine's, which others only see in the log."""
+    try:
+        yield
+    except (ConfigError, ModelError, PlatformError) as e:
+        raise APIError(503, str(e), code=code, retry_after=1) from e
 
 
 def _json(value: dict[str, Any], status: int = 200) -> Response:

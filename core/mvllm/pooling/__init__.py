@@ -1,0 +1,1 @@
+"""Turns the last hidden states of prompts into vectors."""

@@ -1,0 +1,62 @@
+"""What the scheduler tells about requests: results of a step put aside, and outputs made of them."""
+
+from __future__ import annotations
+
+from mvllm.messages.requests import EngineCoreOutput, FinishReason, PositionLogprobs
+from mvllm.messages.scheduler_output import ModelRunnerOutput
+from mvllm.scheduler.request import Request, RequestStatus
+
+
+def collect_logprobs(batch: list[Request], starts: dict[int, int], output: ModelRunnerOutput) -> None:
+    """Puts log-probabilities aside until the outputs they belong to are made."""
+    for position, entry in output.logprobs.items():
+        request = batch[position]
+        if request.logprobs is not None and request.status is not RequestStatus.FINISHED:
+            request.logprobs.append(entry)
+    for position, entries in output.prompt_logprobs.items():
+        if position in starts:
+            batch[position].add_prompt_logprobs(starts[position], entries)
+
+
+def make_output(
+    request: Request,
+    token_ids: list[int],
+    finish_reason: FinishReason | None = None,
+    stop_reason: int | None = None,
+    error: str | None = None,
+) -> EngineCoreOutput:
+    """An output with new tokens and with all log-probabilities put aside so far."""
+    logprobs: list[PositionLogprobs] | None = None
+    if request.logprobs is not None:
+        logprobs, request.logprobs = request.logprobs, []
+    prompt_logprobs = request.prompt_logprobs if request.has_all_prompt_logprobs else None
+    request.prompt_logprobs = None
+    request.is_plain = request.emits_each_step and request.logprobs is None
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=token_ids,
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        num_cached_tokens=max(request.num_cached_tokens, 0),
+        error=error,
+        scheduled_time=request.scheduled_time,
+        first_token_time=request.first_token_time,
+    )
+
+
+def last_output(
+    request: Request, finish_reason: FinishReason, stop_reason: int | None = None, error: str | None = None
+) -> EngineCoreOutput:
+    """The output that ends a request: its newest token, or all of them if none was sent out before."""
+    if request.pooling_type is not None and finish_reason is FinishReason.LENGTH:  # a token where a vector was wanted
+        message = "The platform's worker makes no vectors of prompts; it would have generated."
+        return make_output(request, [], FinishReason.ERROR, error=message)
+    if not request.emits_each_step:
+        new_token_ids = request.token_ids[request.num_prompt_tokens :]
+    elif error is None:
+        new_token_ids = request.token_ids[-1:]
+    else:
+        new_token_ids = []
+    return make_output(request, new_token_ids, finish_reason, stop_reason, error)
