@@ -11,13 +11,22 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import psutil
 import pytest
 
-from mvllm import LLM, RequestOutput, SamplingParams
+from mvllm import LLM, PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.async_llm import AsyncLLM
-from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, QueueFullError, RequestError
+from mvllm.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineSleepingError,
+    QueueFullError,
+    RequestError,
+    UnavailableError,
+)
+from mvllm.messages.pooling_params import PoolingType
 from mvllm.messages.sampling_params import RequestOutputKind
 from tests.helpers.async_engine import PROMPTS, SETTINGS, async_engine, joined, last, params
 from tests.helpers.parity import bytes_of_blocks, engine
@@ -370,22 +379,80 @@ def test_an_engine_at_rest_wakes_nobody(llm: AsyncLLM, run: Run) -> None:
     assert sum(process.cpu_times()[:2]) - before < 0.1  # of 2 seconds; another thread of the tests' may have worked
 
 
+def test_vectors_beside_texts_are_those_of_llm(llm: AsyncLLM, offline: LLM, run: Run) -> None:
+    expected = [output.outputs for output in offline.encode(PROMPTS, use_tqdm=False)]
+    mean = PoolingParams(pooling_type=PoolingType.MEAN, normalize=False, dimensions=5)
+    [short] = offline.encode(PROMPTS[1], mean, use_tqdm=False)
+
+    async def vector(prompt: object, params: PoolingParams | None = None) -> PoolingRequestOutput:
+        [output] = [output async for output in llm.encode(prompt, params, "mine")]  # type: ignore[arg-type]
+        assert output.finished and output.request_id == "mine"
+        return output
+
+    async def main() -> None:
+        texts = [asyncio.ensure_future(last(llm.generate(prompt, LONG))) for prompt in PROMPTS]
+        found = await asyncio.gather(*(vector(prompt) for prompt in PROMPTS), vector(PROMPTS[1], mean))
+        for output, wanted in zip(found, [*expected, short.outputs], strict=True):
+            np.testing.assert_allclose(output.outputs.data, wanted.data, atol=1e-5)
+        assert found[0].prompt == PROMPTS[0] and found[0].metrics is not None
+        with pytest.raises(RequestError, match="components"):
+            await vector(PROMPTS[0], PoolingParams(dimensions=10**6))
+        await asyncio.gather(*texts)
+
+    counted = llm.metrics.prompt_tokens, llm.metrics.e2e_latency.sum
+    run(main())
+    assert llm.metrics.prompt_tokens > counted[0] and llm.metrics.e2e_latency.sum > counted[1]
+
+
+def test_who_leaves_before_the_vector_ends_the_request(llm: AsyncLLM, run: Run) -> None:
+    async def main() -> None:
+        streams = await llm.add_requests([[7] * 170] * 30, [None] * 30, pooling=True)
+        streams[0].close()
+        await llm.abort_all()
+        for stream in streams[1:]:
+            async for output in stream:
+                with pytest.raises(UnavailableError, match="aborted"):
+                    PoolingRequestOutput.of(output)
+
+    run(main())  # and after it, as after each test, nothing is left
+
+
 def test_asleep_it_takes_no_requests_and_awake_it_does(llm: AsyncLLM, run: Run) -> None:
-    async def nap() -> None:
+    async def nap(level: int) -> None:
         stream = await llm.add_request(PROMPTS[0], LONG)
-        await llm.sleep()
+        await llm.sleep(level)
         assert (await last(stream)).outputs[0].finish_reason == "abort"
         assert await llm.is_sleeping() and llm.is_asleep
         with pytest.raises(EngineSleepingError, match="wake_up"):
             await llm.add_request(PROMPTS[0], LONG)
+        with pytest.raises(EngineSleepingError, match="wake_up"):
+            await anext(llm.encode(PROMPTS[0]))
         with pytest.raises(RequestError, match="level"):
-            await llm.sleep(2)
+            await llm.sleep(3)
         await llm.check_health()
+        await llm.wake_up(["weights"])
+        assert llm.is_asleep
         await llm.wake_up()
         assert not await llm.is_sleeping()
         assert len((await joined(llm.generate(PROMPTS[0], LONG)))[0]) == 150
 
-    run(nap())
+    for level in (1, 2):
+        run(nap(level))
+
+
+def test_a_core_that_sleeps_tells_others_who_come_to_it(llm: AsyncLLM, run: Run) -> None:
+    """Another front end's requests, which this one's sleep does not abort."""
+
+    async def main() -> None:
+        stream = await llm.add_request(PROMPTS[0], LONG)
+        assert await llm._client.call("sleep", 1) is False
+        assert (await last(stream)).outputs[0].error == "The engine was put to sleep."
+        refused = await last(llm.generate(PROMPTS[0], LONG))
+        assert "wake_up" in str(refused.outputs[0].error)
+        await llm.wake_up()
+        assert len((await joined(llm.generate(PROMPTS[0], LONG)))[0]) == 150
+
+    run(main())
 
 
 def test_what_it_tells_of_itself(llm: AsyncLLM, offline: LLM, run: Run) -> None:

@@ -74,7 +74,8 @@ class PoolerConfig:
             allowed = (*self.dimensions, self.max_dimensions)
             if self.dimensions and dimensions not in allowed:
                 raise RequestError(
-                    f"dimensions is {dimensions}; the model was trained for {', '.join(map(str, sorted(set(allowed))))}.",
+                    f"dimensions is {dimensions}, but the model was trained for "
+                    f"{', '.join(map(str, sorted(set(allowed))))}.",
                     parameter="dimensions",
                 )
         return PoolingParams(
@@ -100,8 +101,8 @@ def _read_modules(folder: Path) -> tuple[PoolingType, bool]:
     unknown = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
     if unknown or kinds.count("Pooling") != 1:
         raise ModelError(
-            f"{path} lists the modules {', '.join(kinds)}; embeddings are made by a Transformer, one Pooling and perhaps "
-            "a Normalize."
+            f"{path} lists the modules {', '.join(kinds)}; what is known here is a Transformer, one Pooling and perhaps a "
+            "Normalize."
         )
     where = modules[kinds.index("Pooling")].get("path")
     if not isinstance(where, str) or where in ("", ".", "..") or Path(where).name != where:

@@ -7,6 +7,7 @@ from collections import deque
 
 from mvllm.config.engine_config import SchedulerConfig
 from mvllm.kv_cache.manager import KVCacheManager
+from mvllm.messages.pooling_params import PoolingParams, PoolingType
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreRequest, FinishReason, PositionLogprobs
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -54,6 +55,7 @@ def make_request(
     cache_salt: str | None = None,
     sibling_group: str | None = None,
     eos: list[int] | None = None,
+    pooling: PoolingType | None = None,
     **params: object,
 ) -> EngineCoreRequest:
     """A request; a prompt given as a number is that many tokens that no other request made so has."""
@@ -68,6 +70,7 @@ def make_request(
         priority=priority,
         cache_salt=cache_salt,
         sibling_group=sibling_group,
+        pooling_params=None if pooling is None else PoolingParams(pooling_type=pooling, normalize=True),
     )
 
 

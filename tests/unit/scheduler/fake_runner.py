@@ -45,6 +45,11 @@ def expected_tokens(prompt: list[int], params: SamplingParams, eos: list[int], m
     return tokens[len(prompt) :]
 
 
+def vector_of(prompt: list[int]) -> bytes:
+    """What a prompt's vector is, here."""
+    return str(fingerprints(prompt)[-1]).encode()
+
+
 def logprobs_of(token: int) -> PositionLogprobs:
     return PositionLogprobs(token_ids=[token], logprobs=[-float(token)], rank=token + 1)
 
@@ -56,6 +61,7 @@ class _Row:
         self.prints = fingerprints(self.tokens)
         self.block_ids = list(data.block_ids)
         self.num_computed = data.num_computed_tokens
+        self.pooled: list[int] = []
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
@@ -142,6 +148,15 @@ class FakeRunner:
             self.slots[slot] = POISON
         return changed
 
+    def _pool(self, position: int, row: _Row, count: int, output: ModelRunnerOutput) -> None:
+        """As a real one: what is wanted of every position is kept from the steps that computed it."""
+        assert row.data.pooling_params is not None and row.data.pooling_params.pooling_type is not None
+        row.pooled += row.prints[row.num_computed - count : row.num_computed]
+        if row.num_computed == len(row.tokens):
+            if row.data.pooling_params.pooling_type.needs_every_position:
+                assert len(row.pooled) == len(row.tokens), "positions were not computed, or twice"
+            output.pooler_output[position] = vector_of(row.tokens)
+
     def _read_and_sample(self, position: int, row: _Row, count: int, output: ModelRunnerOutput) -> None:
         read = [self.slots[self._slot(row, p)] for p in range(row.num_computed)]
         failed = row.data.request_id in self.failing or POISON in read
@@ -153,10 +168,12 @@ class FakeRunner:
         token = -1
         if failed:
             output.errors[position] = "not a number"
+        elif row.data.pooling_params is not None:
+            self._pool(position, row, count, output)
         elif row.num_computed == len(row.tokens):
             token = next_token(row.prints[-1])
             if params.logprobs is not None:
                 output.logprobs[position] = logprobs_of(token)
-        if row.num_computed == len(row.tokens):
+        if row.num_computed == len(row.tokens) and row.data.pooling_params is None:
             row.append(max(token, 0))
         output.sampled_token_ids.append(token)

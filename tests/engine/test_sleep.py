@@ -1,0 +1,156 @@
+"""An engine that sleeps gives memory back, and awake again it is the same engine."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mvllm import LLM, ModelError, RequestError, SamplingParams
+from mvllm.errors import EngineSleepingError
+from tests.engine.conftest import MakeLLM
+from tests.helpers.model_zoo import make_checkpoint
+from tests.helpers.thread_executor import ThreadExecutor
+
+PROMPTS = [[5, 6, 7, 8] * 6, [9, 10, 11]]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+WIDE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4, "head_dim": 64}
+WEIGHTS = 4 * (3 * 768 * 2048 + 2 * 768 * 256 + 2 * 768 * 128) * 4  # bytes, but for the embeddings
+CACHE = 40 << 20
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def resident() -> int:
+    gc.collect()
+    return psutil.Process().memory_info().rss
+
+
+@pytest.mark.serial
+def test_each_level_gives_back_what_it_says(make_llm: MakeLLM) -> None:
+    llm = make_llm(
+        hf_overrides=WIDE,
+        load_format="dummy",
+        kv_cache_memory_bytes=CACHE,
+        max_num_seqs=512,
+        max_num_batched_tokens=512,
+    )
+    expected = tokens(llm)
+    cache = llm.llm_engine.cache_summary.total_bytes
+    assert cache > 0.9 * CACHE
+    for level, weights in ((1, 0), (2, WEIGHTS)):
+        before = resident()
+        llm.sleep(level)
+        freed = before - resident()
+        assert 0.9 * (cache + weights) < freed, f"level {level} gave back {freed} bytes"
+        assert weights or freed < cache + WEIGHTS / 2
+        llm.wake_up()
+        assert tokens(llm) == expected
+        assert abs(resident() - before) < 0.2 * (cache + WEIGHTS)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"async_scheduling": True, "enforce_eager": True},
+        {
+            "tensor_parallel_size": 2,
+            "distributed_executor_backend": f"{ThreadExecutor.__module__}.{ThreadExecutor.__name__}",
+        },
+        {
+            "pipeline_parallel_size": 3,
+            "distributed_executor_backend": f"{ThreadExecutor.__module__}.{ThreadExecutor.__name__}",
+        },
+        {"quantization": "int8"},
+    ],
+    ids=["as it is", "planned ahead", "shards", "stages", "quantized"],
+)
+def test_awake_again_it_gives_the_same_tokens_and_nothing_of_the_cache(
+    make_llm: MakeLLM, level: int, settings: dict[str, object]
+) -> None:
+    llm = make_llm(**settings)
+    expected = tokens(llm)
+    assert llm.generate(PROMPTS, GREEDY, use_tqdm=False)[0].num_cached_tokens > 0
+    for _ in range(2):
+        llm.sleep(level)
+        llm.wake_up()
+        again = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in again] == expected
+        assert again[0].num_cached_tokens == 0
+
+
+def test_asleep_it_refuses_prompts_and_has_dropped_those_under_way(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    expected = tokens(llm)
+    engine = llm.llm_engine
+    engine.add_request("long", {"prompt_token_ids": PROMPTS[0]}, SamplingParams(max_tokens=100, ignore_eos=True))
+    engine.step()
+    llm.sleep()
+    assert engine.is_sleeping and not engine.has_unfinished_requests()
+    for ask in (lambda: llm.generate(PROMPTS, GREEDY), lambda: llm.encode(PROMPTS)):
+        with pytest.raises(EngineSleepingError, match="wake_up"):
+            ask()
+    llm.sleep()  # nothing more to give
+    llm.sleep(2)  # more
+    llm.wake_up()
+    assert not engine.is_sleeping
+    llm.wake_up()
+    assert tokens(llm) == expected
+
+
+def test_it_wakes_up_by_parts_in_their_order(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    expected = tokens(llm)
+    llm.sleep(2)
+    with pytest.raises(RequestError, match="weights sleep, too"):
+        llm.wake_up(["kv_cache"])
+    llm.wake_up(["weights"])
+    assert llm.llm_engine.is_sleeping
+    with pytest.raises(EngineSleepingError):
+        llm.generate(PROMPTS, GREEDY)
+    llm.wake_up(["kv_cache"])
+    assert tokens(llm) == expected
+
+
+@pytest.mark.parametrize("level", [0, 3, "1", True, None])
+def test_there_are_two_levels(make_llm: MakeLLM, level: object) -> None:
+    llm = make_llm()
+    with pytest.raises(RequestError, match="levels 1 and 2"):
+        llm.sleep(level)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="weights and kv_cache"):
+        llm.wake_up(["everything"])
+    assert not llm.llm_engine.is_sleeping
+
+
+def test_a_checkpoint_that_is_gone_keeps_it_asleep_until_it_is_back(make_llm: MakeLLM, tmp_path: Path) -> None:
+    folder = make_checkpoint("gpt2", tmp_path / "gpt2")
+    llm = make_llm(model=folder)
+    expected = tokens(llm)
+    llm.sleep(2)
+    weights = folder / "model.safetensors"
+    weights.rename(folder / "elsewhere")
+    with pytest.raises(ModelError):
+        llm.wake_up()
+    assert llm.llm_engine.is_sleeping
+    (folder / "elsewhere").rename(weights)
+    llm.wake_up()
+    assert tokens(llm) == expected
+
+
+@pytest.mark.slow
+def test_an_engine_core_and_workers_of_their_own_sleep_as_well(make_llm: MakeLLM) -> None:
+    llm = make_llm(engine_core_process=True, tensor_parallel_size=2)
+    expected = tokens(llm)
+    for level in (1, 2):
+        llm.sleep(level)
+        llm.wake_up(["weights"])
+        with pytest.raises(EngineSleepingError):
+            llm.generate(PROMPTS, GREEDY)
+        llm.wake_up()
+        assert tokens(llm) == expected

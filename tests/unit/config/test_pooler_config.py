@@ -1,0 +1,117 @@
+"""What model folders say about pooling, in sentence-transformers' files, old and new."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mvllm.config.model import ModelConfig
+from mvllm.config.model_builder import build_model_config
+from mvllm.config.pooler_config import PoolerConfig
+from mvllm.errors import ModelError, RequestError
+from mvllm.messages.pooling_params import PoolingParams, PoolingType
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
+NORMALIZE = {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
+
+
+def model(folder: Path, modules: object = None, pooling: object = None, **config: Any) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(CONFIG | config))
+    if modules is not None:
+        (folder / "modules.json").write_text(json.dumps(modules))
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return build_model_config(model="it", folder=folder, tokenizer=None)
+
+
+def test_without_files_it_is_the_last_token_scaled(tmp_path: Path) -> None:
+    assert PoolerConfig.of(model(tmp_path)) == PoolerConfig(PoolingType.LAST, normalize=True, max_dimensions=64)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "kind"),
+    [
+        ({"word_embedding_dimension": 64, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, "mean"),
+        ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False, "include_prompt": True}, "last"),
+        ({"pooling_mode_cls_token": True}, "cls"),
+        ({"embedding_dimension": 64, "pooling_mode": "lasttoken"}, "last"),
+        ({"pooling_mode": ["mean"]}, "mean"),
+    ],
+)
+@pytest.mark.parametrize("modules", [[TRANSFORMER, POOLING], [TRANSFORMER, POOLING, NORMALIZE]])
+def test_the_files_decide(tmp_path: Path, pooling: object, kind: str, modules: list[object]) -> None:
+    found = PoolerConfig.of(model(tmp_path, modules, pooling))
+    assert (found.pooling_type, found.normalize) == (kind, len(modules) == 3)
+
+
+@pytest.mark.parametrize(
+    ("modules", "pooling", "match"),
+    [
+        ([TRANSFORMER, POOLING, {"type": "sentence_transformers.models.Dense"}], {}, "Dense"),
+        ([TRANSFORMER], {}, "one Pooling"),
+        ([TRANSFORMER, {**POOLING, "path": "../elsewhere"}], {}, "folder's name"),
+        ([TRANSFORMER, POOLING], {"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens"),
+        ([TRANSFORMER, POOLING], {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, "one of"),
+        ([TRANSFORMER, POOLING], {"pooling_mode": "weightedmean"}, "weightedmean"),
+        ([TRANSFORMER, POOLING], [], "an object"),
+        ({}, {}, "a list"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(tmp_path: Path, modules: object, pooling: object, match: str) -> None:
+    with pytest.raises(ModelError, match=match):
+        PoolerConfig.of(model(tmp_path, modules, pooling))
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text("{")
+    with pytest.raises(ModelError, match=r"modules\.json cannot be read"):
+        PoolerConfig.of(model(tmp_path))
+
+
+def test_requests_choose_and_the_model_fills_in_the_rest(tmp_path: Path) -> None:
+    config = PoolerConfig.of(model(tmp_path))
+    assert config.settle(PoolingParams()) == PoolingParams(pooling_type=PoolingType.LAST, normalize=True)
+    asked = PoolingParams(pooling_type=PoolingType.MEAN, normalize=False, dimensions=64)
+    assert config.settle(asked) == asked
+    with pytest.raises(RequestError, match="64 components"):
+        config.settle(PoolingParams(dimensions=65))
+
+
+def test_a_model_that_names_its_sizes_gives_no_others(tmp_path: Path) -> None:
+    config = PoolerConfig.of(model(tmp_path, matryoshka_dimensions=[16, 32]))
+    for size in (16, 32, 64):
+        assert config.settle(PoolingParams(dimensions=size)).dimensions == size
+    with pytest.raises(RequestError, match="16, 32, 64"):
+        config.settle(PoolingParams(dimensions=20))
+
+
+def test_a_model_that_projects_its_states_has_as_many_components_as_come_out(tmp_path: Path) -> None:
+    assert PoolerConfig.of(model(tmp_path, word_embed_proj_dim=40)).max_dimensions == 40
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"pooling_type": "max"}, {"normalize": 1}, {"dimensions": 0}, {"dimensions": True}, {"dimensions": 1.5}],
+)
+def test_settings_of_the_wrong_kind_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        PoolingParams(**settings)
+    assert caught.value.parameter == next(iter(settings))
+
+
+def test_pooling_types_may_be_given_by_their_names() -> None:
+    assert PoolingParams(pooling_type="mean").pooling_type is PoolingType.MEAN  # type: ignore[arg-type]

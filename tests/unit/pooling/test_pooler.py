@@ -1,0 +1,108 @@
+"""Vectors out of hidden states: however a prompt is cut into steps, and whatever is wrong with one of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from mvllm.messages.pooling_params import PoolingParams, PoolingType
+from mvllm.platform.runtime import FinishedHostCopy
+from mvllm.pooling.pooler import PooledRows, PoolingState, finish_vector, pool
+
+RUNTIME = cast(Any, SimpleNamespace(to_host=FinishedHostCopy))
+
+
+def states(num_tokens: int, size: int = 6, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(num_tokens, size, generator=torch.Generator().manual_seed(num_tokens)).to(dtype)
+
+
+def step(state: PoolingState, batch: list[tuple[int, torch.Tensor, int, int]]) -> PooledRows:
+    """One step over (row, states of its tokens, first position, length of the prompt), and some padding."""
+    pieces = [piece for _, piece, _, _ in batch]
+    starts = [0, *np.cumsum([len(piece) for piece in pieces]).tolist()]
+    return pool(
+        state,
+        RUNTIME,
+        torch.cat([*pieces, torch.full_like(pieces[0][:1], torch.nan)]),
+        rows=[row for row, _, _, _ in batch],
+        starts=[*starts, starts[-1]],
+        firsts=[first for _, _, first, _ in batch],
+        prompt_lens=[length for _, _, _, length in batch],
+    )
+
+
+def expected(kind: PoolingType, hidden: torch.Tensor) -> np.ndarray:
+    hidden = hidden.float()
+    vector = {PoolingType.LAST: hidden[-1], PoolingType.CLS: hidden[0], PoolingType.MEAN: hidden.mean(0)}[kind]
+    return vector.numpy()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", PoolingType)
+@pytest.mark.parametrize("cuts", [[], [1], [3, 4], [10], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]])
+def test_however_a_prompt_is_cut_its_vector_is_the_same(kind: PoolingType, cuts: list[int], dtype: torch.dtype) -> None:
+    state, hidden, other = PoolingState(), states(11, dtype=dtype), states(4, dtype=dtype)
+    state.set_row(3, PoolingParams(pooling_type=kind, normalize=False))
+    state.set_row(1, PoolingParams(pooling_type=PoolingType.MEAN, normalize=False))
+    state.set_row(0, None)
+    bounds = [0, *cuts, 11]
+    for begin, end in zip(bounds, bounds[1:]):
+        # Beside it: one that generates, and one whose prompt does not end.
+        found = step(state, [(0, other, 0, 4), (3, hidden[begin:end], begin, 11), (1, other, 0, 99)])
+        vectors, errors = found.read()
+        assert not errors and list(vectors) == ([1] if end == 11 else [])
+    np.testing.assert_allclose(np.frombuffer(vectors[1], "<f4"), expected(kind, hidden), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", PoolingType)
+def test_who_begins_again_takes_nothing_of_before_along(kind: PoolingType) -> None:
+    state, hidden = PoolingState(), states(8)
+    for given_up in (True, False):
+        state.set_row(2, PoolingParams(pooling_type=kind, normalize=False))
+        step(state, [(2, hidden[:5] + given_up, 0, 8)])
+        if given_up:
+            state.clear_row(2)
+            assert not state.params and not state.partial
+    vectors, _ = step(state, [(2, hidden[5:], 5, 8)]).read()
+    np.testing.assert_allclose(np.frombuffer(vectors[0], "<f4"), expected(kind, hidden), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_no_number_is_an_error_of_that_row_alone(bad: float) -> None:
+    state, hidden = PoolingState(), states(4)
+    for row in (0, 1):
+        state.set_row(row, PoolingParams(pooling_type=PoolingType.LAST, normalize=True))
+    broken = hidden.clone()
+    broken[-1, 2] = bad
+    vectors, errors = step(state, [(0, broken, 0, 4), (1, hidden, 0, 4)]).read()
+    assert list(vectors) == [1] and list(errors) == [0] and "not finite" in errors[0]
+
+
+def test_vectors_are_cut_before_they_are_scaled() -> None:
+    vector = np.array([3, 4, 12], dtype=np.float32)
+
+    def finished(**settings: Any) -> list[float]:
+        data = finish_vector(vector, PoolingParams(**settings))
+        assert data is not None
+        return np.frombuffer(data, "<f4").tolist()
+
+    assert finished(normalize=False) == [3, 4, 12]
+    assert finished(normalize=False, dimensions=2) == [3, 4]
+    np.testing.assert_allclose(finished(normalize=True, dimensions=2), [0.6, 0.8], rtol=1e-6)
+    np.testing.assert_allclose(finished(normalize=True), vector / 13, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_lengths_of_any_size_are_scaled(scale: float) -> None:
+    data = finish_vector(np.array([3, 4], dtype=np.float32) * np.float32(scale), PoolingParams(normalize=True))
+    assert data is not None
+    np.testing.assert_allclose(np.frombuffer(data, "<f4"), [0.6, 0.8], rtol=1e-6)
+
+
+def test_a_vector_of_zeros_stays_one() -> None:
+    data = finish_vector(np.zeros(3, dtype=np.float32), PoolingParams(normalize=True))
+    assert data == bytes(12)
