@@ -189,7 +189,8 @@ def test_the_models_own_files_decide_what_a_request_leaves_open(make_llm: MakeLL
 
 def test_prompts_come_as_for_texts_and_may_fill_the_context(make_llm: MakeLLM) -> None:
     llm = make_llm(max_model_len=32)
-    text, ids, mapping = llm.embed(["Hello world", [5] * 32, {"prompt_token_ids": [5] * 32}], use_tqdm=False)  # type: ignore[list-item]
+    prompts = ["Hello world", [5] * 32, {"prompt_token_ids": [5] * 32}]
+    text, ids, mapping = llm.embed(prompts, use_tqdm=False)  # type: ignore[arg-type]
     assert text.prompt == "Hello world" and text.prompt_token_ids
     assert ids.outputs == mapping.outputs
     assert llm.embed([], use_tqdm=False) == []

@@ -101,8 +101,8 @@ def _read_modules(folder: Path) -> tuple[PoolingType, bool]:
     unknown = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
     if unknown or kinds.count("Pooling") != 1:
         raise ModelError(
-            f"{path} lists the modules {', '.join(kinds)}; what is known here is a Transformer, one Pooling and perhaps a "
-            "Normalize."
+            f"{path} lists the modules {', '.join(kinds)}; what is known here is a Transformer, one Pooling and "
+            "perhaps a Normalize."
         )
     where = modules[kinds.index("Pooling")].get("path")
     if not isinstance(where, str) or where in ("", ".", "..") or Path(where).name != where:

@@ -325,9 +325,10 @@ class AsyncLLM:
     def heartbeat_age(self) -> float:
         """For how many seconds the engine core has given no sign of life although it has something to do.
 
-        0 while it has nothing to do. From memory; the engine is not asked.
+        0 while it has nothing to do, or falls asleep or wakes up, which may mean to read the weights. From memory; the
+        engine is not asked.
         """
-        return self._client.heartbeat_age
+        return 0.0 if self._sleep_lock.locked() else self._client.heartbeat_age
 
     @property
     def stats(self) -> SchedulerStats:

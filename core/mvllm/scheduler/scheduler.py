@@ -458,7 +458,7 @@ class Scheduler:
         for position, vector in vectors.items():
             request = batch[position]
             if request.status is not RequestStatus.FINISHED:
-                output = last_output(request, FinishReason.STOP)
+                output = make_output(request, [], FinishReason.STOP)
                 output.pooling_output = vector
                 outputs.append(output)
                 finished.append(request)

@@ -281,6 +281,11 @@ _ALL = (
     Clause("LIF-04", "A KV cache that does not fit is refused, and a new engine in the same process works."),
     Clause("LIF-05", "An engine may be closed twice, and leaves no process and no shared memory."),
     Clause("LIF-06", "When the caller is killed, its workers end."),
+    Clause(
+        "LIF-07",
+        "A worker that can sleep gives the same tokens when it is awake again, after either level and as often as it "
+        "is asked.",
+    ),
 )
 
 CLAUSES: dict[str, Clause] = {clause.id: clause for clause in _ALL}

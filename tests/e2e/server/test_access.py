@@ -136,12 +136,19 @@ def test_the_engine_sleeps_and_wakes_at_an_administrators_word(guarded: ServerPr
         ask = {"prompt": "x", "max_tokens": 1}
         assert client.post("/sleep?level=made-up").status_code == 400
         assert client.post("/sleep?level=9").status_code == 400
-        assert client.post("/sleep").json() == {"is_sleeping": True} == client.get("/is_sleeping").json()
-        refused = client.post("/v1/completions", json=ask)
-        assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
-        assert client.get("/health/ready").status_code == 503 and client.get("/health/live").status_code == 200
-        assert client.post("/wake_up").json() == {"is_sleeping": False}
-        assert client.post("/v1/completions", json=ask).status_code == 200
+        greedy = {"prompt": "Once", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        text = client.post("/v1/completions", json=greedy).json()["choices"][0]["text"]
+        for level in ("", "?level=2"):
+            assert client.post(f"/sleep{level}").json() == {"is_sleeping": True} == client.get("/is_sleeping").json()
+            for path, body in (("/v1/completions", ask), ("/v1/embeddings", {"input": "x"})):
+                refused = client.post(path, json=body)
+                assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+            assert client.get("/health/ready").status_code == 503 and client.get("/health/live").status_code == 200
+            unknown = client.post("/wake_up?tags=everything")
+            assert unknown.status_code == 400 and unknown.json()["error"]["param"] == "tags"
+            assert client.post("/wake_up?tags=weights").json() == {"is_sleeping": True}
+            assert client.post("/wake_up").json() == {"is_sleeping": False}
+            assert client.post("/v1/completions", json=greedy).json()["choices"][0]["text"] == text
 
 
 def test_keys_are_seen_nowhere(guarded: ServerProcess) -> None:

@@ -54,6 +54,7 @@ def test_a_file_of_requests_has_the_answers_of_the_server(client, tmp_path):
     }
     requests["chat"] = ("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 9, "temperature": 0})
     requests["several"] = ("/v1/completions", {"prompt": list(PROMPTS), "max_tokens": 3, "temperature": 0})
+    requests["vectors"] = ("/v1/embeddings", {"input": list(PROMPTS), "dimensions": 4})
     requests["bad"] = ("/v1/completions", {"prompt": "x", "top_p": 7})
     requests["long"] = ("/v1/completions", {"prompt": "word " * 4000})
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -78,6 +79,11 @@ def test_a_file_of_requests_has_the_answers_of_the_server(client, tmp_path):
         assert response["status_code"] == same.status_code and answer["error"] is None
         if same.status_code != 200:
             assert response["body"] == same.json()
+            continue
+        if answer["custom_id"] == "vectors":
+            for found, wanted in zip(response["body"]["data"], same.json()["data"], strict=True):
+                assert found["embedding"] == pytest.approx(wanted["embedding"], abs=1e-5)
+            assert response["body"]["usage"] == same.json()["usage"]
             continue
         choices, wanted = response["body"]["choices"], same.json()["choices"]
         assert [choice.get("text") for choice in choices] == [choice.get("text") for choice in wanted]

@@ -131,7 +131,7 @@ def test_a_line_that_is_too_long_is_passed_over(monkeypatch):
 @pytest.mark.parametrize(
     ("request_line", "status", "expected"),
     [
-        (line(url="/v1/embeddings"), 404, "a batch may ask for"),
+        (line(url="/v1/images"), 404, "a batch may ask for"),
         (line(method="GET"), 405, "it must be 'POST'"),
         (line(body={"prompt": "x", "stream": True}), 400, "stream is not possible in a batch"),
         (line(body={"prompt": "x", "model": "other"}), 404, "does not exist"),

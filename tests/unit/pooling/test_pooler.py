@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -50,7 +51,7 @@ def test_however_a_prompt_is_cut_its_vector_is_the_same(kind: PoolingType, cuts:
     state.set_row(1, PoolingParams(pooling_type=PoolingType.MEAN, normalize=False))
     state.set_row(0, None)
     bounds = [0, *cuts, 11]
-    for begin, end in zip(bounds, bounds[1:]):
+    for begin, end in pairwise(bounds):
         # Beside it: one that generates, and one whose prompt does not end.
         found = step(state, [(0, other, 0, 4), (3, hidden[begin:end], begin, 11), (1, other, 0, 99)])
         vectors, errors = found.read()

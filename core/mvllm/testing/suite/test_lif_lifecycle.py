@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mvllm.entrypoints.llm import LLM
-from mvllm.errors import CacheError, EngineDeadError, WorkerDiedError, WorkerStuckError
+from mvllm.errors import CacheError, EngineDeadError, EngineSleepingError, WorkerDiedError, WorkerStuckError
 from mvllm.platform.discovery import load_attribute
 from mvllm.plugin_api import AttentionBackend, AttentionSpec
 from mvllm.testing.children import SIGN
@@ -221,3 +221,21 @@ def test_workers_end_with_their_caller(subject: Examinee, free_device: None, zoo
         caller.wait()
     wait_until(lambda: not trace.workers(), 30, lambda: "the workers of a caller that was killed live on")
     trace.assert_gone()
+
+
+@clause("LIF-07")
+@pytest.mark.parametrize("level", [1, 2])
+def test_awake_again_an_engine_gives_the_same_tokens(
+    subject: Examinee, free_device: None, zoo: Zoo, level: int
+) -> None:
+    path = subject.platform.worker_class()
+    if path is not None and not hasattr(load_attribute(path), "sleep"):
+        not_claimed("sleep: the platform's worker has no such method")
+    with engine(subject, zoo.checkpoint("llama")) as llm:
+        expected = [list(output.outputs[0].token_ids) for output in generate(llm, PROMPTS)]
+        for _ in range(2):
+            llm.sleep(level)
+            with pytest.raises(EngineSleepingError):
+                generate(llm, PROMPTS)
+            llm.wake_up()
+            assert [list(output.outputs[0].token_ids) for output in generate(llm, PROMPTS)] == expected
