@@ -129,6 +129,7 @@ def test_beside_texts_that_take_its_blocks_a_prompt_begins_again_and_comes_out_t
         kv_cache_memory_bytes=blocks,
         max_model_len=112,
         max_num_batched_tokens=8,
+        max_num_seqs=4,
         async_scheduling=ahead,
     ) as llm:
         engine = llm.llm_engine

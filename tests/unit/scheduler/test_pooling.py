@@ -66,7 +66,7 @@ def test_what_it_has_computed_serves_those_who_generate() -> None:
 
 
 def test_who_gives_way_in_the_middle_of_its_prompt_begins_again() -> None:
-    engine = Engine(make_scheduler(num_blocks=12, max_num_batched_tokens=4))
+    engine = Engine(make_scheduler(num_blocks=10, max_num_batched_tokens=4))
     writer, reader = make_request(3, max_tokens=30), make_request(30, pooling=MEAN)
     engine.add(writer)
     engine.step()
