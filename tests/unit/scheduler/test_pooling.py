@@ -101,13 +101,13 @@ def test_a_worker_that_generates_instead_is_told_on() -> None:
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_in_random_traffic_everyone_gets_what_they_asked_for(depth: int, num_stages: int) -> None:
     rng = random.Random(depth * 10 + num_stages)
-    scheduler = make_scheduler(num_blocks=24, max_num_batched_tokens=12, max_num_seqs=5, num_stages=num_stages)
+    scheduler = make_scheduler(num_blocks=12, max_num_batched_tokens=12, max_num_seqs=5, num_stages=num_stages)
     engine = Engine(scheduler, depth=depth)
     shared = list(range(12))
     requests = []
     for _ in range(60):
         prompt = shared[: rng.choice([0, 4, 12])] + [rng.randrange(50) for _ in range(rng.randrange(1, 20))]
-        requests.append(make_request(prompt, max_tokens=9, pooling=rng.choice([None, LAST, MEAN, CLS])))
+        requests.append(make_request(prompt, max_tokens=25, pooling=rng.choice([None, LAST, MEAN, CLS])))
     aborted = {request.request_id for request in rng.sample(requests, 8)}
     for request in requests:
         engine.add(request)
