@@ -101,7 +101,7 @@ def test_a_worker_that_generates_instead_is_told_on() -> None:
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_in_random_traffic_everyone_gets_what_they_asked_for(depth: int, num_stages: int) -> None:
     rng = random.Random(depth * 10 + num_stages)
-    scheduler = make_scheduler(num_blocks=12, max_num_batched_tokens=12, max_num_seqs=5, num_stages=num_stages)
+    scheduler = make_scheduler(num_blocks=14, max_num_batched_tokens=12, max_num_seqs=5, num_stages=num_stages)
     engine = Engine(scheduler, depth=depth)
     shared = list(range(12))
     requests = []
