@@ -8,10 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mvllm import LLM, ModelError, RequestError, SamplingParams
+from mvllm import LLM, ModelError, PlatformError, RequestError, SamplingParams
 from mvllm.errors import EngineSleepingError
 from tests.engine.conftest import MakeLLM
 from tests.helpers.model_zoo import make_checkpoint
+from tests.helpers.plugins import null_platform_path, prepend
 from tests.helpers.thread_executor import ThreadExecutor
 
 PROMPTS = [[5, 6, 7, 8] * 6, [9, 10, 11]]
@@ -154,3 +155,17 @@ def test_an_engine_core_and_workers_of_their_own_sleep_as_well(make_llm: MakeLLM
             llm.generate(PROMPTS, GREEDY)
         llm.wake_up()
         assert tokens(llm) == expected
+
+
+def test_a_worker_that_can_neither_sleep_nor_make_vectors_is_told_on_and_goes_on(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    prepend(monkeypatch, null_platform_path(tmp_path / "plugins"))
+    llm = make_llm(platform="null")
+    expected = tokens(llm)
+    with pytest.raises(PlatformError, match="does not offer 'sleep'"):
+        llm.sleep()
+    assert not llm.llm_engine.is_sleeping
+    with pytest.raises(PlatformError, match="makes no vectors"):
+        llm.encode([[5, 6]], use_tqdm=False)
+    assert tokens(llm) == expected

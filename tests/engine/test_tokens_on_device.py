@@ -7,13 +7,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from mvllm import LLM, SamplingParams
+from mvllm import LLM, PoolingParams, SamplingParams
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.core import EngineCore
 from mvllm.engine.planning import settle_config
 from mvllm.errors import EngineDeadError
+from mvllm.messages.pooling_params import PoolingType
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.platform.choose import choose_platform
 from tests.engine.test_async_scheduling import TIGHT, requests, told
@@ -209,3 +211,14 @@ def test_other_calls_come_between_steps_whose_tokens_are_owed(make: MakeLLM, che
         assert found == expected
     finally:
         core.shutdown()
+
+
+def test_vectors_come_late_as_tokens_do(make: MakeLLM, checkpoint: Path) -> None:
+    prompts = [[5 + i % 40 for i in range(length)] for length in (90, 3, 31, 50)]
+    with parity.engine(checkpoint) as prompt_engine:
+        expected = {kind: prompt_engine.encode(prompts, PoolingParams(pooling_type=kind)) for kind in PoolingType}
+    llm = make(max_num_batched_tokens=32)
+    for kind, wanted in expected.items():
+        found = llm.encode(prompts, PoolingParams(pooling_type=kind), use_tqdm=False)
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(one.outputs.data, other.outputs.data, atol=1e-5)
