@@ -145,8 +145,16 @@ def test_a_checkpoint_that_is_gone_keeps_it_asleep_until_it_is_back(make_llm: Ma
 
 
 @pytest.mark.slow
-def test_an_engine_core_and_workers_of_their_own_sleep_as_well(make_llm: MakeLLM) -> None:
-    llm = make_llm(engine_core_process=True, tensor_parallel_size=2)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"distributed_executor_backend": "mp"},
+        pytest.param({"engine_core_process": True, "tensor_parallel_size": 2}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["a worker", "an engine core and two workers"],
+)
+def test_processes_of_their_own_sleep_as_well(make_llm: MakeLLM, settings: dict[str, object]) -> None:
+    llm = make_llm(**settings)
     expected = tokens(llm)
     for level in (1, 2):
         llm.sleep(level)

@@ -86,8 +86,8 @@ def test_many_at_once_and_beside_texts(sdk: OpenAI, llm: LLM) -> None:
     [
         ({}, "input"),
         ({"input": []}, "input"),
-        ({"input": ""}, "input"),
-        ({"input": ["x", ""]}, "input"),
+        ({"input": "", "add_special_tokens": False}, "input"),
+        ({"input": ["x", ""], "add_special_tokens": False}, "input"),
         ({"input": ["x", 3]}, "input"),
         ({"input": [-1]}, "input"),
         ({"input": [[3], []]}, "input"),
