@@ -3,10 +3,11 @@
     front end   ROUTER ── [token number] [Command] ──> DEALER   engine core      one of these per core
                 PULL   <── [token CoreNews] ────────── PUSH     engine core
 
-The front end binds and cores connect, so a front end may have several cores, told apart by the identity it gave each,
-and a core several front ends, told apart by the socket. Addresses are random names that leave nothing behind (on Linux; elsewhere a folder that only its owner may enter). The
-kernel turns away processes of other users, and what does not begin with the token is dropped: the token is known to
-those alone who were told over the socket pair they were started with.
+The front end binds and cores connect. A front end may have several cores, told apart by the identity it gave each, and
+a core several front ends, told apart by the socket. Addresses are random names that leave nothing behind (on Linux;
+elsewhere a folder that only its owner may enter). The kernel turns away processes of other users, and what does not
+begin with the token is dropped: the token is known to those alone who were told over the socket pair they were started
+with.
 """
 
 from __future__ import annotations

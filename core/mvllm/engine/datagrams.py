@@ -5,13 +5,13 @@ Neither side ever waits for the other: a message for which there is no room is n
 
 from __future__ import annotations
 
-import os
 import socket
+import sys
 
 import msgspec
 
 # Both keep messages whole. The first holds more of them, but is not everywhere.
-_KIND = socket.SOCK_SEQPACKET if hasattr(socket, "SOCK_SEQPACKET") and os.uname().sysname == "Linux" else socket.SOCK_DGRAM
+_KIND = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
 _MOST_BYTES = 128 << 10
 
 

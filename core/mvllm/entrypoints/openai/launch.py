@@ -151,9 +151,7 @@ class _Crew:
         for index in range(self._count):
             ours, theirs = pair()
             self._orders.append(DatagramDoor(ours))
-            cores = [
-                CoreAddress(meeting[index], link.process.board_fd) for meeting, link in zip(meetings, self._links)
-            ]
+            cores = [CoreAddress(meeting[index], link.process.board_fd) for meeting, link in zip(meetings, self._links)]
             place = Place(index, cores, orders_fd=theirs, coordinator_fd=server_ends[index][0])
             self._servers.append(ApiServerProcess(place, common))
         self._coordinator = CoordinatorProcess([end for _, end in core_ends], [end for _, end in server_ends])

@@ -215,9 +215,7 @@ class Server:
             self._metrics = HTTPMetrics(registry)
         else:
             self._state = ServerState(settings.heartbeat_timeout, team.figures)
-            self._metrics = HTTPMetrics(
-                registry, elsewhere=team.figures.http_elsewhere, changed=team.figures.touch
-            )
+            self._metrics = HTTPMetrics(registry, elsewhere=team.figures.http_elsewhere, changed=team.figures.touch)
         app = build_app(self._state, self._models, self._metrics, settings)
         config: dict[str, Any] = {"app": app, "timeout_graceful_shutdown": 2, **protocol_settings()}
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # anybody can send what is no HTTP
