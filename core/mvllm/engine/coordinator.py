@@ -27,6 +27,7 @@ from mvllm.executor.status_board import IDLE
 from mvllm.messages.coordination import CoreLoad, FromFrontEnd, Loads, SentPrefixes, Sleep, SleepDone
 
 PUBLISH_SECONDS = 0.05
+_MOST_LOADS = 256  # in a message
 NAME = "DPCoordinator"
 
 
@@ -123,9 +124,10 @@ class Coordinator:
 
     def _publish(self) -> None:
         self._published_at = time.monotonic()
-        for index, (door, ranks) in enumerate(zip(self._front_ends, self._not_told)):
-            if ranks and door.send(Loads([self._loads[rank] for rank in sorted(ranks)])):
-                self._not_told[index] = set()  # who has no room now is told the next time
+        for door, ranks in zip(self._front_ends, self._not_told):
+            told = sorted(ranks)[:_MOST_LOADS]
+            if told and door.send(Loads([self._loads[rank] for rank in told])):
+                ranks.difference_update(told)  # the others, and who has no room now, come the next time
 
     def _read_front_end(self, source: int) -> None:
         while (data := self._front_ends[source].receive()) is not None:

@@ -45,6 +45,11 @@ class JoinedCore:
         """The core waits for requests."""
         self._ready, self._pid = ready, pid
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether it waits for requests, as far as is known."""
+        return self._ready is not None
+
     def note_death(self, error: EngineDeadError) -> None:
         """The core can no longer be used. Call before anything else is done about it, from any thread."""
         if self._failure is None:

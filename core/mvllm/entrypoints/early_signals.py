@@ -19,6 +19,7 @@ EXIT_INTERRUPTED = 130
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _to_remove: list[Path] = []
+_handled: set[int] = set()
 
 
 def end_at_once_on_signals() -> None:
@@ -31,6 +32,7 @@ def end_at_once_on_signals() -> None:
     for number in _SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _end)
+            _handled.add(number)
 
 
 def remove_at_end(path: Path) -> None:
@@ -47,6 +49,16 @@ def end_now(number: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(EXIT_INTERRUPTED if number == signal.SIGINT else 0)
+
+
+def ignore_signals() -> None:
+    """From now on: what they ask for is being done, and its exit status is to be told.
+
+    Does nothing where `end_at_once_on_signals` has not been called: then signals are somebody else's.
+    """
+    if _handled:
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -58,7 +58,7 @@ def test_a_signal_in_the_first_moments_is_an_orderly_end(tmp_path: Path, number:
             server.signal(number)
             assert server.wait() == status, server.log
             assert "Traceback" not in server.log and not path.exists()
-            assert_nothing_left(server.tag, set())
+            assert_nothing_left(server.tag, shared_memory_names())
 
 
 def handles_signals(pid: int) -> bool:

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module: ModuleType | None = None
     try:
         name = next((a for a in arguments if not a.startswith("-")), None)
-        if name == "serve":
+        if name == "serve" and argv is None:  # this program, and not somebody who calls it
             end_at_once_on_signals()  # before anything is imported for it
         installed: dict[str, str] = {}
         if name in COMMANDS:

@@ -12,7 +12,7 @@ from typing import Any
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
-from mvllm.entrypoints.early_signals import remove_at_end
+from mvllm.entrypoints.early_signals import ignore_signals, remove_at_end
 from mvllm.entrypoints.openai.keys import read_keys
 from mvllm.entrypoints.openai.settings import DEFAULT_PORT, ServerSettings
 from mvllm.entrypoints.parsers.registry import reasoning_parser_names, tool_parser_names
@@ -171,6 +171,7 @@ def run(args: argparse.Namespace) -> int:
 
         return run_servers(engine, settings, listener, args.api_server_count)
     finally:
+        ignore_signals()
         listener.close()
         if settings.uds is not None:
             Path(settings.uds).unlink(missing_ok=True)

@@ -24,7 +24,7 @@ from mvllm.engine.datagrams import DatagramDoor
 from mvllm.engine.dp_async_client import DPAsyncMPClient
 from mvllm.engine.figures_board import FiguresBoard
 from mvllm.engine.joined_core import JoinedCore
-from mvllm.entrypoints.openai.orders import CoreHung, CoresReady, EndServing, EngineDied, Order
+from mvllm.entrypoints.openai.orders import CoreHung, CoreStarted, EndServing, EngineDied, Order
 from mvllm.entrypoints.openai.server import Server, run_in_loop
 from mvllm.entrypoints.openai.settings import ServerSettings
 from mvllm.entrypoints.openai.shared_figures import SharedFigures
@@ -179,10 +179,10 @@ class _Membership:
     def _take_orders(self) -> None:
         while (data := self._orders.receive()) is not None:
             match self._decoder.decode(data):
-                case CoresReady(cores=cores, pids=pids):
-                    for link, ready, pid in zip(self._links, cores, pids):
-                        link.note_ready(ready, pid)
-                    self._cores_ready.set()
+                case CoreStarted(rank=rank, ready=ready, pid=pid):
+                    self._links[rank].note_ready(ready, pid)
+                    if all(link.is_ready for link in self._links):
+                        self._cores_ready.set()
                 case EngineDied(message=message):
                     self._failure = EngineDeadError(message)
                     for link in self._links:

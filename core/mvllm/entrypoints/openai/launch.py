@@ -34,9 +34,10 @@ from mvllm.engine.dp_async_client import replica_configs, replica_name
 from mvllm.engine.figures_board import FiguresBoard
 from mvllm.engine.front_end import check_config
 from mvllm.engine.start_phases import StartPhases
+from mvllm.entrypoints.early_signals import ignore_signals
 from mvllm.entrypoints.openai.api_server import ApiServerProcess, Common, CoreAddress, Place
 from mvllm.entrypoints.openai.listener import url_of
-from mvllm.entrypoints.openai.orders import CoreHung, CoresReady, EndServing, EngineDied
+from mvllm.entrypoints.openai.orders import CoreHung, CoreStarted, EndServing, EngineDied
 from mvllm.entrypoints.openai.server import announce_listening
 from mvllm.entrypoints.openai.settings import ServerSettings
 from mvllm.executor.config_codec import encode_config
@@ -166,8 +167,11 @@ class _Crew:
     def _wait_ready(self) -> None:
         ready = [link.wait_ready() for link in self._links]
         cores = [msgspec.structs.replace(core, start_seconds=seconds) for core, seconds in ready]
-        for door in self._orders:
-            door.send(CoresReady(cores, [link.pid for link in self._links]))
+        for server, door in zip(self._servers, self._orders):
+            for rank, (core, link) in enumerate(zip(cores, self._links)):
+                while not door.send(CoreStarted(rank, core, link.pid)):  # there is no room before it begins to read
+                    server.check()
+                    time.sleep(_LOOK_MS / 1e3)
         timeout = start_seconds(self._config.parallel.start_timeout)
         assert self._coordinator is not None
         self._coordinator.wait_handshake(timeout)
@@ -284,9 +288,9 @@ def _noted_signals() -> Iterator[socket.socket]:
             os.write(target.fileno(), bytes([number]))
 
     with source, target:
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, note)
         try:
             yield source
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            ignore_signals()  # everything is being ended

@@ -7,16 +7,18 @@ import msgspec
 from mvllm.engine.core_start import CoreReady
 
 
-class CoresReady(msgspec.Struct, tag=1, frozen=True):
-    """Engine cores wait for requests.
+class CoreStarted(msgspec.Struct, tag=1, frozen=True):
+    """An engine core waits for requests.
 
     Attributes:
-        cores: What each says of itself, by rank.
-        pids: Their processes.
+        rank: Which one.
+        ready: What it says of itself.
+        pid: Its process.
     """
 
-    cores: list[CoreReady]
-    pids: list[int]
+    rank: int
+    ready: CoreReady
+    pid: int
 
 
 class EngineDied(msgspec.Struct, tag=2, frozen=True):
@@ -37,4 +39,4 @@ class CoreHung(msgspec.Struct, tag=4, frozen=True):
     rank: int
 
 
-Order = CoresReady | EngineDied | EndServing
+Order = CoreStarted | EngineDied | EndServing
