@@ -90,6 +90,9 @@ def test_tokens_are_those_of_a_request_alone_whoever_answers(server: ServerProce
 def test_figures_are_those_of_all_whoever_is_asked(both: list[httpx.Client]) -> None:
     names = ("mvllm:generation_tokens_total", "mvllm:e2e_request_latency_seconds_count")
     completions = 'mvllm:http_requests_total{handler="/v1/completions",method="POST",status="2xx"}'
+    complete(both[0], "One")
+    for client in both:
+        wait_idle(client)
     wait_until(lambda: [counter(both[0], name) for name in names] == [counter(both[1], name) for name in names], 60, "")
     before = {name: counter(both[0], name) for name in (*names, completions)}
     for index in range(5):
@@ -103,6 +106,8 @@ def test_figures_are_those_of_all_whoever_is_asked(both: list[httpx.Client]) -> 
 
 
 def test_what_is_under_way_is_seen_by_both_and_counted_once(server: ServerProcess, both: list[httpx.Client]) -> None:
+    for client in both:
+        wait_idle(client)
     with server.client() as third, third.stream("POST", "/v1/completions", json=LONG) as stream:
         next(stream.iter_lines())
         for client in both:

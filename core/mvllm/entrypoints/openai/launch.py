@@ -232,6 +232,9 @@ class _Crew:
         if not self._is_ending:
             name = signal.Signals(number).name
             logger.info("%s: no new requests; those under way have %g s.", name, self._settings.shutdown_timeout)
+        self._drain(number)
+
+    def _drain(self, number: int) -> None:
         self._begin_end(self._settings.shutdown_timeout)
         for door in self._orders:
             door.send(EndServing(number))
@@ -261,7 +264,7 @@ class _Crew:
         for link in self._links:
             with contextlib.suppress(Exception):  # a core that is gone has dropped them
                 link.send(DropFrontEnd(index + 1))
-        self._tell_end(signal.SIGTERM)
+        self._drain(signal.SIGTERM)
         return True
 
     def end(self) -> None:
