@@ -18,7 +18,7 @@ from mvllm.engine.parallel_sampling import CoreIds, fan_out
 from mvllm.engine.pooling_input import PoolingInputProcessor
 from mvllm.engine.sleep import check_sleep_level, check_tags
 from mvllm.engine.tokenizer import Tokenizer
-from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, RequestError
+from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.messages.sampling_params import SamplingParams
@@ -79,18 +79,17 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig, client: EngineClient | None = None) -> None:
-        front_end = FrontEnd(config, make_client, client)
+        self._front_end = front_end = FrontEnd(config, make_client, client)
         self._phases = front_end.phases
-        self._tokenizer = front_end.tokenizer
         self._stat_loggers = front_end.stat_loggers
         self._client = front_end.client
         self.config = self._client.config
         self._closed = False
         self._dead: BaseException | None = None
         self._is_sleeping = False
-        self.input_processor = InputProcessor(self.config, self._tokenizer)
-        self.pooling_input_processor = PoolingInputProcessor(self.config, self._tokenizer)
-        self._output_processor = OutputProcessor(self._tokenizer)
+        self.input_processor = InputProcessor(self.config, front_end.tokenizer)
+        self.pooling_input_processor = PoolingInputProcessor(self.config, front_end.tokenizer)
+        self._output_processor = OutputProcessor(front_end.tokenizer)
         self._core_ids = CoreIds()
         self._stats: SchedulerStats | None = None
         self.num_generated_tokens = 0
@@ -142,9 +141,7 @@ class LLMEngine:
         Raises:
             ConfigError: The engine was started with `skip_tokenizer_init`.
         """
-        if self._tokenizer is None:
-            raise ConfigError("There is no tokenizer: the engine was started with skip_tokenizer_init=True.")
-        return self._tokenizer
+        return self._front_end.require_tokenizer()
 
     # --- requests
 
