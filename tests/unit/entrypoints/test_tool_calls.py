@@ -2,68 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Iterable, Sequence
 from typing import Any
 
-import httpx
 import pytest
-from prometheus_client import CollectorRegistry
 
-from mvllm.config.engine_args import EngineArgs
-from mvllm.engine.async_llm import AsyncLLM
-from mvllm.entrypoints.openai.app import build_app
-from mvllm.entrypoints.openai.chat import ChatPrompts
-from mvllm.entrypoints.openai.http_metrics import HTTPMetrics
-from mvllm.entrypoints.openai.served_models import ServedModels
-from mvllm.entrypoints.openai.server_state import ServerState
-from mvllm.entrypoints.openai.settings import ServerSettings
-from mvllm.entrypoints.openai.text_work import TextWork
-from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
-from tests.unit.entrypoints.builders import TOKENIZER, save_model_folder
+from mvllm.messages.requests import FinishReason
+from tests.unit.entrypoints import scripted
+from tests.unit.entrypoints.builders import save_model_folder
+from tests.unit.entrypoints.scripted import TEMPLATE
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% for c in m['tool_calls'] or [] %}"
-    "{{ c['function']['arguments']['city'] }}{% endfor %}\n{% endfor %}"
-    "{% for t in tools or [] %}{{ t['function']['name'] }} {% endfor %}"
-)
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 WRITTEN = '<think>Hm.</think>Let me see.<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 ASK = {"messages": [{"role": "user", "content": "What is the weather?"}], "tools": TOOLS}
-
-
-class ScriptedCore:
-    """An engine core that writes one text, token by token."""
-
-    platform_summary, cache_summary, stats = "script", None, SchedulerStats()
-    heartbeat_age, failure, core_pids = 0.0, None, ()
-
-    def __init__(self, config: Any, text: str, reason: FinishReason) -> None:
-        self.config, self.text, self.reason = config, text, reason
-        self.prompts: list[str] = []
-
-    def attach(self, loop: asyncio.AbstractEventLoop, on_outputs: Any, on_death: Any) -> None:
-        self.loop, self.on_outputs = loop, on_outputs
-
-    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
-        for request in requests:
-            self.prompts.append(TOKENIZER.decode(request.prompt_token_ids))
-            self.loop.call_soon(self.write, request.request_id, TOKENIZER.encode(self.text, add_special_tokens=False))
-
-    def write(self, request_id: str, ids: list[int]) -> None:
-        if not ids:
-            ids = [TOKENIZER.eos_token_id or 0] if self.reason is FinishReason.STOP else []
-            self.on_outputs(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id, ids, self.reason)]))
-            return
-        self.on_outputs(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id, ids[:1])]))
-        self.loop.call_later(0, self.write, request_id, ids[1:])
-
-    def abort_requests(self, request_ids: Iterable[str]) -> None:
-        pass
-
-    def shutdown(self) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -71,26 +22,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model_folder(tmp_path_factory.mktemp("model"), TEMPLATE)
 
 
-class Server:
+class Server(scripted.Server):
     def __init__(self, folder: str, text: str = WRITTEN, reason: FinishReason = FinishReason.STOP, **parsers: Any):
-        self.core = ScriptedCore(EngineArgs.from_kwargs(model=folder).create_engine_config(), text, reason)
-        self.parsers = {"tool_parser": "hermes", "reasoning_parser": "qwen3", **parsers}
-
-    def post(self, body: dict[str, Any]) -> httpx.Response:
-        async def run() -> httpx.Response:
-            engine = AsyncLLM(self.core.config, log_stats=False, client=self.core)  # type: ignore[arg-type]
-            text_work = TextWork(engine.tokenizer, engine.model_config.max_model_len)
-            state = ServerState(60)
-            state.ready(engine, text_work, ChatPrompts(engine, text_work, **self.parsers))
-            app = build_app(state, ServedModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), ServerSettings())
-            try:
-                async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
-                    return await client.post("/v1/chat/completions", json=body)
-            finally:
-                engine.shutdown()
-                text_work.close()
-
-        return asyncio.run(run())
+        super().__init__(folder, text, reason, **parsers)
 
     def message(self, **more: Any) -> tuple[dict[str, Any], str]:
         [choice] = self.post({**ASK, **more}).json()["choices"]

@@ -36,7 +36,7 @@ def build_app(state: ServerState, models: ServedModels, metrics: HTTPMetrics, se
         gate = CORSMiddleware(
             gate,
             allow_origins=list(settings.allowed_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, cast
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.outputs import CompletionOutput, RequestOutput
+from mvllm.entrypoints.openai.call import Call
 from mvllm.entrypoints.openai.errors import as_api_error
 from mvllm.entrypoints.openai.events import DONE, ChunkFrame, encode, error_event
-from mvllm.entrypoints.openai.generation import Generation
 from mvllm.entrypoints.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
 from mvllm.entrypoints.openai.output_form import output_form
 from mvllm.entrypoints.openai.params import completion_params
 from mvllm.entrypoints.openai.protocol import CompletionRequest
 from mvllm.entrypoints.openai.text_work import TextWork
-from mvllm.entrypoints.openai.usage import UsageCounter
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType
 
@@ -25,7 +22,7 @@ MAX_PROMPTS = 2048
 """Prompts in one request: each is a request of the engine's."""
 
 
-class CompletionCall:
+class CompletionCall(Call):
     """One request for completions.
 
     Args:
@@ -38,40 +35,19 @@ class CompletionCall:
         RequestError: On construction: a setting is not acceptable.
     """
 
+    _request: CompletionRequest
+
     def __init__(self, engine: AsyncLLM, text_work: TextWork, model: str, request: CompletionRequest) -> None:
-        self._engine = engine
+        form = output_form(request)
+        params = completion_params(request, engine.model_config.generation_defaults, form)
+        super().__init__(engine, model, request, "cmpl-", params, form)
         self._text_work = text_work
-        self._model = model
-        self._request = request
-        self._id = f"cmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
         self._prompt_only = bool(request.echo) and request.max_tokens == 0
-        self._form = output_form(request)
-        self._params = completion_params(request, engine.model_config.generation_defaults, self._form)
         self._names = TokenNames(
             engine.tokenizer,
             as_ids=bool(request.return_tokens_as_token_ids),
             skip_special=self._params.skip_special_tokens,
         )
-        self._usage = UsageCounter()
-        self._generation: Generation | None = None
-
-    async def start(self) -> None:
-        """Hands the request to the engine.
-
-        Raises:
-            RequestError: It is not acceptable.
-            UnavailableError, EngineDeadError: The engine does not take it.
-        """
-        prompts = await self._make_prompts()
-        self._generation = await Generation.start(
-            self._engine, self._id, prompts, self._params, self._request.priority, self._form
-        )
-
-    def close(self) -> None:
-        """Ends the request in the engine, if that goes on with it."""
-        if self._generation is not None:
-            self._generation.close()
 
     async def answer(self) -> bytes:
         """The whole answer."""
@@ -91,9 +67,7 @@ class CompletionCall:
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer's events; an error is one of them."""
         assert self._generation is not None
-        options = self._request.stream_options
-        include = options is not None and bool(options.include_usage)
-        continuous = include and options is not None and bool(options.continuous_usage_stats)
+        include, continuous = self._usage_in_stream()
         frame = ChunkFrame(self._head(), with_usage=include)
         pieces: dict[int, _ChoicePieces] = {}
         written = b""

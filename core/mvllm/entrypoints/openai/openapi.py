@@ -17,6 +17,7 @@ from mvllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ResponsesRequest,
     TokenizeRequest,
 )
 from mvllm.version import __version__
@@ -24,6 +25,7 @@ from mvllm.version import __version__
 _BODIES: tuple[type[msgspec.Struct], ...] = (
     CompletionRequest,
     ChatCompletionRequest,
+    ResponsesRequest,
     TokenizeRequest,
     DetokenizeRequest,
 )

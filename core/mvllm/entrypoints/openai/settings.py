@@ -29,6 +29,8 @@ class ServerSettings:
         shutdown_timeout: Seconds that requests under way get after SIGTERM.
         access_log: Whether each answer gets a line in the log.
         metrics_prefixes: What names of metrics begin with; with several, each is shown under all.
+        max_stored_responses: Responses of `/v1/responses` that are kept to be asked for and gone on with; 0 for none.
+        max_stored_bytes: How many bytes they may take together.
         docs: Whether there are `/docs`, `/openapi.json` and the page at `/`.
     """
 
@@ -50,4 +52,6 @@ class ServerSettings:
     shutdown_timeout: float = 30.0
     access_log: bool = True
     metrics_prefixes: tuple[str, ...] = ("mvllm:",)
+    max_stored_responses: int = 1000
+    max_stored_bytes: int = 64 << 20
     docs: bool = True
