@@ -268,6 +268,7 @@ class Routes:
             {
                 "version": __version__,
                 "phase": self._state.phase.value,
+                "http_plugins": list(self._settings.http_plugins),
                 "platform": None if engine is None else engine.platform_summary,
                 "model": None
                 if model is None

@@ -31,6 +31,7 @@ class ServerSettings:
         metrics_prefixes: What names of metrics begin with; with several, each is shown under all.
         max_stored_responses: Responses of `/v1/responses` that are kept to be asked for and gone on with; 0 for none.
         max_stored_bytes: How many bytes they may take together.
+        http_plugins: Names of plugins whose routes are added, under `/plugins/<name>`.
         docs: Whether there are `/docs`, `/openapi.json` and the page at `/`.
     """
 
@@ -54,4 +55,5 @@ class ServerSettings:
     metrics_prefixes: tuple[str, ...] = ("mvllm:",)
     max_stored_responses: int = 1000
     max_stored_bytes: int = 64 << 20
+    http_plugins: tuple[str, ...] = ()
     docs: bool = True
