@@ -22,6 +22,8 @@ MAX_NESTING = 64
 """How deep a JSON schema may nest."""
 
 MAX_WHITESPACE_PATTERN = 256
+MAX_TAG = 64
+"""What begins or ends thoughts, as UTF-8."""
 
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
 _NAME = "structured_outputs"
@@ -40,6 +42,9 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         whitespace_pattern: Regular expression of the white space allowed between the parts of JSON; by default a line
             break and an indentation of up to 32, or up to 4 spaces.
         disable_any_whitespace: No white space between the parts of JSON.
+        thoughts_end: What ends thoughts, such as `</think>`: any text may come up to it, and the form holds behind it.
+        thoughts_start: What begins them, such as `<think>`: an output that does not begin with it has the form at once.
+            None where the output begins within the thoughts.
 
     Raises:
         RequestError: None or several forms are given, or one has the wrong type, is too large or nests too deep.
@@ -52,6 +57,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     json_object: bool | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
+    thoughts_start: str | None = None
+    thoughts_end: str | None = None
 
     def __post_init__(self) -> None:
         if self.json_object is False:
@@ -80,6 +87,11 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             _refuse(f"whitespace_pattern and disable_any_whitespace are about JSON, but the form is {form}")
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             _refuse("takes whitespace_pattern or disable_any_whitespace, not both")
+        for name in ("thoughts_start", "thoughts_end"):
+            if getattr(self, name) is not None:
+                _check_text(name, getattr(self, name), may_be_empty=False, limit=MAX_TAG)
+        if self.thoughts_start is not None and self.thoughts_end is None:
+            _refuse("takes thoughts_start together with thoughts_end only")
 
     @property
     def form(self) -> str:

@@ -56,15 +56,16 @@ class CompiledGrammar:
 def job_of(params: StructuredOutputsParams) -> TrialJob:
     """What is to be compiled; equal ones need be compiled once."""
     whitespace = "" if params.disable_any_whitespace else params.whitespace_pattern
+    thoughts = (params.thoughts_start, params.thoughts_end)
     match params.form:
         case "json":
-            return TrialJob("json", str(params.json), whitespace)
+            return TrialJob("json", str(params.json), whitespace, *thoughts)
         case "json_object":
-            return TrialJob("json", '{"type":"object"}', whitespace)
+            return TrialJob("json", '{"type":"object"}', whitespace, *thoughts)
         case "choice":
-            return TrialJob("choice", json.dumps(params.choice))
+            return TrialJob("choice", json.dumps(params.choice), None, *thoughts)
         case form:
-            return TrialJob(form, str(getattr(params, form)))
+            return TrialJob(form, str(getattr(params, form)), None, *thoughts)
 
 
 class GrammarCompiler:

@@ -99,13 +99,13 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 def test_a_call_that_must_be_is_read_from_its_json(
     folder: str, choice: object, written: str, ended: str, reason: FinishReason
 ) -> None:
-    """Without a parser of the model family's format, and with one for thoughts, of which there are none then."""
-    for parsers in ({"tool_parser": None}, {"reasoning_parser": "deepseek_r1"}):
-        server = Server(folder, written, reason, **parsers)
+    """Without a parser of the model family's format, and with one for thoughts, which then come before it."""
+    for parsers, before in (({"tool_parser": None}, ""), ({"reasoning_parser": "deepseek_r1"}, "Hm.</think>\n\n")):
+        server = Server(folder, before + written, reason, **parsers)
         message, why = server.message(tool_choice=choice)
         [call] = message["tool_calls"]
         assert call["function"] == {"name": "weather", "arguments": '{"city": "Paris"}'}
-        assert message["content"] is None and "reasoning" not in message
+        assert message["content"] is None and message.get("reasoning") == ("Hm." if before else None)
         assert why == (ended if reason is FinishReason.STOP else "length")
         lines = server.post({**ASK, "tool_choice": choice, "stream": True}).text.split("\n\n")
         chunks = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]

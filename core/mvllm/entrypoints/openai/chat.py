@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -25,6 +26,7 @@ from mvllm.entrypoints.parsers.registry import tool_parser as find_tool_parser
 from mvllm.entrypoints.parsers.tool_choice import ToolChoice, read_tool_choice
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType, TokensPrompt
+from mvllm.messages.structured_outputs import StructuredOutputsParams
 
 
 class ChatPrompts:
@@ -142,12 +144,17 @@ class ChatTurn(Call):
         prompt = await self._prompts.prompt(self._request)
         if self._request.cache_salt is not None:
             prompt["cache_salt"] = self._request.cache_salt
+        form = self._params.structured_outputs
+        thoughts = None if form is None else self._parser.thoughts_before(prompt.get("prompt"))
+        if isinstance(form, StructuredOutputsParams) and thoughts is not None:
+            start, end = thoughts
+            behind = msgspec.structs.replace(form, thoughts_start=start, thoughts_end=end)
+            self._params = msgspec.structs.replace(self._params, structured_outputs=behind)
         return [cast(PromptType, prompt)]
 
     def _reader(self, output: RequestOutput) -> AnswerStream:
         """What takes one choice apart."""
-        calls = self._choice.stream()
-        return self._parser.stream(output.prompt) if calls is None else AnswerStream(calls)
+        return self._parser.stream(output.prompt, self._choice.stream())
 
 
 class ChatCall(ChatTurn):
@@ -167,13 +174,19 @@ class ChatCall(ChatTurn):
         assert self._generation is not None
         [output] = await self._generation.collect()
         self._usage.take(0, output)
-        answer: dict[str, Any] = {
-            **self._head("chat.completion"),
-            "choices": [self._whole(sequence, output) for sequence in output.outputs],
-            "usage": self._usage.as_json(),
-        }
-        self._add_prompt(answer, output)
-        return encode(answer)
+
+        def build() -> bytes:
+            answer: dict[str, Any] = {
+                **self._head("chat.completion"),
+                "choices": [self._whole(sequence, output) for sequence in output.outputs],
+                "usage": self._usage.as_json(),
+            }
+            self._add_prompt(answer, output)
+            return encode(answer)
+
+        if self._params.prompt_logprobs is None:
+            return build()
+        return await self._prompts.text_work.run(build)  # there may be many
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer's events; an error is one of them."""
@@ -193,7 +206,11 @@ class ChatCall(ChatTurn):
                     index = sequence.index
                     if index not in begun:
                         begun.add(index)
-                        written += frame.chunk(self._opening(index, output))
+                        if output.prompt_logprobs:  # there may be many
+                            opening = await self._prompts.text_work.run(partial(self._opening, index, output))
+                        else:
+                            opening = self._opening(index, output)
+                        written += frame.chunk(opening)
                     if plain:
                         if sequence.text:
                             content = encode(sequence.text)
@@ -306,13 +323,16 @@ def _answer_parser(
     """What takes the answers to a request apart.
 
     Args:
-        in_form: Whether they are held to a form, from their first token on: then there is nothing else in them.
+        in_form: Whether they are held to a form: then there is nothing else in them, but for thoughts before it.
 
     Raises:
         RequestError: The request wants what this server cannot do.
     """
+    reasoning = prompts.reasoning_parser() if prompts.reasoning_parser is not None else None
+    show_reasoning = request.include_reasoning is not False
     if in_form:
-        return AnswerParser()
+        tagged = reasoning if reasoning is not None and reasoning.tags is not None else None
+        return AnswerParser(reasoning=tagged, show_reasoning=show_reasoning)
     if choice.mode == "auto" and prompts.tool_parser is None:
         raise RequestError(
             "tools need a parser that finds calls in what the model writes: start the server with --tool-call-parser, "
@@ -321,8 +341,8 @@ def _answer_parser(
         )
     return AnswerParser(
         tools=prompts.tool_parser(choice.tools) if choice.mode == "auto" and prompts.tool_parser else None,
-        reasoning=prompts.reasoning_parser() if prompts.reasoning_parser is not None else None,
-        show_reasoning=request.include_reasoning is not False,
+        reasoning=reasoning,
+        show_reasoning=show_reasoning,
         one_call=not choice.parallel,
     )
 

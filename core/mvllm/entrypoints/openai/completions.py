@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any, cast
 
 from mvllm.engine.async_llm import AsyncLLM
@@ -52,17 +53,26 @@ class CompletionCall(Call):
     async def answer(self) -> bytes:
         """The whole answer."""
         assert self._generation is not None
-        choices: list[dict[str, Any]] = []
-        for position, output in enumerate(await self._generation.collect()):
+        outputs = await self._generation.collect()
+        for position, output in enumerate(outputs):
             self._usage.take(position, output)
-            choices += [self._choice(position, output, sequence) for sequence in output.outputs]
-        return encode(
-            {
-                **self._head(),
-                "choices": choices,
-                "usage": self._usage.as_json(without_completion=self._prompt_only),
-            }
-        )
+
+        def build() -> bytes:
+            return encode(
+                {
+                    **self._head(),
+                    "choices": [
+                        self._choice(position, output, sequence)
+                        for position, output in enumerate(outputs)
+                        for sequence in output.outputs
+                    ],
+                    "usage": self._usage.as_json(without_completion=self._prompt_only),
+                }
+            )
+
+        if self._params.prompt_logprobs is None:
+            return build()
+        return await self._text_work.run(build)  # there may be many
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer's events; an error is one of them."""
@@ -80,7 +90,10 @@ class CompletionCall(Call):
                     choice = pieces.get(index)
                     if choice is None:
                         choice = pieces[index] = _ChoicePieces(self, index)
-                    encoded = choice.piece(output, sequence)
+                    if choice.is_first and output.prompt_logprobs:  # there may be many
+                        encoded = await self._text_work.run(partial(choice.piece, output, sequence))
+                    else:
+                        encoded = choice.piece(output, sequence)
                     if encoded and continuous:
                         usage = self._usage.as_json(without_completion=self._prompt_only)
                         written += frame.with_usage(encoded, usage)
@@ -142,7 +155,7 @@ class _ChoicePieces:
         self._call = call
         self._index = index
         self._echo = bool(request.echo)
-        self._first = True
+        self.is_first = True
         self._return_ids = bool(request.return_token_ids)
         self._logprobs = None if request.logprobs is None else CompletionLogprobs(call._names, request.logprobs)
         with_logprobs = request.logprobs is not None or request.prompt_logprobs is not None
@@ -162,7 +175,7 @@ class _ChoicePieces:
         text, token_ids, positions = sequence.text, sequence.token_ids, sequence.logprobs or []
         if self._call._prompt_only:
             text, token_ids, positions = "", [], []
-        first, self._first = self._first, False
+        first, self.is_first = self.is_first, False
         choice: dict[str, Any] = {
             "index": self._index,
             "text": (self._call.echoed_text(output) if self._echo and first else "") + text,

@@ -65,12 +65,14 @@ class GenerationRequest(ModelRequest, kw_only=True):
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
 
-    # Known, and refused where they ask for something.
-    logit_bias: dict[str, float] | None = None
+    # Deprecated: what structured_outputs was before.
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+
+    # Known, and refused where they ask for something.
+    logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     logits_processors: Any = None
@@ -207,12 +209,7 @@ class DetokenizeRequest(ModelRequest, kw_only=True):
     tokens: list[int] | None = None
 
 
-_SEND = "it is the form of before structured_outputs; send "
 _UNSUPPORTED = {
-    "guided_json": f'{_SEND}{{"json": ...}} there',
-    "guided_regex": f'{_SEND}{{"regex": ...}} there',
-    "guided_choice": f'{_SEND}{{"choice": ...}} there',
-    "guided_grammar": f'{_SEND}{{"grammar": ...}} there',
     "logit_bias": "this server does not change single logits",
     "allowed_token_ids": "this server does not change single logits",
     "bad_words": "this server does not change single logits",
