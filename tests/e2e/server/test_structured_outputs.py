@@ -125,6 +125,12 @@ class TestForms:
         text, reason = both(client, path, {**ask, "structured_outputs": {"grammar": 'root ::= "a" [0-9] "b"'}})
         assert re.fullmatch("a[0-9]b", text) and reason == "stop"
 
+    def test_a_form_behind_what_comes_before_it(self, client: httpx.Client, path: str, ask: dict[str, Any]) -> None:
+        """Free up to the first dot, as a model's thoughts are up to their tag."""
+        form = {"regex": "[0-9]{3}-[a-f]{2}", "thoughts_end": "."}
+        text, reason = both(client, path, {**ask, "structured_outputs": form, "max_tokens": 300})
+        assert re.fullmatch(r"[^.]*\.\s*[0-9]{3}-[a-f]{2}", text) and reason == "stop"
+
     def test_the_fields_of_before(
         self, server: ServerProcess, client: httpx.Client, path: str, ask: dict[str, Any]
     ) -> None:

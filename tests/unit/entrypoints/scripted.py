@@ -37,12 +37,14 @@ class ScriptedCore:
     def __init__(self, config: Any, text: str, reason: FinishReason) -> None:
         self.config, self.text, self.reason = config, text, reason
         self.prompts: list[str] = []
+        self.requests: list[EngineCoreRequest] = []
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_outputs: Any, on_death: Any) -> None:
         self.loop, self.on_outputs = loop, on_outputs
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
         for request in requests:
+            self.requests.append(request)
             self.prompts.append(TOKENIZER.decode(request.prompt_token_ids))
             self.loop.call_soon(self.write, request.request_id, TOKENIZER.encode(self.text, add_special_tokens=False))
 

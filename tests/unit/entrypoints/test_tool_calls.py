@@ -128,3 +128,34 @@ def test_earlier_calls_reach_the_template_as_objects(folder: str) -> None:
 def test_thoughts_can_be_kept_back(folder: str) -> None:
     message, _ = Server(folder).message(include_reasoning=False, tools=None)
     assert "reasoning" not in message and "Hm." not in message["content"]
+
+
+@pytest.mark.parametrize(
+    ("parser", "template_end", "expected"),
+    [
+        ("qwen3", "", ("<think>", "</think>")),
+        ("qwen3", "<think>\n", (None, "</think>")),
+        ("qwen3", "<think>\n\n</think>\n\n", (None, None)),
+        ("deepseek_r1", "", (None, "</think>")),
+        ("thoughtless", "", (None, None)),
+    ],
+)
+@pytest.mark.parametrize("wish", ["response_format", "tool_choice"])
+def test_a_form_holds_behind_the_thoughts(
+    tmp_path, parser: str, template_end: str, expected: tuple[str | None, str | None], wish: str
+) -> None:
+    form = {"response_format": {"type": "json_object"}, "tools": None} if wish == "response_format" else {}
+    form = form or {"tool_choice": NAMED}
+    written = '{"city": "Paris"}'
+    thought = expected[1] is not None
+    if thought:
+        written = (expected[0] or "") + "Hm.</think>\n\n" + written
+    folder = save_model_folder(tmp_path, TEMPLATE + template_end.replace("\n", "{{ '\\n' }}"))
+    server = Server(folder, written, reasoning_parser=None if parser == "thoughtless" else parser)
+    message, reason = server.message(**form)
+    [sent] = server.core.requests
+    wanted = sent.sampling_params.structured_outputs
+    assert wanted is not None and (wanted.thoughts_start, wanted.thoughts_end) == expected
+    assert reason == "stop" and message.get("reasoning") == ("Hm." if thought else None)
+    answer = message["content"] if wish == "response_format" else message["tool_calls"][0]["function"]["arguments"]
+    assert answer == '{"city": "Paris"}'
