@@ -144,4 +144,10 @@ def _refusal(job: TrialJob, reason: str, kind: type[RequestError] = RequestError
     return kind(f"structured_outputs: the {_WORDS[job.form]} cannot be used: {reason}", parameter="structured_outputs")
 
 
-_WORDS = {"json": "JSON schema", "regex": "regular expression", "choice": "list of choices", "grammar": "grammar"}
+_WORDS = {
+    "json": "JSON schema",
+    "regex": "regular expression",
+    "choice": "list of choices",
+    "grammar": "grammar",
+    "structural_tag": "structural tag",
+}

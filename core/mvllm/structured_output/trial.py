@@ -46,8 +46,8 @@ class TrialJob(msgspec.Struct, array_like=True, frozen=True):
     """One wish, see StructuredOutputsParams.
 
     Attributes:
-        form: `json`, `regex`, `choice` or `grammar`.
-        text: Of the schema, the pattern or the grammar; of the choices, as JSON.
+        form: `json`, `regex`, `choice`, `grammar` or `structural_tag`.
+        text: Of the schema, the pattern or the grammar; of the choices and of the tag, as JSON.
         whitespace: None for the default, empty for none.
         thoughts_start, thoughts_end: What frames thoughts that come before it.
     """
@@ -131,7 +131,7 @@ def try_out(tokenizer: Any, job: TrialJob) -> tuple[str | None, str | None]:
     """The grammar that a job means, or why there is none."""
     started = time.monotonic()
     try:
-        grammar = to_grammar(job)
+        grammar = structural_tags(tokenizer, job.text) if job.form == "structural_tag" else to_grammar(job)
         error = find_error(tokenizer, grammar)
         if error is None and job.thoughts_end is not None:
             grammar = behind_thoughts(tokenizer, job.thoughts_start, job.thoughts_end, grammar)
@@ -169,6 +169,26 @@ def to_grammar(job: TrialJob) -> str:
 
             grammar = matcher.grammar_from_lark(any_to_lark(job.text))
     return grammar
+
+
+def structural_tags(tokenizer: Any, text: str) -> str:
+    """The grammar of a structural tag: free text up to a trigger, then what one of its structures says, and so on."""
+    described = json.loads(text)
+    tags = described["structures"]
+    # The longest trigger, so that no other cuts in before it.
+    triggers = sorted(described["triggers"], key=len, reverse=True)
+    rules = [f"start: ({' | '.join(f'tag_{i}' for i in range(len(tags)))})* FREE", "FREE: /(?s:.*)/"]
+    for i, tag in enumerate(tags):
+        trigger = next(trigger for trigger in triggers if tag["begin"].startswith(trigger))
+        terminal = _as_terminal(tokenizer, trigger)
+        begin, end = (json.dumps(part) if part else "" for part in (tag["begin"][len(trigger) :], tag["end"]))
+        schema = {"x-guidance": _options(None), **tag["schema"]}
+        rules += [
+            f"head_{i}{'' if terminal.startswith('<') else '[lazy]'}: FREE {terminal}",
+            f"tag_{i}: head_{i} {begin} body_{i} {end}",
+            f"body_{i}: %json {json.dumps(schema)}",
+        ]
+    return "\n".join(rules)
 
 
 def behind_thoughts(tokenizer: Any, start: str | None, end: str, grammar: str) -> str:

@@ -291,6 +291,72 @@ class TestThoughts:
         assert outcomes(manager, 1)["request"].grammar is None
 
 
+NUMBER = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+FLAG = {"type": "object", "properties": {"y": {"type": "boolean"}}, "required": ["y"]}
+TAGS = {
+    "structures": [
+        {"begin": "<fun=a>", "schema": NUMBER, "end": "</fun>"},
+        {"begin": "<fun=b>", "schema": FLAG, "end": "</fun>"},
+        {"begin": "[T]", "schema": NUMBER, "end": ""},
+    ],
+    "triggers": ["<fun", "[T]"],
+}
+
+
+class TestStructuralTags:
+    """Free text, and JSON of a schema wherever a trigger has been written."""
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "plain text, <fu and [ too",
+            'say <fun=a>{"x": 5}</fun> and more',
+            '<fun=b>{"y": true}</fun><fun=a>{"x":1}</fun>',
+            '[T]{"x": 1} more [T]{"x":2}',
+        ],
+    )
+    def test_what_may_come(self, manager: GrammarManager, vocabulary: Vocabulary, text: str) -> None:
+        grammar = begin(manager, structural_tag=TAGS)
+        for token in tokens_of(vocabulary, text):
+            assert token in allowed(grammar)
+            grammar.accept(token)
+        assert 1 in allowed(grammar) and grammar.error is None
+
+    @pytest.mark.parametrize(
+        ("text", "allows"),
+        [
+            ('<fun=a>{"', "x"),
+            ("<fun=", "ab"),
+            ("<fun", "="),
+            ('ah [T]{"x": 5} <fun=b>{"', "y"),
+            ('<fun=a>{"x": 5}</fun', ">"),
+        ],
+    )
+    def test_what_must_come(self, manager: GrammarManager, vocabulary: Vocabulary, text: str, allows: str) -> None:
+        grammar = begin(manager, structural_tag=TAGS)
+        for token in tokens_of(vocabulary, text):
+            assert token in allowed(grammar)
+            grammar.accept(token)
+        tokenizer = vocabulary.build()
+        assert {tokenizer.decode_str([token])[0] for token in allowed(grammar)} == set(allows)
+
+    def test_a_trigger_that_no_text_stands_for(self, manager: GrammarManager, vocabulary: Vocabulary) -> None:
+        tag = {"begin": "<|im_start|>f", "schema": {"enum": [7]}, "end": ""}
+        grammar = begin(manager, structural_tag={"structures": [tag], "triggers": ["<|im_start|>"]})
+        [special] = vocabulary.build().tokenize_str("<|im_start|>", parse_special=True)
+        assert special in allowed(grammar) and 1 in allowed(grammar)
+        grammar.accept(special)
+        for token in tokens_of(vocabulary, "f7"):
+            assert {token} == allowed(grammar)
+            grammar.accept(token)
+        assert special in allowed(grammar) and 1 in allowed(grammar)
+
+    def test_a_schema_that_cannot_be_is_refused(self, manager: GrammarManager) -> None:
+        tag = {"begin": "<f>", "schema": {"type": "strng"}, "end": ""}
+        manager.submit(request(structural_tag={"structures": [tag], "triggers": ["<"]}))
+        assert "structural tag" in str(outcomes(manager, 1)["request"].error)
+
+
 def test_one_that_is_open_in_too_many_places_is_refused_before_it_begins(manager: GrammarManager) -> None:
     manager.submit(request("wide", json={"enum": [{"id": i, "name": f"n{i}"} for i in range(4000)]}))
     manager.submit(request("narrow", json={"anyOf": [{"properties": {"k": {"const": i}}} for i in range(300)]}))
