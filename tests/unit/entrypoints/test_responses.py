@@ -62,7 +62,7 @@ def test_thoughts_text_and_a_call_are_three_items(folder: str) -> None:
         TOKENIZER.encode(THOUGHT, add_special_tokens=False)
     )
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
-    assert server.core.prompts == ["user: What is the weather?\nweather "]
+    assert server.core.prompts == ["user: What is the weather?weather "]
 
 
 def test_a_stream_tells_of_the_same_items_in_the_order_of_the_api(folder: str) -> None:
@@ -118,10 +118,10 @@ def test_a_conversation_goes_on_with_all_that_was_said(folder: str) -> None:
         ("POST", PATH, {"input": "Thanks.", "previous_response_id": "{id}"}),
     )
     assert first.status_code == second.status_code == 200
-    assert server.core.prompts[0] == "system: Be short.\nuser: What is the weather?\nweather "
+    assert server.core.prompts[0] == "system: Be short.user: What is the weather?weather "
     # Instructions are of one turn. The template shows the arguments of calls.
-    assert server.core.prompts[1] == "user: What is the weather?\nassistant: Paris\ntool: sunny\nweather "
-    last = "user: What is the weather?\nassistant: Paris\ntool: sunny\nassistant: Paris\nuser: Thanks.\n"
+    assert server.core.prompts[1] == "user: What is the weather?assistant: Paristool: sunnyweather "
+    last = "user: What is the weather?assistant: Paristool: sunnyassistant: Parisuser: Thanks."
     assert server.core.prompts[2] == last
 
 
