@@ -170,40 +170,37 @@ def test_a_parsed_form_is_asked_for_in_text_and_refused_by_that_name(folder: str
         assert error.status_code == 400 and error.json()["error"]["param"] == "text", text
 
 
-@pytest.mark.parametrize(
-    ("more", "param"),
-    [
-        ({"input": None}, "input"),
-        ({"input": []}, "input"),
-        ({"input": [{"role": "user"}]}, "input"),
-        ({"input": [{"role": "nobody", "content": "x"}]}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
-        ({"input": [{"type": "function_call", "name": "x", "arguments": "{}"}]}, "input"),
-        ({"input": [{"type": "reasoning", "content": [{"text": 5}]}]}, "input"),
-        ({"input": "word " * 400}, "input"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"temperature": -1}, "temperature"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-        ({"tool_choice": "required", "tools": None}, "tool_choice"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
-        ({"top_logprobs": 3}, "top_logprobs"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"background": True}, "background"),
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
-        ({"reasoning": {"effort": 5}}, "reasoning"),
-    ],
-    ids=range(21),
-)
-def test_what_is_not_acceptable_is_refused_in_the_requests_own_words(
-    folder: str, more: dict[str, Any], param: str
-) -> None:
-    for stream in (False, True):
-        answer = Server(folder, "Hello.").post({**ASK, **more, "stream": stream}, PATH)
-        assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["param"] == param, answer.text
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"input": None}, "input"),
+    ({"input": []}, "input"),
+    ({"input": [{"role": "user"}]}, "input"),
+    ({"input": [{"role": "nobody", "content": "x"}]}, "input"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+    ({"input": [{"type": "function_call", "name": "x", "arguments": "{}"}]}, "input"),
+    ({"input": [{"type": "reasoning", "content": [{"text": 5}]}]}, "input"),
+    ({"input": "word " * 400}, "input"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"temperature": -1}, "temperature"),
+    ({"tools": [{"type": "web_search"}]}, "tools"),
+    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    ({"tool_choice": "required", "tools": None}, "tool_choice"),
+    ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"background": True}, "background"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+    ({"reasoning": {"effort": 5}}, "reasoning"),
+]
+
+
+def test_what_is_not_acceptable_is_refused_in_the_requests_own_words(folder: str) -> None:
+    bodies = [{**ASK, **more, "stream": stream} for stream in (False, True) for more, _ in REFUSED]
+    answers = Server(folder, "Hello.").talk(*(("POST", PATH, body) for body in bodies))
+    for answer, body, (_, param) in zip(answers, bodies, [*REFUSED, *REFUSED], strict=True):
+        assert answer.status_code == 400, (body, answer.text)
+        assert answer.json()["error"]["param"] == param, (body, answer.text)
 
 
 def test_hints_and_names_for_somebody_elses_books_do_no_harm(folder: str) -> None:
