@@ -132,11 +132,11 @@ class TestForms:
         assert re.fullmatch(r"[^.]*\.\s*[0-9]{3}-[a-f]{2}", text) and reason == "stop"
 
     def test_a_structural_tag(self, client: httpx.Client, path: str, ask: dict[str, Any]) -> None:
-        """Every letter a triggers, so that a story is full of them."""
-        tag = {"begin": "a[", "schema": {"enum": [7, 8]}, "end": "]"}
-        form = {"type": "structural_tag", "structures": [tag], "triggers": ["a"]}
-        text, _ = both(client, path, {**ask, "response_format": form})
-        assert "a[" in text and re.fullmatch(r"([^a]|a\[[78]\])*(a(\[([78]\]?)?)?)?", text)
+        """Every letter e triggers, so that a text is full of them."""
+        tag = {"begin": "e[", "schema": {"enum": [7, 8]}, "end": "]"}
+        form = {"type": "structural_tag", "structures": [tag], "triggers": ["e"]}
+        text, _ = both(client, path, {**ask, "response_format": form, "min_tokens": 60})
+        assert "e[" in text and re.fullmatch(r"([^e]|e\[[78]\])*(e(\[([78]\]?)?)?)?", text)
 
     def test_the_fields_of_before(
         self, server: ServerProcess, client: httpx.Client, path: str, ask: dict[str, Any]
