@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tests.perf.cpu_bench.engine_process import KV_BYTES
 from tests.perf.cpu_bench.engines import Engine
 from tests.perf.cpu_bench.models import MAX_POSITIONS
 from tests.perf.cpu_bench.workloads import FIRST_ID
@@ -155,6 +154,7 @@ class Server:
         log: File for what it prints.
 
     Attributes:
+        engine: Whose it is.
         url: Where it answers.
 
     Raises:
@@ -163,11 +163,12 @@ class Server:
 
     def __init__(self, engine: Engine, model: Path, *, threads: int, log: Path) -> None:
         assert engine.server is not None
+        self.engine = engine
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self._name, self._log = engine.name, log
+        self._log = log
         command = [
             *(str(engine.python), *engine.server, str(model)),
             *("--served-model-name", NAME, "--max-model-len", str(MAX_POSITIONS)),
@@ -179,25 +180,23 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=engine.server_environment(threads, KV_BYTES),
+                env=engine.server_environment(threads),
                 start_new_session=True,
             )
 
     def __enter__(self) -> Server:
         deadline = time.monotonic() + READY_LIMIT
-        port = urlsplit(self.url).port
+        port = urlsplit(self.url).port or 0
         while time.monotonic() < deadline and self._process.poll() is None:
-            try:
-                with socket.create_connection(("127.0.0.1", port), timeout=1) as s:
-                    s.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-                    if b" 200 " in s.recv(100):
-                        return self
-            except OSError:
-                pass
+            # Where there is no such route, being alive means being ready.
+            if _status(port, "/health/ready") in (b"200", b"404") and _status(port, "/health") == b"200":
+                return self
             time.sleep(0.5)
         self.__exit__()
         tail = "\n    ".join(self._log.read_text(errors="replace").strip().splitlines()[-5:])
-        raise RuntimeError(f"the server of {self._name} was not ready; its output ends ({self._log}):\n    {tail}")
+        raise RuntimeError(
+            f"the server of {self.engine.name} was not ready; its output ends ({self._log}):\n    {tail}"
+        )
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
@@ -206,3 +205,13 @@ class Server:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _status(port: int, path: str) -> bytes:
+    """What the server on `port` answers a GET with; nothing where there is none yet."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1) as s:
+            s.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+            return s.recv(100).partition(b" ")[2][:3]
+    except OSError:
+        return b""
