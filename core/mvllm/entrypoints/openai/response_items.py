@@ -151,7 +151,7 @@ class OutputItems:
             written = events.event("response.function_call_arguments.done", **where, arguments=text)
         else:
             where["content_index"] = 0
-            more = {"logprobs": []} if kind == "message" else {}
+            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
             written = events.event(f"response.{_PARTS[kind]}.done", **where, text=text, **more)
             item["content"] = [_part(kind, text)]
             written += events.event("response.content_part.done", **where, part=item["content"][0])
