@@ -43,8 +43,9 @@ COMMANDS = Door("mvllm.cli", "command")
 QUANTIZATION = Door("mvllm.quantization", "quantization method")
 TOOL_PARSERS = Door("mvllm.tool_parsers", "tool parser")
 REASONING_PARSERS = Door("mvllm.reasoning_parsers", "reasoning parser")
+HTTP = Door("mvllm.http", "HTTP plugin")
 
-ALL = (MODELS, QUANTIZATION, EXECUTORS, OP_PROVIDERS, STAT_LOGGERS, COMMANDS, TOOL_PARSERS, REASONING_PARSERS)
+ALL = (MODELS, QUANTIZATION, EXECUTORS, OP_PROVIDERS, STAT_LOGGERS, COMMANDS, TOOL_PARSERS, REASONING_PARSERS, HTTP)
 
 
 def allow_list() -> frozenset[str] | None:
