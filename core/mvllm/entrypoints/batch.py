@@ -185,7 +185,7 @@ class BatchRunner:
             finally:
                 call.close()
 
-    def _call(self, line: Line) -> Call:
+    def _call(self, line: Line) -> Call | EmbeddingCall:
         body = bytes(line.body)
         if line.url == "/v1/chat/completions":
             chat = self._chat.decode(body)
