@@ -66,6 +66,11 @@ class TwoStepCore:
     def check_health(self):
         raise RuntimeError("no pulse")
 
+    def sleep(self, level):
+        self.slept = level
+
+    wake_up = sleep
+
 
 @pytest.fixture
 def loop():
