@@ -164,6 +164,17 @@ def wait_idle(client: httpx.Client, seconds: float = 30) -> None:
     wait_until(idle, seconds, lambda: str(client.get("/load").json()))
 
 
+@contextlib.contextmanager
+def as_before(server: ServerProcess, client: httpx.Client) -> Iterator[None]:
+    """Whatever is done meanwhile, an ordinary request is answered afterwards, by the processes that were there before."""
+    before = server.pids()
+    yield
+    ask = {"model": "demo", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 4, "ignore_eos": True}
+    answer = client.post("/v1/completions", json=ask)
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4, answer.text
+    assert server.pids() == before
+
+
 def assert_idle(server: ServerProcess, share: float = 0.01) -> None:
     """All of its processes together take less than a share of one processor's time.
 

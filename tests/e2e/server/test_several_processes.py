@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -151,6 +152,13 @@ def test_asleep_at_one_is_asleep_at_both(both: list[httpx.Client]) -> None:
     assert both[1].post("/wake_up", headers=key).json() == {"is_sleeping": False}
     assert both[0].get("/health/ready").status_code == 200
     assert complete(both[0], "x")["choices"]
+
+
+def test_a_signal_to_the_group_reaches_the_started_process_alone(server: ServerProcess) -> None:
+    """As a terminal's Ctrl-C does: the others hear of it from their parent, in good order."""
+    children = server.pids() - {server.process.pid}
+    assert len(children) == 5 and all(os.getpgid(pid) == pid for pid in children)
+    assert os.getpgid(server.process.pid) == os.getpgid(0)
 
 
 def test_nobody_else_can_reach_more_than_the_port(server: ServerProcess) -> None:
