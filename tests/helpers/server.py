@@ -166,7 +166,7 @@ def wait_idle(client: httpx.Client, seconds: float = 30) -> None:
 
 @contextlib.contextmanager
 def as_before(server: ServerProcess, client: httpx.Client) -> Iterator[None]:
-    """Whatever is done meanwhile, an ordinary request is answered afterwards, by the processes that were there before."""
+    """Whatever is done meanwhile, an ordinary request is answered afterwards, by the processes that were there."""
     before = server.pids()
     yield
     ask = {"model": "demo", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 4, "ignore_eos": True}
