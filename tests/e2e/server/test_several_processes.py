@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.helpers.processes import assert_nothing_left, named, shared_memory_names, wait_until
-from tests.helpers.server import SMALL, ServerProcess, wait_idle
+from tests.helpers.server import SMALL, ServerProcess, assert_idle, wait_idle
 
 ADMIN = {"MVLLM_ADMIN_API_KEY": "boss"}
 TWO_AND_TWO = ("--data-parallel-size", "2", "--api-server-count", "2")
@@ -154,6 +154,13 @@ def test_asleep_at_one_is_asleep_at_both(both: list[httpx.Client]) -> None:
     assert complete(both[0], "x")["choices"]
 
 
+def test_a_signal_to_the_group_reaches_the_started_process_alone(server: ServerProcess) -> None:
+    """As a terminal's Ctrl-C does: the others hear of it from their parent, in good order."""
+    children = server.pids() - {server.process.pid}
+    assert len(children) == 5 and all(os.getpgid(pid) == pid for pid in children)
+    assert os.getpgid(server.process.pid) == os.getpgid(0)
+
+
 def test_nobody_else_can_reach_more_than_the_port(server: ServerProcess) -> None:
     """Of all sockets of all processes, one address listens on a network; the rest has no name in any folder."""
     listening, unix = set(), set()
@@ -172,27 +179,6 @@ def test_at_rest_it_uses_less_than_a_hundredth_of_a_processor(server: ServerProc
     for client in both:
         wait_idle(client)
     assert_idle(server)
-
-
-def assert_idle(server: ServerProcess, share: float = 0.01) -> None:
-    """All of its processes together take less than a share of one processor's time.
-
-    Read from the kernel's own account of each thread, in nanoseconds. The best of a few looks: a machine may have
-    something left to do for it after the last request.
-    """
-    measured = []
-    for _ in range(4):
-        before, begun = processor_seconds(server), time.monotonic()
-        time.sleep(2.0)
-        measured.append((processor_seconds(server) - before) / (time.monotonic() - begun))
-        if measured[-1] < share:
-            return
-    raise AssertionError(f"it used these shares of a processor: {measured}")
-
-
-def processor_seconds(server: ServerProcess) -> float:
-    paths = (path for pid in server.pids() for path in Path(f"/proc/{pid}/task").glob("*/schedstat"))
-    return sum(int(path.read_text().split()[0]) for path in paths) / 1e9
 
 
 def test_a_dead_coordinator_is_the_servers_end(server: ServerProcess, both: list[httpx.Client]) -> None:
