@@ -127,19 +127,29 @@ def test_a_conversation_goes_on_with_all_that_was_said(folder: str) -> None:
 
 def test_what_is_stored_is_given_back_until_it_is_deleted(folder: str) -> None:
     server = Server(folder, "Hello.")
-    made, shown, gone, missing, late = server.talk(
+    made, shown, again, gone, missing, late = server.talk(
         ("POST", PATH, {**ASK, "metadata": {"a": "b"}}),
         ("GET", f"{PATH}/{{id}}", None),
+        ("GET", f"{PATH}/{{id}}?stream=false", None),
         ("DELETE", f"{PATH}/{{id}}", None),
         ("GET", f"{PATH}/{{id}}", None),
         ("POST", PATH, {**ASK, "previous_response_id": "resp_0"}),
     )
-    assert shown.json() == made.json() and made.json()["store"] is True and made.json()["metadata"] == {"a": "b"}
+    assert (
+        shown.json() == again.json() == made.json()
+        and made.json()["store"] is True
+        and made.json()["metadata"] == {"a": "b"}
+    )
     assert gone.json() == {"id": made.json()["id"], "object": "response", "deleted": True}
     assert missing.status_code == 404 and missing.json()["error"]["code"] == "response_not_found"
     error = late.json()["error"]
     assert late.status_code == 400 and error["param"] == "previous_response_id"
     assert error["code"] == "previous_response_not_found"
+
+
+def test_a_response_that_was_given_is_not_streamed_again(folder: str) -> None:
+    _, answer = Server(folder, "Hello.").talk(("POST", PATH, ASK), ("GET", f"{PATH}/{{id}}?stream=true", None))
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "stream"
 
 
 def test_one_that_has_ended_cannot_be_cancelled(folder: str) -> None:
@@ -192,6 +202,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),
     ({"reasoning": {"effort": 5}}, "reasoning"),
+    ({"text": {"format": {"type": "text", "extra": json.loads('{"a":' * 200 + "1" + "}" * 200)}}}, "text"),
+    ({"tools": [{**TOOL, "parameters": json.loads('{"a":' * 200 + "1" + "}" * 200)}]}, "tools"),
 ]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest
 from mvllm.errors import RequestError
+from mvllm.messages.structured_outputs import MAX_NESTING
 
 RENAMED = {
     "messages": "input",
@@ -60,6 +61,9 @@ def chat_request(request: ResponsesRequest, messages: Sequence[Message]) -> Chat
     Raises:
         RequestError: A field is not acceptable.
     """
+    for name in ("tools", "text"):
+        if _nests_deeper(getattr(request, name), MAX_NESTING):  # it is a part of the answer, too
+            raise RequestError(f"{name} nests deeper than {MAX_NESTING} levels.", parameter=name)
     effort = (request.reasoning or {}).get("effort")
     if not isinstance(effort, str | None):
         raise RequestError("reasoning.effort must be a text.", parameter="reasoning")
@@ -128,6 +132,16 @@ def as_messages(items: Iterable[Mapping[str, Any]]) -> list[Message]:
             turn["reasoning"] = "\n".join(thoughts)
         thoughts = []
     return messages
+
+
+def _nests_deeper(value: object, levels: int) -> bool:
+    level = [value]
+    for _ in range(levels):
+        parents = [parent for parent in level if isinstance(parent, dict | list)]
+        level = [item for p in parents for item in (p.values() if isinstance(p, dict) else p)]
+        if not level:
+            return False
+    return True
 
 
 def _message(where: str, item: Mapping[str, Any]) -> Message:

@@ -161,8 +161,10 @@ class Routes:
 
         return await self._generate(request, ResponsesRequest, call)
 
-    async def show_response(self, response_id: str) -> Response:
+    async def show_response(self, response_id: str, stream: bool = False) -> Response:
         """A response that was given, or is being written."""
+        if stream:
+            raise RequestError("stream is not possible here: ask for the response again later.", parameter="stream")
         return Response(self._responses.body(response_id), media_type="application/json")
 
     async def delete_response(self, response_id: str) -> Response:
