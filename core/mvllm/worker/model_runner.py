@@ -14,6 +14,7 @@ samples, and `Pipeline` tells the others.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -214,6 +215,7 @@ class ModelRunner:
         self._has_model = False
         if hasattr(self, "model"):
             del self.model
+            gc.collect()  # modules and what compiles or replays them refer to each other
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
