@@ -14,13 +14,12 @@ import asyncio
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Protocol
 
 import msgspec
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.openai.bodies import BodyDecoder
-from mvllm.entrypoints.openai.call import Call
 from mvllm.entrypoints.openai.chat import ChatCall, ChatPrompts
 from mvllm.entrypoints.openai.completions import CompletionCall
 from mvllm.entrypoints.openai.embeddings import EmbeddingCall
@@ -79,6 +78,19 @@ class Tally:
 
     total: int = 0
     failed: int = 0
+
+
+class Call(Protocol):
+    """A request that is being answered."""
+
+    async def start(self) -> None:
+        """Hands it to the engine."""
+
+    async def answer(self) -> bytes:
+        """The answer's body."""
+
+    def close(self) -> None:
+        """Ends it there."""
 
 
 class BatchRunner:

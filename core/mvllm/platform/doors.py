@@ -119,11 +119,11 @@ def load(door: Door, source: PluginSource) -> Any:
         ) from e
 
 
-def load_by_name(door: Door, name: str) -> tuple[PluginSource, Any]:
-    """What is offered under a name, and by whom.
+def require(door: Door, name: str) -> PluginSource:
+    """Who offers `name`. Imports nothing.
 
     Raises:
-        ConfigError: Nobody offers it, it is not let in, or it cannot be imported.
+        ConfigError: Nobody does, or nobody who is let in.
     """
     source = find(door, name)
     if source is None:
@@ -131,4 +131,14 @@ def load_by_name(door: Door, name: str) -> tuple[PluginSource, Any]:
             f"No installed package offers a {door.noun} {name!r} (entry points of {door.group}). "
             f"There are: {', '.join(offered(door)) or 'none'}."
         )
+    return source
+
+
+def load_by_name(door: Door, name: str) -> tuple[PluginSource, Any]:
+    """What is offered under a name, and by whom.
+
+    Raises:
+        ConfigError: Nobody offers it, it is not let in, or it cannot be imported.
+    """
+    source = require(door, name)
     return source, load(door, source)

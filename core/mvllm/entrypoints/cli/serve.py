@@ -17,6 +17,7 @@ from mvllm.entrypoints.openai.keys import read_keys
 from mvllm.entrypoints.openai.settings import DEFAULT_PORT, ServerSettings
 from mvllm.entrypoints.parsers.registry import reasoning_parser_names, tool_parser_names
 from mvllm.errors import ConfigError
+from mvllm.platform import doors
 
 KEY_VARIABLE = "MVLLM_API_KEY"
 ADMIN_KEY_VARIABLE = "MVLLM_ADMIN_API_KEY"
@@ -237,6 +238,8 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         raise ConfigError(f"--max-body-bytes is {args.max_body_bytes}; it must be at least 1.")
     if args.max_stored_responses < 0:
         raise ConfigError(f"--max-stored-responses is {args.max_stored_responses}; it must be at least 0.")
+    for name in args.http_plugins:
+        doors.require(doors.HTTP, name)  # before any process is started
     user = _keys(args.api_key, args.api_key_file, KEY_VARIABLE)
     admin = _keys(args.admin_api_key, args.admin_api_key_file, ADMIN_KEY_VARIABLE)
     if set(user) & set(admin):

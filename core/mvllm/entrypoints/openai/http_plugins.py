@@ -214,7 +214,7 @@ def load_http_plugins(
 
 
 def _load(name: str, make_handle: Callable[[str], HTTPServerHandle], make_app: Callable[[], FastAPI]) -> LoadedPlugin:
-    source = _source(name)
+    source = doors.require(doors.HTTP, name)
     try:
         make_router = doors.load(doors.HTTP, source)
         router = make_router(make_handle(name))
@@ -229,16 +229,6 @@ def _load(name: str, make_handle: Callable[[str], HTTPServerHandle], make_app: C
         logger.error("The HTTP plugin %s of %s could not be loaded; its routes answer 503.", name, source, exc_info=e)
         return LoadedPlugin(name, source, None, error)
     return LoadedPlugin(name, source, app)
-
-
-def _source(name: str) -> PluginSource:
-    source = doors.find(doors.HTTP, name)
-    if source is None:
-        raise ConfigError(
-            f"No installed package offers an HTTP plugin {name!r} (entry points of {doors.HTTP.group}). "
-            f"There are: {', '.join(doors.offered(doors.HTTP)) or 'none'}."
-        )
-    return source
 
 
 class _Guarded:
