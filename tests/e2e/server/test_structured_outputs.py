@@ -14,7 +14,7 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel, Field
 
-from tests.helpers.server import ServerProcess, wait_idle
+from tests.helpers.server import ServerProcess, as_before, wait_idle
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 STORY = {"model": "demo", "prompt": "Once upon a time", "temperature": 1.0, "seed": 3, "max_tokens": 80}
@@ -45,6 +45,12 @@ class City(BaseModel):
     kind: Literal["town", "village"]
     is_big: bool
     trams: int = Field(ge=0, le=9)
+
+
+@pytest.fixture(autouse=True)
+def works_as_before(server: ServerProcess, client: httpx.Client) -> Iterator[None]:
+    with as_before(server, client):
+        yield
 
 
 @pytest.fixture(scope="module")

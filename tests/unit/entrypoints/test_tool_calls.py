@@ -37,11 +37,15 @@ class ScriptedCore:
     """An engine core that writes one text, token by token."""
 
     platform_summary, cache_summary, stats = "script", None, SchedulerStats()
+    num_elsewhere = 0
     heartbeat_age, failure, core_pids = 0.0, None, ()
 
     def __init__(self, config: Any, text: str, reason: FinishReason) -> None:
         self.config, self.text, self.reason = config, text, reason
         self.prompts: list[str] = []
+
+    def on_sleep(self, callback: Any) -> None:
+        pass
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_outputs: Any, on_death: Any) -> None:
         self.loop, self.on_outputs = loop, on_outputs

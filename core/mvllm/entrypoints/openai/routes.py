@@ -241,7 +241,7 @@ class Routes:
 
     async def load(self) -> Response:
         """How busy the server is, now."""
-        return _json({"server_load": self._state.num_in_flight, "phase": self._state.phase.value, **self._figures()})
+        return _json({"server_load": self._state.total_in_flight, "phase": self._state.phase.value, **self._figures()})
 
     async def show_metrics(self) -> Response:
         """Everything counted since the start."""
