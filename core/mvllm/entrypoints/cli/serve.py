@@ -17,6 +17,7 @@ from mvllm.entrypoints.openai.keys import read_keys
 from mvllm.entrypoints.openai.settings import DEFAULT_PORT, ServerSettings
 from mvllm.entrypoints.parsers.registry import reasoning_parser_names, tool_parser_names
 from mvllm.errors import ConfigError
+from mvllm.platform import doors
 
 KEY_VARIABLE = "MVLLM_API_KEY"
 ADMIN_KEY_VARIABLE = "MVLLM_ADMIN_API_KEY"
@@ -70,6 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Offer /docs, /openapi.json and the page at /.",
     )
     where.add_argument(
+        "--http-plugins",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="Add routes of installed packages, each under /plugins/NAME.",
+    )
+    where.add_argument(
         "--metrics-alias-prefix",
         metavar="PREFIX",
         help="Show every metric of the engine under this prefix, too, for dashboards made for another engine.",
@@ -100,6 +108,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"Longest body of a request. Default: {defaults.max_body_bytes}.",
     )
     _add_seconds(limits, "send-timeout", "that a client may leave a stream unread before its request is dropped")
+
+    limits.add_argument(
+        "--max-stored-responses",
+        type=int,
+        default=defaults.max_stored_responses,
+        metavar="N",
+        help="Responses of /v1/responses that are kept, in memory, to be asked for and gone on with; 0 keeps none. "
+        f"Default: {defaults.max_stored_responses}.",
+    )
 
     chat = parser.add_argument_group("chat")
     chat.add_argument("--chat-template", metavar="TEXT", help="A Jinja template, or a file that holds one.")
@@ -219,6 +236,10 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         raise ConfigError(f"--api-server-count is {args.api_server_count}; it must be from 1 to {MOST_API_SERVERS}.")
     if args.max_body_bytes < 1:
         raise ConfigError(f"--max-body-bytes is {args.max_body_bytes}; it must be at least 1.")
+    if args.max_stored_responses < 0:
+        raise ConfigError(f"--max-stored-responses is {args.max_stored_responses}; it must be at least 0.")
+    for name in args.http_plugins:
+        doors.require(doors.HTTP, name)  # before any process is started
     user = _keys(args.api_key, args.api_key_file, KEY_VARIABLE)
     admin = _keys(args.admin_api_key, args.admin_api_key_file, ADMIN_KEY_VARIABLE)
     if set(user) & set(admin):
@@ -241,6 +262,8 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         heartbeat_timeout=args.heartbeat_timeout,
         shutdown_timeout=args.shutdown_timeout,
         access_log=args.access_log,
+        max_stored_responses=args.max_stored_responses,
+        http_plugins=tuple(args.http_plugins),
         docs=args.docs,
         metrics_prefixes=prefixes,
     )
