@@ -243,8 +243,8 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         raise ConfigError(f"--max-stored-responses is {stored}; it must be at least 0.")
     if stored and args.api_server_count > 1:
         raise ConfigError(
-            f"--max-stored-responses is {stored} with --api-server-count {args.api_server_count}; each API server would "
-            "know only its own responses. Leave one of them out."
+            f"--max-stored-responses is {stored} with --api-server-count {args.api_server_count}; each API server "
+            "would know only its own responses. Leave one of them out."
         )
     for name in args.http_plugins:
         doors.require(doors.HTTP, name)  # before any process is started
