@@ -112,10 +112,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits.add_argument(
         "--max-stored-responses",
         type=int,
-        default=defaults.max_stored_responses,
+        default=None,
         metavar="N",
         help="Responses of /v1/responses that are kept, in memory, to be asked for and gone on with; 0 keeps none. "
-        f"Default: {defaults.max_stored_responses}.",
+        f"Default: {defaults.max_stored_responses}; 0 with several API servers, which do not share their memory.",
     )
 
     chat = parser.add_argument_group("chat")
@@ -236,8 +236,16 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         raise ConfigError(f"--api-server-count is {args.api_server_count}; it must be from 1 to {MOST_API_SERVERS}.")
     if args.max_body_bytes < 1:
         raise ConfigError(f"--max-body-bytes is {args.max_body_bytes}; it must be at least 1.")
-    if args.max_stored_responses < 0:
-        raise ConfigError(f"--max-stored-responses is {args.max_stored_responses}; it must be at least 0.")
+    stored = args.max_stored_responses
+    if stored is None:
+        stored = ServerSettings.max_stored_responses if args.api_server_count == 1 else 0
+    if stored < 0:
+        raise ConfigError(f"--max-stored-responses is {stored}; it must be at least 0.")
+    if stored and args.api_server_count > 1:
+        raise ConfigError(
+            f"--max-stored-responses is {stored} with --api-server-count {args.api_server_count}; each API server "
+            "would know only its own responses. Leave one of them out."
+        )
     for name in args.http_plugins:
         doors.require(doors.HTTP, name)  # before any process is started
     user = _keys(args.api_key, args.api_key_file, KEY_VARIABLE)
@@ -262,7 +270,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         heartbeat_timeout=args.heartbeat_timeout,
         shutdown_timeout=args.shutdown_timeout,
         access_log=args.access_log,
-        max_stored_responses=args.max_stored_responses,
+        max_stored_responses=stored,
         http_plugins=tuple(args.http_plugins),
         docs=args.docs,
         metrics_prefixes=prefixes,
