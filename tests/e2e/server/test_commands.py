@@ -82,7 +82,7 @@ def test_a_file_of_requests_has_the_answers_of_the_server(client, tmp_path):
             continue
         if answer["custom_id"] == "vectors":
             for found, wanted in zip(response["body"]["data"], same.json()["data"], strict=True):
-                assert found["embedding"] == pytest.approx(wanted["embedding"], abs=1e-5)
+                assert found["embedding"] == pytest.approx(wanted["embedding"], abs=0.05)  # in bfloat16
             assert response["body"]["usage"] == same.json()["usage"]
             continue
         choices, wanted = response["body"]["choices"], same.json()["choices"]

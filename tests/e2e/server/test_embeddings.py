@@ -32,7 +32,10 @@ def llm() -> Iterator[LLM]:
 
 
 def assert_close(found: list[list[float]], expected: list[list[float]]) -> None:
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    """The demo model computes in bfloat16, whose last digits depend on who shares a step; tests/engine does in float32."""
+    for one, other in zip(np.array(found), np.array(expected), strict=True):
+        assert one @ other > 0.999 * np.linalg.norm(one) * np.linalg.norm(other)
+        assert abs(np.linalg.norm(one) / np.linalg.norm(other) - 1) < 0.05
 
 
 def test_texts_and_token_ids_have_the_vectors_of_llm(sdk: OpenAI, llm: LLM) -> None:
