@@ -32,7 +32,7 @@ def llm() -> Iterator[LLM]:
 
 
 def assert_close(found: list[list[float]], expected: list[list[float]]) -> None:
-    """The demo model computes in bfloat16: last digits depend on who shares a step. tests/engine compares in float32."""
+    """In bfloat16, as the demo model computes, last digits depend on who shares a step; tests/engine has float32."""
     for one, other in zip(np.array(found), np.array(expected), strict=True):
         assert one @ other > 0.999 * np.linalg.norm(one) * np.linalg.norm(other)
         assert abs(np.linalg.norm(one) / np.linalg.norm(other) - 1) < 0.05
