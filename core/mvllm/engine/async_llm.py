@@ -33,6 +33,7 @@ from mvllm.engine.parallel_sampling import CoreIds, fan_out
 from mvllm.engine.request_stream import RequestStream
 from mvllm.engine.stats_line import StatsLine
 from mvllm.engine.tokenizer import Tokenizer
+from mvllm.engine.tracing import Tracer
 from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, QueueFullError, RequestError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
@@ -59,6 +60,7 @@ class AsyncLLM:
         config: What to run. The platform may settle it otherwise; `config` afterwards tells.
         log_stats: Write a line about the engine's state every ten seconds while it is busy.
         client: The engine core to use; by default one is started.
+        tracer: Writes spans of requests; the caller's to close.
 
     Attributes:
         config: The configuration the engine runs with.
@@ -69,7 +71,14 @@ class AsyncLLM:
         PlatformError, ConfigError, ModelError: The engine cannot be started as asked. Nothing stays behind.
     """
 
-    def __init__(self, config: EngineConfig, *, log_stats: bool = True, client: AsyncClient | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        log_stats: bool = True,
+        client: AsyncClient | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
         front_end: FrontEnd[AsyncClient] = FrontEnd(config, make_async_client, client)
         self._phases = front_end.phases
         self._tokenizer = front_end.tokenizer
@@ -91,13 +100,14 @@ class AsyncLLM:
         self._is_sleeping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._tracer = tracer
         self._stats_line = StatsLine(lambda: self.load, lambda: self.stats) if log_stats else None
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs, *, log_stats: bool = True) -> AsyncLLM:
+    def from_engine_args(cls, args: EngineArgs, *, log_stats: bool = True, tracer: Tracer | None = None) -> AsyncLLM:
         """An engine for what a user asked. Loads the model, so it takes its time: call it before the loop runs, or in a
         thread (`asyncio.to_thread`)."""
-        return cls(args.create_engine_config(), log_stats=log_stats)
+        return cls(args.create_engine_config(), log_stats=log_stats, tracer=tracer)
 
     # --- requests
 
@@ -448,6 +458,8 @@ class AsyncLLM:
         self._by_id.setdefault(state.request_id, []).append(state)
         self._num_sequences += len(children)
         self._num_prompt_tokens += state.num_prompt_tokens
+        if self._tracer is not None:
+            self._tracer.begin(state)
         self._client.add_requests(children)
         if self._stats_line is not None:
             self._stats_line.wake()
@@ -502,7 +514,7 @@ class AsyncLLM:
         self.metrics.finish(state)
         self._forget(state)
 
-    def _forget(self, state: RequestState) -> None:
+    def _forget(self, state: RequestState, error: EngineDeadError | None = None) -> None:
         del self._streams[state]
         same_id = self._by_id[state.request_id]
         same_id.remove(state)
@@ -510,6 +522,8 @@ class AsyncLLM:
             del self._by_id[state.request_id]
         self._num_sequences -= len(state.sequences)
         self._num_prompt_tokens -= state.num_prompt_tokens
+        if self._tracer is not None:
+            self._tracer.end(state, error)
 
     def _die(self, error: EngineDeadError) -> None:
         if self._dead is None and not self._is_closed:
@@ -520,7 +534,7 @@ class AsyncLLM:
     def _fail_all(self, error: EngineDeadError) -> None:
         for state, stream in list(self._streams.items()):
             self._output_processor.abort_requests([state.key])
-            self._forget(state)
+            self._forget(state, error)
             stream.fail(error)
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:

@@ -27,6 +27,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.prometheus import EngineCollector
+from mvllm.engine.tracing import Tracer
 from mvllm.entrypoints.openai.app import build_app
 from mvllm.entrypoints.openai.chat import ChatPrompts
 from mvllm.entrypoints.openai.http_metrics import HTTPMetrics
@@ -111,7 +112,9 @@ class _Server:
         self._registry = registry
         names = settings.served_model_names or (self._args.model,)
         self._models = ServedModels(names, self._args.model)
-        app = build_app(state, self._models, HTTPMetrics(registry), settings)
+        endpoint = settings.otlp_traces_endpoint
+        self._tracer = Tracer(endpoint, self._models.name) if endpoint is not None else None
+        app = build_app(state, self._models, HTTPMetrics(registry), settings, self._tracer)
         config: dict[str, Any] = {"app": app, "timeout_graceful_shutdown": 2, **protocol_settings()}
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # anybody can send what is no HTTP
         self._http = _HTTP(uvicorn.Config(**config))
@@ -136,6 +139,8 @@ class _Server:
             await asyncio.wait([serving], timeout=_LAST_ANSWERS_SECONDS)
             if engine is not None:
                 engine.shutdown()
+            if self._tracer is not None:
+                self._tracer.close()
         return status
 
     # --- its start
@@ -148,7 +153,7 @@ class _Server:
         def load() -> None:
             outcome: AsyncLLM | BaseException
             try:
-                outcome = AsyncLLM.from_engine_args(self._args)
+                outcome = AsyncLLM.from_engine_args(self._args, tracer=self._tracer)
             except BaseException as e:  # noqa: BLE001  (raised where it is waited for)
                 outcome = e
             with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever wanted this

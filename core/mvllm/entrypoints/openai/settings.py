@@ -29,6 +29,7 @@ class ServerSettings:
         shutdown_timeout: Seconds that requests under way get after SIGTERM.
         access_log: Whether each answer gets a line in the log.
         metrics_prefixes: What names of metrics begin with; with several, each is shown under all.
+        otlp_traces_endpoint: URL of the collector that gets spans of requests; None for none.
         docs: Whether there are `/docs`, `/openapi.json` and the page at `/`.
     """
 
@@ -50,4 +51,5 @@ class ServerSettings:
     shutdown_timeout: float = 30.0
     access_log: bool = True
     metrics_prefixes: tuple[str, ...] = ("mvllm:",)
+    otlp_traces_endpoint: str | None = None
     docs: bool = True
