@@ -103,7 +103,7 @@ class Tracer:
 
     def _write(self, request: RequestState, parent: Context, *, is_broken: bool) -> None:
         otel, times = self._otel, request.metrics
-        to_wall_clock = time.time_ns() - time.monotonic_ns()
+        to_wall_clock = _monotonic_to_wall()
 
         def wall(seconds: float) -> int:
             return round(seconds * 1e9) + to_wall_clock
@@ -185,6 +185,16 @@ def _facts(request: RequestState, ended: float) -> dict[str, Any]:
             facts["gen_ai.latency.time_in_model_decode"] = last - first
             facts["gen_ai.latency.time_in_model_inference"] = last - scheduled
     return {name: value for name, value in facts.items() if value is not None}
+
+
+def _monotonic_to_wall() -> int:
+    """Nanoseconds from the monotonic clock, in which the engine counts, to the one that spans are told in.
+
+    One is read between two readings of the other, thrice: whoever is interrupted between them is so once.
+    """
+    readings = ((time.monotonic_ns(), time.time_ns(), time.monotonic_ns()) for _ in range(3))
+    before, wall, after = min(readings, key=lambda reading: reading[2] - reading[0])
+    return wall - (before + after) // 2
 
 
 class _OpenTelemetry:

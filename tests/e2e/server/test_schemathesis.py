@@ -50,3 +50,18 @@ def test_no_operation_fails(server: ServerProcess, tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 def test_no_operation_fails_in_any_phase(server: ServerProcess, tmp_path: Path) -> None:
     print(examine(server, tmp_path, 300))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_no_operation_of_administrators_fails(tmp_path: Path) -> None:
+    """A server of its own, since they put it to sleep, in which state it takes no requests (503)."""
+    with ServerProcess(tmp_path, "demo", "--port", "0", *SMALL, MVLLM_ADMIN_API_KEY=ADMIN) as server:
+        server.wait_ready()
+        pids = server.pids()
+        key = ("--header", f"Authorization: Bearer {ADMIN}")
+        print(examine(server, tmp_path, 100, *key, "--include-tag", "admin"))
+        with server.client(headers={"Authorization": f"Bearer {ADMIN}"}) as client:
+            assert client.post("/wake_up").status_code == 200
+            assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+        assert server.pids() == pids

@@ -109,7 +109,7 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="module")
 def server(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     options = ("--port", "0", "--api-key", "k", "--otlp-traces-endpoint", collector.url)
-    often = {"OTEL_BSP_SCHEDULE_DELAY": "100", "OTEL_SERVICE_NAME": "stories"}
+    often = {"OTEL_BSP_SCHEDULE_DELAY": "100", "OTEL_SERVICE_NAME": "stories", "NO_PROXY": "127.0.0.1"}
     with ServerProcess(tmp_path_factory.mktemp("traced"), "demo", *options, *SMALL, **often) as server:
         yield server.wait_ready()
 
