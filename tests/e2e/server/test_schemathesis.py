@@ -1,4 +1,4 @@
-"""Schemathesis, over the whole description of the API and without exclusions, finds no answer that is the server's fault.
+"""Schemathesis, over the whole description of the API and without exclusions, finds no fault of the server's.
 
 It is started as its users start it: it makes requests that the description permits, ones that it does not, every bound
 of every field, and sequences of them.
