@@ -23,6 +23,7 @@ from tests.helpers.processes import (
     assert_nothing_left,
     named,
     new_tag,
+    reads_input,
     shared_memory_names,
     sleeps,
     tagged,
@@ -109,6 +110,8 @@ class FrontEnd:
             return
         if phase != "loading":
             self.expect("idle")
+            # A signal just before Python enters the read is seen only after the next line has come.
+            wait_until(lambda: reads_input(self.pid), 60, "it waits for its next line")
         if phase == "mid-request":
             self.go()
             self.expect("running")

@@ -83,7 +83,9 @@ def test_a_worker_that_fails_to_start_gives_the_caller_its_own_error(
     assert "faults.py" in str(caught.value.__cause__)
 
 
-@pytest.mark.parametrize(("rank", "core"), [(0, HERE), (1, HERE), (1, OWN_PROCESS)])
+@pytest.mark.parametrize(
+    ("rank", "core"), [pytest.param(0, HERE, marks=pytest.mark.exhaustive), (1, HERE), (1, OWN_PROCESS)]
+)
 def test_a_worker_that_raises_in_a_step_ends_the_engine_with_its_error(
     make: MakeLLM, rank: int, core: Settings
 ) -> None:
@@ -108,7 +110,9 @@ def test_a_worker_that_exits_in_a_step_is_named_though_its_peer_fails_too(make: 
     assert (cause.rank, cause.exit_code, cause.activity) == (1, 7, "execute_model of step 3")
 
 
-@pytest.mark.parametrize(("kind", "core"), [("hang", HERE), ("spin", HERE), ("hang", OWN_PROCESS)])
+@pytest.mark.parametrize(
+    ("kind", "core"), [("hang", HERE), pytest.param("spin", HERE, marks=pytest.mark.exhaustive), ("hang", OWN_PROCESS)]
+)
 def test_a_step_that_hangs_ends_with_the_rank_and_its_stack(make: MakeLLM, kind: str, core: Settings) -> None:
     llm = make(f"{kind}@execute:rank=1,step=3", step_timeout=3, **core)
     with pytest.raises(EngineDeadError) as caught:
@@ -160,7 +164,7 @@ def test_a_step_of_nan_ends_its_requests_and_not_the_engine(make: MakeLLM, core:
 WANTED = {"max_num_seqs": 2048, "max_model_len": 256, "memory_utilization": 0.9, "kv_cache_memory_bytes": None}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_the_rank_with_the_least_memory_decides_how_many_blocks_all_have(make: MakeLLM, rank: int) -> None:
     poor = make(f"poor@memory:rank={rank},free={200 << 20}", **WANTED).llm_engine.cache_summary
     as_many_as_could_be_used = 2048 * 256 // poor.block_size

@@ -21,6 +21,7 @@ from tests.helpers.processes import (
     assert_nothing_left,
     named,
     new_tag,
+    reads_input,
     shared_memory_names,
     sleeps,
     tagged,
@@ -63,6 +64,8 @@ class Engine:
         """Returns when the engine is in the middle of `phase`."""
         if phase in ("idle", "mid-request"):
             self.expect("idle")
+            # A signal just before Python enters the read is seen only after the next line has come.
+            wait_until(lambda: reads_input(self.process.pid), 30, "it waits for its next line")
         else:
             wait_until(self._hangs, 30, f"workers hang in {phase}")
         if phase == "mid-request":

@@ -29,6 +29,8 @@ EXECUTORS = {
     "mp-pp2": {"distributed_executor_backend": "mp", "pipeline_parallel_size": 2},  # tokens go by way of the host
 }
 
+IN_BOTH = pytest.mark.parametrize("executor", ["uni", pytest.param("mp-tp2", marks=pytest.mark.exhaustive)])
+
 MakeLLM = Callable[..., LLM]
 
 
@@ -97,7 +99,7 @@ def test_a_step_is_launched_before_the_tokens_of_the_last_are_waited_for(
     assert generate(make(async_scheduling=False), params) == tokens
 
 
-@pytest.mark.parametrize("executor", ["uni", "mp-tp2"])
+@IN_BOTH
 def test_only_a_batch_with_penalties_waits_and_does_so_while_the_device_computes(
     make: MakeLLM, log: Path, executor: str
 ) -> None:
@@ -118,7 +120,7 @@ def test_only_a_batch_with_penalties_waits_and_does_so_while_the_device_computes
     ("executor", "settings"),
     [
         pytest.param("uni", {"max_num_batched_tokens": 17}, marks=pytest.mark.exhaustive),
-        ("uni", {"max_num_seqs": 1, "max_num_batched_tokens": 16}),
+        pytest.param("uni", {"max_num_seqs": 1, "max_num_batched_tokens": 16}, marks=pytest.mark.exhaustive),
         pytest.param("uni", {**TIGHT, "enable_chunked_prefill": False}, marks=pytest.mark.exhaustive),
         ("uni", {"max_num_batched_tokens": 33, "scheduling_policy": "priority", **TIGHT}),
         ("mp-tp2", {"max_num_batched_tokens": 33, **TIGHT}),
@@ -138,7 +140,7 @@ def test_every_token_is_the_same(make: MakeLLM, executor: str, settings: dict[st
     assert stats.prefix_cache_hits > 0
 
 
-@pytest.mark.parametrize("executor", ["uni", "mp-tp2"])
+@IN_BOTH
 def test_tokens_and_log_probabilities_are_those_of_transformers(make: MakeLLM, executor: str) -> None:
     expected = parity.oracle("llama-gqa")
     llm = make(executor, model=expected.folder, max_num_seqs=8, max_num_batched_tokens=32)
@@ -148,7 +150,7 @@ def test_tokens_and_log_probabilities_are_those_of_transformers(make: MakeLLM, e
     parity.check_prompt_logprobs(expected, again)
 
 
-@pytest.mark.parametrize("executor", ["uni", "mp-tp2"])
+@IN_BOTH
 def test_a_row_is_anothers_while_its_last_token_is_still_on_the_device(make: MakeLLM, executor: str) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     penalized = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, presence_penalty=2.0)
@@ -166,7 +168,7 @@ def test_a_row_is_anothers_while_its_last_token_is_still_on_the_device(make: Mak
     assert engine.stats is not None and engine.stats.kv_cache_usage == 0
 
 
-@pytest.mark.parametrize("executor", ["uni", "mp-tp2"])
+@IN_BOTH
 def test_a_request_with_nan_logits_ends_with_an_error_and_the_engine_goes_on(make: MakeLLM, executor: str) -> None:
     llm = make(executor, "nan@execute:rank=-1,step=3")
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

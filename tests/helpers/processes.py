@@ -45,11 +45,20 @@ def named(tag: str, name: str) -> list[psutil.Process]:
 
 def sleeps(pid: int) -> bool:
     """Whether its main thread sleeps for a time, as Python's own sleep does."""
+    return _system_call(pid)[0] in ("35", "230", "115", "101")  # nanosleep and clock_nanosleep, on x86-64 and arm64
+
+
+def reads_input(pid: int) -> bool:
+    """Whether its main thread waits for its standard input."""
+    return _system_call(pid)[:2] in (["0", "0x0"], ["63", "0x0"])  # read, on x86-64 and arm64
+
+
+def _system_call(pid: int) -> list[str]:
+    """Number and arguments; something else while it computes, or where it is gone."""
     try:
-        number = Path(f"/proc/{pid}/syscall").read_text().split()[0]
+        return Path(f"/proc/{pid}/syscall").read_text().split()
     except OSError:
-        return False
-    return number in ("35", "230", "115", "101")  # nanosleep and clock_nanosleep, on x86-64 and arm64
+        return ["gone"]
 
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str | Callable[[], str]) -> None:

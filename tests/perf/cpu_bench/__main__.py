@@ -18,21 +18,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.perf.cpu_bench.engines import PRECISIONS, Engine, installed_peers, our_engines, with_settings
 from tests.perf.cpu_bench.limits import ModelSize
 from tests.perf.cpu_bench.machine import Probe, describe, wait_until_idle
-from tests.perf.cpu_bench.mixed import MixedLoad, Server, arrivals_of, drive, summary
+from tests.perf.cpu_bench.mixed import Answer, MixedLoad, Server, arrivals_of, drive, summary
 from tests.perf.cpu_bench.models import hf_model, model_for
 from tests.perf.cpu_bench.session import Session
 from tests.perf.cpu_bench.table import Record, render
-from tests.perf.cpu_bench.workloads import MIXED, WARM_UP, WORKLOADS
+from tests.perf.cpu_bench.workloads import MIXED, WARM_UP, WORKLOADS, in_turn
 
 
 def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -123,47 +124,69 @@ def main(argv: Sequence[str] | None = None) -> None:
             group = [engine for engine in engines if engine.precision == precision]
             session.run(group, [WORKLOADS[name] for name in args.workload if name in WORKLOADS], args.runs)
             if MIXED in args.workload:
-                for engine in group:
-                    mixed(engine, args, probe, session.size, logs, keep)
+                mixed(group, args, probe, session.size, logs, keep)
     print(f"\n{render(records, session.size)}\n\nruns: {out}")
 
 
-def mixed(engine: Engine, args: argparse.Namespace, probe: Probe, size: ModelSize, logs: Path, keep) -> None:
-    """The mixed load on one engine: its server is started, driven `--runs` times, and ended."""
+def mixed(
+    engines: Sequence[Engine],
+    args: argparse.Namespace,
+    probe: Probe,
+    size: ModelSize,
+    logs: Path,
+    keep: Callable[[Record], None],
+) -> None:
+    """The mixed load: the engines' servers stay up side by side and are driven in turn, `--runs` times each."""
 
-    def not_run(note: str) -> None:
+    def not_run(engine: Engine, note: str) -> None:
         keep(Record(MIXED, engine.precision, engine.name, engine.ours, note=note))
 
-    if engine.server is None:
-        not_run("no server yet" if engine.ours else "no server among its packages")
-        return
-    model, load = model_for(engine, args.models, args.model), MixedLoad()
-    log = logs / f"{engine.name}-{engine.precision}-server.log".replace(" ", "-")
-    try:
-        with Server(engine, model, threads=args.threads, log=log) as server:
-            few = arrivals_of(MixedLoad(requests=4), WARM_UP, size.vocab, args.seed)
-            asyncio.run(drive(server.url, few))
-            for run in range(args.runs):
-                idle, before = wait_until_idle(args.idle_limit), probe.rates()
-                seconds, answers = asyncio.run(drive(server.url, arrivals_of(load, run, size.vocab, args.seed)))
-                keep(
-                    Record(
-                        MIXED,
-                        engine.precision,
-                        engine.name,
-                        engine.ours,
-                        run=run,
-                        seconds=seconds,
-                        before=before,
-                        after=probe.rates(),
-                        weights=engine.weights,
-                        idle=idle,
-                        more=summary(answers),
-                    )
+    def driven(server: Server, load: MixedLoad, run: int) -> tuple[float, list[Answer]]:
+        return asyncio.run(drive(server.url, arrivals_of(load, run, size.vocab, args.seed)))
+
+    with contextlib.ExitStack() as stack:
+        alive: dict[str, Server] = {}
+        for engine in engines:
+            if engine.server is None:
+                not_run(engine, "measured as mvllm" if engine.ours else "no server among its packages")
+                continue
+            model = model_for(engine, args.models, args.model)
+            log = logs / f"{engine.name}-{engine.precision}-server.log".replace(" ", "-")
+            try:
+                server = stack.enter_context(Server(engine, model, threads=args.threads, log=log))
+                driven(server, MixedLoad(requests=8), WARM_UP)
+            except (RuntimeError, OSError, TimeoutError) as e:
+                print(e, flush=True)
+                not_run(engine, str(e).splitlines()[0])
+                continue
+            alive[engine.name] = server
+        for run, name in in_turn(list(alive), args.runs):
+            if name not in alive:
+                continue
+            engine = alive[name].engine
+            idle, before = wait_until_idle(args.idle_limit), probe.rates()
+            try:
+                seconds, answers = driven(alive[name], MixedLoad(), run)
+            except (RuntimeError, OSError, TimeoutError) as e:
+                print(e, flush=True)
+                not_run(engine, str(e).splitlines()[0])
+                del alive[name]
+                continue
+            keep(
+                Record(
+                    MIXED,
+                    engine.precision,
+                    engine.name,
+                    engine.ours,
+                    run=run,
+                    seconds=seconds,
+                    before=before,
+                    after=probe.rates(),
+                    weights=engine.weights,
+                    idle=idle,
+                    more=summary(answers),
                 )
-    except (RuntimeError, OSError, TimeoutError) as e:
-        print(e, flush=True)
-        not_run(str(e).splitlines()[0])
+            )
 
 
 def _words(text: str) -> list[str]:

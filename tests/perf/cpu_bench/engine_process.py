@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.perf.cpu_bench.engines import Engine
+from tests.perf.cpu_bench.engines import KV_CACHE_BYTES, Engine
 
 START_LIMIT = 600.0
 RUN_LIMIT = 300.0
-KV_BYTES = 2**30
 
 
 class EngineFailed(Exception):
@@ -58,7 +57,7 @@ class EngineProcess:
         command = [
             *(str(part) for part in (engine.python, engine.runner)),
             *("--model", str(model), "--precision", engine.precision, "--threads", str(threads)),
-            *("--kv-bytes", str(KV_BYTES), "--max-len", str(max_len), "--answers", str(writer)),
+            *("--kv-bytes", str(KV_CACHE_BYTES), "--max-len", str(max_len), "--answers", str(writer)),
             *(f"--option={option}" for option in engine.options),
         ]
         with log.open("w") as output:

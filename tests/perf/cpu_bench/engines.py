@@ -14,7 +14,6 @@ Precisions are those of the engine's usual format, and count the whole model:
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -26,6 +25,7 @@ from tests.perf.cpu_bench.limits import BF16, WeightFormat
 
 RUNNERS = Path(__file__).parent / "runners"
 PRECISIONS = ("bf16", "int8", "int4")
+KV_CACHE_BYTES = 2**30  # of every engine
 
 TORCH_LIBRARIES = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
 LIBRARY_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
@@ -72,10 +72,13 @@ class Engine:
             "MVLLM_LOGGING_LEVEL": "WARNING",
         }
 
-    def server_environment(self, threads: int, kv_bytes: int) -> dict[str, str]:
+    def server_environment(self, threads: int) -> dict[str, str]:
         """The environment of its HTTP server, where some engines look for settings."""
-        mine = {"VLLM_CPU_KVCACHE_SPACE": str(kv_bytes >> 30), "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}"}
-        return self.environment(threads) | ({} if self.ours else mine)
+        theirs = {
+            "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_BYTES >> 30),
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        }
+        return self.environment(threads) | ({} if self.ours else theirs)
 
     def threads(self, threads: int) -> int:
         """Threads of each of its processes, where `threads` are given to all."""
@@ -87,12 +90,15 @@ class Engine:
 def our_engines(threads: int) -> list[Engine]:
     """mvllm in each precision, and with two ranks where there are threads for them."""
     python, runner = Path(sys.executable), RUNNERS / "run_mvllm.py"
-    w8a8 = WeightFormat(8, 16, int8_products=True)
+    int8, w8a8 = WeightFormat(8, 8, int8_products=True), WeightFormat(8, 16, int8_products=True)
+    int4, quantized = WeightFormat(4.31, 8, int8_products=True), ("checkpoint=quantized",)
     found = [
         Engine("mvllm", "bf16", runner, python, "hf", BF16, ours=True, server=_our_server()),
-        Engine("mvllm", "int8", runner, python, "hf", WeightFormat(8, 8, int8_products=True), ours=True),
-        Engine("mvllm w8a8", "int8", runner, python, "hf-w8a8", w8a8, ours=True, options=("checkpoint=quantized",)),
-        Engine("mvllm", "int4", runner, python, "hf", WeightFormat(4.31, 8, int8_products=True), ours=True),
+        Engine("mvllm", "int8", runner, python, "hf", int8, ours=True, server=_our_server("int8")),
+        Engine(
+            *("mvllm w8a8", "int8", runner, python, "hf-w8a8", w8a8), ours=True, options=quantized, server=_our_server()
+        ),
+        Engine("mvllm", "int4", runner, python, "hf", int4, ours=True, server=_our_server("int4")),
     ]
     if threads >= 2:
         found.insert(
@@ -101,10 +107,18 @@ def our_engines(threads: int) -> list[Engine]:
     return found
 
 
-def _our_server() -> tuple[str, ...] | None:
-    if importlib.util.find_spec("mvllm.entrypoints.cli.serve") is None:
-        return None
-    return ("-m", "mvllm.entrypoints.cli.main", "serve")
+def _our_server(quantization: str | None = None) -> tuple[str, ...]:
+    options = ("--dtype", "bfloat16", *(("--quantization", quantization) if quantization else ()))
+    # The model comes last, after an option that takes it.
+    return (
+        "-m",
+        "mvllm.entrypoints.cli.main",
+        "serve",
+        *options,
+        "--kv-cache-memory-bytes",
+        str(KV_CACHE_BYTES),
+        "--model",
+    )
 
 
 def with_settings(engine: Engine, settings: str) -> Engine:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tests.perf.cpu_bench.engine_process import KV_BYTES
 from tests.perf.cpu_bench.engines import Engine
 from tests.perf.cpu_bench.models import MAX_POSITIONS
 from tests.perf.cpu_bench.workloads import FIRST_ID
@@ -155,6 +154,7 @@ class Server:
         log: File for what it prints.
 
     Attributes:
+        engine: Whose it is.
         url: Where it answers.
 
     Raises:
@@ -163,11 +163,12 @@ class Server:
 
     def __init__(self, engine: Engine, model: Path, *, threads: int, log: Path) -> None:
         assert engine.server is not None
+        self.engine = engine
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self._name, self._log = engine.name, log
+        self._log = log
         command = [
             *(str(engine.python), *engine.server, str(model)),
             *("--served-model-name", NAME, "--max-model-len", str(MAX_POSITIONS)),
@@ -179,7 +180,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=engine.server_environment(threads, KV_BYTES),
+                env=engine.server_environment(threads),
                 start_new_session=True,
             )
 
@@ -197,7 +198,9 @@ class Server:
             time.sleep(0.5)
         self.__exit__()
         tail = "\n    ".join(self._log.read_text(errors="replace").strip().splitlines()[-5:])
-        raise RuntimeError(f"the server of {self._name} was not ready; its output ends ({self._log}):\n    {tail}")
+        raise RuntimeError(
+            f"the server of {self.engine.name} was not ready; its output ends ({self._log}):\n    {tail}"
+        )
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()

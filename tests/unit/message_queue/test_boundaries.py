@@ -57,8 +57,10 @@ def test_a_writer_may_die_between_any_two_instructions_of_sending_a_message(
     before = NUM_SLOTS if "--wait" in options else 1
     got = [(death["first"], death["second"]) for death in seen]
     together = {(before, before), (before + 1, before + 1)}
-    if size < LARGE:
+    if not options:
         assert set(got) == {*together, (before + 1, before)}, "readers are told one after the other"
+    elif size < LARGE:  # how often it looks while it waits differs from run to run, so a boundary may be left out
+        assert together <= set(got) <= {*together, (before + 1, before)}
     else:  # what a socket had not passed on dies with its writer
         assert (before, before) in got and set(got) <= {*together, (before + 1, before), (before, before + 1)}
     if not options:
