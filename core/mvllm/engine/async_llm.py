@@ -60,25 +60,18 @@ class AsyncLLM:
         config: What to run. The platform may settle it otherwise; `config` afterwards tells.
         log_stats: Write a line about the engine's state every ten seconds while it is busy.
         client: The engine core to use; by default one is started.
-        tracer: Writes spans of requests; the caller's to close.
 
     Attributes:
         config: The configuration the engine runs with.
         input_processor: The validator of requests.
         metrics: Counts and times since the start, for `mvllm.engine.prometheus`.
+        tracer: Writes spans of requests, if one is set; to be set before the first request, and closed by who set it.
 
     Raises:
         PlatformError, ConfigError, ModelError: The engine cannot be started as asked. Nothing stays behind.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        log_stats: bool = True,
-        client: AsyncClient | None = None,
-        tracer: Tracer | None = None,
-    ) -> None:
+    def __init__(self, config: EngineConfig, *, log_stats: bool = True, client: AsyncClient | None = None) -> None:
         front_end: FrontEnd[AsyncClient] = FrontEnd(config, make_async_client, client)
         self._phases = front_end.phases
         self._tokenizer = front_end.tokenizer
@@ -100,14 +93,14 @@ class AsyncLLM:
         self._is_sleeping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-        self._tracer = tracer
+        self.tracer: Tracer | None = None
         self._stats_line = StatsLine(lambda: self.load, lambda: self.stats) if log_stats else None
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs, *, log_stats: bool = True, tracer: Tracer | None = None) -> AsyncLLM:
+    def from_engine_args(cls, args: EngineArgs, *, log_stats: bool = True) -> AsyncLLM:
         """An engine for what a user asked. Loads the model, so it takes its time: call it before the loop runs, or in a
         thread (`asyncio.to_thread`)."""
-        return cls(args.create_engine_config(), log_stats=log_stats, tracer=tracer)
+        return cls(args.create_engine_config(), log_stats=log_stats)
 
     # --- requests
 
@@ -458,8 +451,8 @@ class AsyncLLM:
         self._by_id.setdefault(state.request_id, []).append(state)
         self._num_sequences += len(children)
         self._num_prompt_tokens += state.num_prompt_tokens
-        if self._tracer is not None:
-            self._tracer.begin(state)
+        if self.tracer is not None:
+            self.tracer.begin(state)
         self._client.add_requests(children)
         if self._stats_line is not None:
             self._stats_line.wake()
@@ -522,8 +515,8 @@ class AsyncLLM:
             del self._by_id[state.request_id]
         self._num_sequences -= len(state.sequences)
         self._num_prompt_tokens -= state.num_prompt_tokens
-        if self._tracer is not None:
-            self._tracer.end(state, error)
+        if self.tracer is not None:
+            self.tracer.end(state, error)
 
     def _die(self, error: EngineDeadError) -> None:
         if self._dead is None and not self._is_closed:

@@ -153,7 +153,7 @@ class _Server:
         def load() -> None:
             outcome: AsyncLLM | BaseException
             try:
-                outcome = AsyncLLM.from_engine_args(self._args, tracer=self._tracer)
+                outcome = AsyncLLM.from_engine_args(self._args)
             except BaseException as e:  # noqa: BLE001  (raised where it is waited for)
                 outcome = e
             with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever wanted this
@@ -199,6 +199,7 @@ class _Server:
         self._registry.register(
             EngineCollector(engine, model_name=self._models.name, prefixes=settings.metrics_prefixes)
         )
+        engine.tracer = self._tracer
         state.ready(engine, text_work, prompts)
         seconds = time.monotonic() - state.started
         logger.info("Ready at %s after %.1f s, as model %s.", url_of(self._listener), seconds, self._models.name)
