@@ -29,7 +29,6 @@ from mvllm.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
-    from opentelemetry.sdk.trace.export import SpanExporter
 
 logger = get_logger(__name__)
 
@@ -40,7 +39,7 @@ OPERATION = "mvllm-operation"
 """Key of the context under which an entry point leaves what the request is for, as `gen_ai.operation.name` has it."""
 
 _LAST_SPANS_SECONDS = 2.0
-_EXPORTER_LOGGER = "opentelemetry.exporter.otlp.proto.http"
+_EXPORTER_LOGGER = "opentelemetry.exporter"
 
 
 class Tracer:
@@ -217,7 +216,7 @@ class _OpenTelemetry:
         ours = resources.Resource({"service.name": "mvllm", "service.version": __version__})
         detected = resources.OTELResourceDetector().detect()  # what the environment says goes before
         logging.getLogger(_EXPORTER_LOGGER).setLevel(logging.CRITICAL)  # it has a line for every attempt
-        exporter = _tell_once(export, otlp.OTLPSpanExporter(endpoint=endpoint), endpoint)
+        exporter = _TellingExporter(otlp.OTLPSpanExporter(endpoint=endpoint), export.SpanExportResult, endpoint)
         self.provider = sdk.TracerProvider(
             resource=resources.Resource.create().merge(ours).merge(detected), shutdown_on_exit=False
         )
@@ -225,34 +224,40 @@ class _OpenTelemetry:
         self.tracer = self.provider.get_tracer("mvllm", __version__)
 
 
-def _tell_once(export: Any, exporter: Any, endpoint: str) -> SpanExporter:
-    """An exporter that says in the log when spans are being lost, and when that is over; not for every attempt."""
+class _TellingExporter:
+    """An exporter that says in the log when spans are being lost, and when that is over; not for every attempt.
 
-    class TellingExporter(export.SpanExporter):
-        _is_lost = False
+    Args:
+        exporter: What sends them.
+        results: OpenTelemetry's SpanExportResult.
+        endpoint: Where to.
+    """
 
-        def export(self, spans: Any) -> Any:
-            """Sends spans; a failure is theirs alone."""
-            try:
-                result = exporter.export(spans)
-            except Exception as e:  # noqa: BLE001  (told below; the thread that sends goes on)
-                result, reason = export.SpanExportResult.FAILURE, f": {type(e).__name__}"
-            else:
-                reason = ""
-            is_lost = result is not export.SpanExportResult.SUCCESS
-            if is_lost and not self._is_lost:
-                logger.warning("The collector at %s does not take spans%s; they are lost.", endpoint, reason)
-            elif self._is_lost and not is_lost:
-                logger.info("The collector at %s takes spans again.", endpoint)
-            self._is_lost = is_lost
-            return result
+    def __init__(self, exporter: Any, results: Any, endpoint: str) -> None:
+        self._exporter = exporter
+        self._results = results
+        self._endpoint = endpoint
+        self._are_lost = False
 
-        def shutdown(self) -> None:
-            """Ends the exporter."""
-            exporter.shutdown()
+    def export(self, spans: Any) -> Any:
+        """Sends spans; a failure is theirs alone."""
+        reason = ""
+        try:
+            result = self._exporter.export(spans)
+        except Exception as e:  # noqa: BLE001  (told below; the thread that sends goes on)
+            result, reason = self._results.FAILURE, f" ({type(e).__name__}: {e})"
+        are_lost = result is not self._results.SUCCESS
+        if are_lost and not self._are_lost:
+            logger.warning("The collector at %s takes no spans%s; they are lost.", self._endpoint, reason)
+        elif self._are_lost and not are_lost:
+            logger.info("The collector at %s takes spans again.", self._endpoint)
+        self._are_lost = are_lost
+        return result
 
-        def force_flush(self, timeout_millis: int = 30000) -> bool:
-            """There is nothing kept back here."""
-            return True
+    def shutdown(self) -> None:
+        """Ends the exporter."""
+        self._exporter.shutdown()
 
-    return TellingExporter()
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """Nothing is kept back here."""
+        return True
