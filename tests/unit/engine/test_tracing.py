@@ -40,7 +40,12 @@ class Run:
 
     def __init__(self, **params: object) -> None:
         self.arrived = time.monotonic() - 10
-        core = EngineCoreRequest("r", [1, 2, 3], SamplingParams(**params), arrival_time=self.arrived)  # type: ignore
+        core = EngineCoreRequest(
+            request_id="r",
+            prompt_token_ids=[1, 2, 3],
+            sampling_params=SamplingParams(**params),  # type: ignore[arg-type]
+            arrival_time=self.arrived,
+        )
         self.children = fan_out(core, CoreIds())
         self.processor = OutputProcessor(None)
         request = ProcessedRequest(None, core.sampling_params, core)
