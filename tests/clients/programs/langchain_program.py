@@ -48,10 +48,10 @@ async def several():
 found["async"] = asyncio.run(several())
 
 for method in ("json_schema", "function_calling"):
-    city = model(max_tokens=300).with_structured_output(City, method=method).invoke(QUESTION)
+    city = model(max_tokens=600).with_structured_output(City, method=method).invoke(QUESTION)
     found[method] = [type(city).__name__, city.kind in ("town", "village"), city.is_big in (True, False)]
 
-with_tools = model(max_tokens=300).bind_tools([weather], tool_choice="any")
+with_tools = model(max_tokens=600).bind_tools([weather], tool_choice="any", parallel_tool_calls=False)
 called = with_tools.invoke(QUESTION)
 [call] = called.tool_calls
 result = weather.invoke(call)

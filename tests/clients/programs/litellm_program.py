@@ -29,12 +29,14 @@ for provider in ("openai", "hosted_vllm"):
     pieces = list(litellm.completion(**ask(provider), stream=True, stream_options={"include_usage": True}))
     found[f"{provider}, streamed"] = "".join(p.choices[0].delta.content or "" for p in pieces if p.choices)
 
-called = litellm.completion(**ask("openai", tools=[TOOL], tool_choice="required", max_tokens=500))
+called = litellm.completion(
+    **ask("openai", tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=600)
+)
 [call] = called.choices[0].message.tool_calls
 found["call"] = [call.function.name, sorted(json.loads(call.function.arguments)), called.choices[0].finish_reason]
 
 form = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT, "strict": True}}
-formed = litellm.completion(**ask("openai", response_format=form, max_tokens=200))
+formed = litellm.completion(**ask("openai", response_format=form, max_tokens=600))
 found["form"] = sorted(json.loads(formed.choices[0].message.content))
 
 text = litellm.text_completion(

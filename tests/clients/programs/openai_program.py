@@ -24,10 +24,10 @@ found["models"] = [model.id for model in sdk.models.list()]
 with sdk.chat.completions.stream(**ASK) as stream:
     kinds = {event.type for event in stream}
     found["stream"] = [stream.get_final_completion().choices[0].message.content, "content.delta" in kinds]
-parsed = sdk.chat.completions.parse(**ASK, max_tokens=300, response_format=City).choices[0].message.parsed
+parsed = sdk.chat.completions.parse(**ASK, max_tokens=600, response_format=City).choices[0].message.parsed
 found["parse"] = type(parsed).__name__
 
-tools = {"tools": [openai.pydantic_function_tool(City)], "max_tokens": 300}
+tools = {"tools": [openai.pydantic_function_tool(City)], "max_tokens": 600, "parallel_tool_calls": False}
 for choice in ("required", {"type": "function", "function": {"name": "City"}}):
     answer = sdk.chat.completions.parse(**ASK, **tools, tool_choice=choice).choices[0]
     [call] = answer.message.tool_calls
@@ -49,7 +49,7 @@ async def several():
     async with openai.AsyncOpenAI(base_url=URL, api_key=KEY, max_retries=0) as sdk:
         chunks = await sdk.chat.completions.create(**ASK, stream=True)
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
-        parsed = await sdk.chat.completions.parse(**ASK, max_tokens=300, response_format=City)
+        parsed = await sdk.chat.completions.parse(**ASK, max_tokens=600, response_format=City)
         async with sdk.chat.completions.stream(**ASK) as stream:
             async for _ in stream:
                 pass

@@ -116,8 +116,8 @@ def test_chat_logprobs(sdk: OpenAI) -> None:
 
 def test_tools_are_called_and_answered(sdk: OpenAI) -> None:
     """At once and in pieces, put together by the SDK itself; what was called goes back with the tool's answer."""
-    ask: dict[str, Any] = {"model": "demo", "messages": QUESTION, "temperature": 0, "max_tokens": 300}
-    tools = {"tools": [openai.pydantic_function_tool(City)], "tool_choice": "required"}
+    ask: dict[str, Any] = {"model": "demo", "messages": QUESTION, "temperature": 0, "max_tokens": 600}
+    tools = {"tools": [openai.pydantic_function_tool(City)], "tool_choice": "required", "parallel_tool_calls": False}
     answer = sdk.chat.completions.parse(**ask, **tools)
     [call] = answer.choices[0].message.tool_calls
     assert answer.choices[0].finish_reason == "tool_calls" and isinstance(call.function.parsed_arguments, City)
@@ -144,7 +144,7 @@ def test_the_async_sdk_parses_and_streams(server: ServerProcess, llm: LLM) -> No
 
     async def run() -> tuple[object, str | None]:
         async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
-            parsed = await sdk.chat.completions.parse(**ask, max_tokens=300, response_format=City)
+            parsed = await sdk.chat.completions.parse(**ask, max_tokens=600, response_format=City)
             async with sdk.chat.completions.stream(**ask) as stream:
                 async for _ in stream:
                     pass

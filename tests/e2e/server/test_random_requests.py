@@ -186,6 +186,16 @@ def ends(client: httpx.Client) -> dict[str, float]:
     return {reason: float(count) for reason, count in re.findall(pattern, client.get("/metrics").text, re.MULTILINE)}
 
 
+def use_every_block(client: httpx.Client) -> None:
+    """Prompts of random tokens, more than the KV cache holds: a fresh cache has no memory where nothing was written."""
+    [facts] = re.findall(r"^mvllm:cache_config_info\{(.*)\}", client.get("/metrics").text, re.MULTILINE)
+    size, number = (int(re.findall(rf'{name}="(\d+)"', facts)[0]) for name in ("block_size", "num_blocks"))
+    rng = random.Random(0)
+    for _ in range(1 + size * number // (900 * 32)):
+        prompts = [[rng.randrange(5, 2000) for _ in range(900)] for _ in range(32)]
+        assert client.post("/v1/completions", json={"prompt": prompts, "max_tokens": 1}).status_code == 200
+
+
 def soak(server: ServerProcess, client: httpx.Client, num_requests: int, at_once: int) -> None:
     """Warms up, takes stock, lets the traffic pass, and takes stock again."""
     me = psutil.Process(server.process.pid)
@@ -206,7 +216,7 @@ def soak(server: ServerProcess, client: httpx.Client, num_requests: int, at_once
         }
 
     def memory() -> list[int]:
-        """Bytes, once they no longer grow: while nobody computes, a fresh KV cache is being touched."""
+        """Bytes, once they no longer grow."""
         found = [p.memory_info().rss for p in processes]
         for _ in range(30):
             time.sleep(1)
@@ -215,6 +225,7 @@ def soak(server: ServerProcess, client: httpx.Client, num_requests: int, at_once
                 break
         return found
 
+    use_every_block(client)
     asyncio.run(traffic(server.url, min(num_requests, 400), at_once, seed=1))
     asyncio.run(streams_together(server.url, at_once))
     before, bytes_before, ends_before = stock(), memory(), ends(client)
