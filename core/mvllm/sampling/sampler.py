@@ -37,7 +37,7 @@ _MAX_CANDIDATES = 1024
 """Up to this top_k, top_p is looked for among the k most probable tokens, and above it in the whole vocabulary."""
 
 
-_ELEMENTS_AT_ONCE = 1 << 20
+_ELEMENTS_AT_ONCE = 1 << 18
 """Logits that go through the filters at a time where nothing is gained by more: what is in between stays in the caches,
 and takes little memory."""
 

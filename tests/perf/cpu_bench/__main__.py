@@ -122,7 +122,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         for precision in args.precision:
             group = [engine for engine in engines if engine.precision == precision]
-            session.run(group, [WORKLOADS[name] for name in args.workload if name in WORKLOADS], args.runs)
+            if workloads := [WORKLOADS[name] for name in args.workload if name in WORKLOADS]:
+                session.run(group, workloads, args.runs)
             if MIXED in args.workload:
                 mixed(group, args, probe, session.size, logs, keep)
     print(f"\n{render(records, session.size)}\n\nruns: {out}")

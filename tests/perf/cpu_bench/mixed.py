@@ -186,15 +186,11 @@ class Server:
 
     def __enter__(self) -> Server:
         deadline = time.monotonic() + READY_LIMIT
-        port = urlsplit(self.url).port
+        port = urlsplit(self.url).port or 0
         while time.monotonic() < deadline and self._process.poll() is None:
-            try:
-                with socket.create_connection(("127.0.0.1", port), timeout=1) as s:
-                    s.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-                    if b" 200 " in s.recv(100):
-                        return self
-            except OSError:
-                pass
+            # Where there is no such route, being alive means being ready.
+            if _status(port, "/health/ready") in (b"200", b"404") and _status(port, "/health") == b"200":
+                return self
             time.sleep(0.5)
         self.__exit__()
         tail = "\n    ".join(self._log.read_text(errors="replace").strip().splitlines()[-5:])
@@ -209,3 +205,13 @@ class Server:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _status(port: int, path: str) -> bytes:
+    """What the server on `port` answers a GET with; nothing where there is none yet."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1) as s:
+            s.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+            return s.recv(100).partition(b" ")[2][:3]
+    except OSError:
+        return b""
