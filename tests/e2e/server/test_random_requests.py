@@ -196,6 +196,13 @@ def use_every_block(client: httpx.Client) -> None:
         assert client.post("/v1/completions", json={"prompt": prompts, "max_tokens": 1}).status_code == 200
 
 
+def use_every_shape(client: httpx.Client) -> None:
+    """Steps of each number of rows up to 64: a platform may keep something for each shape that it has seen."""
+    for n in range(1, 65):
+        ask = {"prompt": "Once", "n": n, "max_tokens": 2, "ignore_eos": True}
+        assert client.post("/v1/completions", json=ask).status_code == 200
+
+
 def soak(server: ServerProcess, client: httpx.Client, num_requests: int, at_once: int) -> None:
     """Warms up, takes stock, lets the traffic pass, and takes stock again."""
     me = psutil.Process(server.process.pid)
@@ -226,6 +233,7 @@ def soak(server: ServerProcess, client: httpx.Client, num_requests: int, at_once
         return found
 
     use_every_block(client)
+    use_every_shape(client)
     asyncio.run(traffic(server.url, min(num_requests, 400), at_once, seed=1))
     asyncio.run(streams_together(server.url, at_once))
     before, bytes_before, ends_before = stock(), memory(), ends(client)
