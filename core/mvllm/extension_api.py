@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from mvllm.config.hf_config import HFConfig
     from mvllm.config.model import ModelConfig
     from mvllm.config.rope_parameters import RopeParameters
+    from mvllm.engine.outputs import RequestOutput
     from mvllm.engine.stat_loggers import StatLogger
+    from mvllm.entrypoints.openai.errors import APIError
+    from mvllm.entrypoints.openai.http_plugins import HTTPServerHandle
     from mvllm.entrypoints.parsers.interface import (
         ContentDelta,
         Delta,
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     )
     from mvllm.entrypoints.parsers.marked_calls import MarkedCalls
     from mvllm.entrypoints.parsers.reasoning.tagged import TaggedReasoning
-    from mvllm.errors import ConfigError, ModelError, MvllmError
+    from mvllm.errors import ConfigError, ModelError, MvllmError, RequestError
     from mvllm.executor.interface import Executor
     from mvllm.executor.multiproc import MultiprocExecutor
     from mvllm.executor.uniproc import UniProcExecutor
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from mvllm.layers.weight_target import WeightTarget
     from mvllm.logging import get_logger
     from mvllm.messages.requests import SchedulerStats
+    from mvllm.messages.sampling_params import SamplingParams
     from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
     from mvllm.models.causal_lm import CausalLM
     from mvllm.ops.quantized_linear import QuantizedWeight
@@ -56,7 +60,10 @@ _HOMES = {
     "HFConfig": "mvllm.config.hf_config",
     "ModelConfig": "mvllm.config.model",
     "RopeParameters": "mvllm.config.rope_parameters",
+    "RequestOutput": "mvllm.engine.outputs",
     "StatLogger": "mvllm.engine.stat_loggers",
+    "APIError": "mvllm.entrypoints.openai.errors",
+    "HTTPServerHandle": "mvllm.entrypoints.openai.http_plugins",
     "ContentDelta": "mvllm.entrypoints.parsers.interface",
     "Delta": "mvllm.entrypoints.parsers.interface",
     "ReasoningDelta": "mvllm.entrypoints.parsers.interface",
@@ -70,6 +77,7 @@ _HOMES = {
     "ConfigError": "mvllm.errors",
     "ModelError": "mvllm.errors",
     "MvllmError": "mvllm.errors",
+    "RequestError": "mvllm.errors",
     "Executor": "mvllm.executor.interface",
     "MultiprocExecutor": "mvllm.executor.multiproc",
     "UniProcExecutor": "mvllm.executor.uniproc",
@@ -98,6 +106,7 @@ _HOMES = {
     "WeightTarget": "mvllm.layers.weight_target",
     "get_logger": "mvllm.logging",
     "SchedulerStats": "mvllm.messages.requests",
+    "SamplingParams": "mvllm.messages.sampling_params",
     "ModelRunnerOutput": "mvllm.messages.scheduler_output",
     "SchedulerOutput": "mvllm.messages.scheduler_output",
     "CausalLM": "mvllm.models.causal_lm",
@@ -109,6 +118,7 @@ _HOMES = {
 """Where each name lives."""
 
 __all__ = [
+    "APIError",
     "Attention",
     "BuildContext",
     "CausalLM",
@@ -122,6 +132,7 @@ __all__ = [
     "ForwardStep",
     "GatedMLP",
     "HFConfig",
+    "HTTPServerHandle",
     "IntegerFormat",
     "IntegerMatrix",
     "LMHead",
@@ -147,9 +158,12 @@ __all__ = [
     "ReasoningParser",
     "ReasoningStream",
     "ReplicatedLinear",
+    "RequestError",
+    "RequestOutput",
     "RopeParameters",
     "RotaryEmbedding",
     "RowParallelLinear",
+    "SamplingParams",
     "SchedulerOutput",
     "SchedulerStats",
     "StatLogger",

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,45 @@ def wait_idle(client: httpx.Client, seconds: float = 30) -> None:
         return not (load["server_load"] or load["num_requests_running"] or load["num_requests_waiting"])
 
     wait_until(idle, seconds, lambda: str(client.get("/load").json()))
+
+
+@contextlib.contextmanager
+def as_before(server: ServerProcess, client: httpx.Client) -> Iterator[None]:
+    """Whatever is done meanwhile, an ordinary request is answered afterwards, by the processes that were there."""
+    before = server.pids()
+    yield
+    ask = {"model": "demo", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 4, "ignore_eos": True}
+    answer = client.post("/v1/completions", json=ask)
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4, answer.text
+    assert server.pids() == before
+
+
+def assert_idle(server: ServerProcess, share: float = 0.01) -> None:
+    """All of its processes together take less than a share of one processor's time.
+
+    Read from the kernel's own account of each thread, in nanoseconds. The best of a few looks: a machine may have
+    something left to do for it after the last request.
+    """
+    measured = []
+    for _ in range(4):
+        before, begun = processor_seconds(server), time.monotonic()
+        time.sleep(2.0)
+        measured.append((processor_seconds(server) - before) / (time.monotonic() - begun))
+        if measured[-1] < share:
+            return
+    raise AssertionError(f"it used these shares of a processor: {measured}")
+
+
+def processor_seconds(server: ServerProcess) -> float:
+    """What all threads of a server have used of processors, since each began."""
+    total, found = 0, 0
+    for pid in server.pids():
+        for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
+                total += int(path.read_text().split()[0])
+                found += 1
+    assert found, "the kernel keeps no account of threads"
+    return total / 1e9
 
 
 def head_of(method: str, path: str, *headers: str) -> bytes:

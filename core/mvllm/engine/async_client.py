@@ -8,7 +8,8 @@ from typing import Protocol
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.async_mp_client import AsyncMPClient, OnDeath, OnOutputs, start_all
-from mvllm.engine.dp_async_client import DPAsyncMPClient
+from mvllm.engine.core_link import CoreLink
+from mvllm.engine.dp_async_client import start_replicas
 from mvllm.engine.kv_sizing import CacheSummary
 from mvllm.engine.planning import settle_config
 from mvllm.errors import ConfigError, EngineDeadError
@@ -59,6 +60,16 @@ class AsyncClient(Protocol):
     async def call(self, method: str) -> bool:
         """Calls a method of every core."""
 
+    @property
+    def num_elsewhere(self) -> int:
+        """Sequences that other front ends have under way."""
+
+    def on_sleep(self, callback: Callable[[bool], None]) -> None:
+        """Has `callback` told when another front end puts the engine to sleep (True) or wakes it up."""
+
+    async def tell_sleep(self, is_sleeping: bool) -> None:
+        """Has all other front ends sleep or wake up; returns when they do."""
+
     def shutdown(self) -> None:
         """Ends the cores."""
 
@@ -68,10 +79,26 @@ def make_async_client(
 ) -> AsyncClient:
     """Settles the configuration and starts as many engine cores as it says, each in a process of its own.
 
+    They have one front end: the caller's process.
+
     Args:
         config: What was asked for.
         chosen: The platform.
         meanwhile: What this process has to do for its start.
+
+    Raises:
+        PlatformError, ConfigError, ModelError: The engine cannot be started as asked.
+    """
+    settled = settle_for_server(config, chosen)
+    if settled.parallel.data_parallel_size > 1:
+        return start_replicas(settled, chosen, meanwhile)
+    client = AsyncMPClient(settled, CoreLink("EngineCore", settled, chosen.source.name), str(chosen))
+    start_all([client], lambda: meanwhile(settled))
+    return client
+
+
+def settle_for_server(config: EngineConfig, chosen: ChosenPlatform) -> EngineConfig:
+    """What the platform makes of a configuration whose engine cores have processes of their own.
 
     Raises:
         PlatformError, ConfigError, ModelError: The engine cannot be started as asked.
@@ -82,9 +109,4 @@ def make_async_client(
             "A server's engine core runs in a process of its own: engine_core_process=False and "
             "distributed_executor_backend='external_launcher' are for offline use."
         )
-    settled = settle_config(config, chosen.platform)
-    if parallel.data_parallel_size > 1:
-        return DPAsyncMPClient(settled, chosen, meanwhile)
-    client = AsyncMPClient(settled, chosen)
-    start_all([client], lambda: meanwhile(settled))
-    return client
+    return settle_config(config, chosen.platform)

@@ -26,7 +26,7 @@ from mvllm.engine.async_client import AsyncClient, make_async_client
 from mvllm.engine.front_end import FrontEnd
 from mvllm.engine.input_processor import InputProcessor, ProcessedRequest
 from mvllm.engine.kv_sizing import CacheSummary
-from mvllm.engine.metrics import EngineLoad, EngineMetrics
+from mvllm.engine.metrics import EngineFigures, EngineLoad, EngineMetrics
 from mvllm.engine.output_processor import OutputProcessor, RequestState, TakenOutputs
 from mvllm.engine.outputs import RequestOutput
 from mvllm.engine.parallel_sampling import CoreIds, fan_out
@@ -34,7 +34,7 @@ from mvllm.engine.request_stream import RequestStream
 from mvllm.engine.stats_line import StatsLine
 from mvllm.engine.tokenizer import Tokenizer
 from mvllm.engine.tracing import Tracer
-from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, QueueFullError, RequestError
+from mvllm.errors import EngineDeadError, EngineSleepingError, QueueFullError, RequestError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.requests import EngineCoreOutputs, SchedulerStats
@@ -60,6 +60,8 @@ class AsyncLLM:
         config: What to run. The platform may settle it otherwise; `config` afterwards tells.
         log_stats: Write a line about the engine's state every ten seconds while it is busy.
         client: The engine core to use; by default one is started.
+        name: What this front end's requests begin with in the engine core, where it is one of several.
+        elsewhere: Gives the figures of the other front ends.
 
     Attributes:
         config: The configuration the engine runs with.
@@ -71,17 +73,26 @@ class AsyncLLM:
         PlatformError, ConfigError, ModelError: The engine cannot be started as asked. Nothing stays behind.
     """
 
-    def __init__(self, config: EngineConfig, *, log_stats: bool = True, client: AsyncClient | None = None) -> None:
-        front_end: FrontEnd[AsyncClient] = FrontEnd(config, make_async_client, client)
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        log_stats: bool = True,
+        client: AsyncClient | None = None,
+        name: str = "",
+        elsewhere: Callable[[], Iterable[EngineFigures]] = tuple,
+    ) -> None:
+        self._front_end: FrontEnd[AsyncClient] = FrontEnd(config, make_async_client, client)
+        front_end = self._front_end
         self._phases = front_end.phases
-        self._tokenizer = front_end.tokenizer
         self._stat_loggers = front_end.stat_loggers
         self._client = front_end.client
         self.config = self._client.config
-        self.input_processor = InputProcessor(self.config, self._tokenizer)
+        self.input_processor = InputProcessor(self.config, front_end.tokenizer)
         self.metrics = EngineMetrics(self.config.model.max_model_len)
-        self._output_processor = OutputProcessor(self._tokenizer)
-        self._core_ids = CoreIds()
+        self._elsewhere = elsewhere
+        self._output_processor = OutputProcessor(front_end.tokenizer)
+        self._core_ids = CoreIds(name)
         self._request_ids = itertools.count()
         self._streams: dict[RequestState, RequestStream] = {}
         self._by_id: dict[str, list[RequestState]] = {}
@@ -230,9 +241,7 @@ class AsyncLLM:
         Raises:
             ConfigError: The engine was started with `skip_tokenizer_init`.
         """
-        if self._tokenizer is None:
-            raise ConfigError("There is no tokenizer: the engine was started with skip_tokenizer_init=True.")
-        return self._tokenizer
+        return self._front_end.require_tokenizer()
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`, however long it is: a long one is tokenized in a thread.
@@ -300,16 +309,22 @@ class AsyncLLM:
         return self._client.stats
 
     @property
+    def all_metrics(self) -> EngineMetrics:
+        """`metrics`, with those of the other front ends of the same engine."""
+        others = list(self._elsewhere())
+        return self.metrics.plus(others) if others else self.metrics
+
+    @property
     def load(self) -> EngineLoad:
         """How busy it is."""
-        stats = self.stats
+        stats, metrics = self.stats, self.all_metrics
         return EngineLoad(
             num_requests=len(self._streams),
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             kv_cache_usage=stats.kv_cache_usage,
-            prompt_tokens_per_second=self.metrics.prompt_rate.per_second(),
-            generation_tokens_per_second=self.metrics.generation_rate.per_second(),
+            prompt_tokens_per_second=metrics.prompt_rate.per_second(),
+            generation_tokens_per_second=metrics.generation_rate.per_second(),
             heartbeat_age=self.heartbeat_age,
         )
 
@@ -355,12 +370,14 @@ class AsyncLLM:
         self._require_alive()
         self._is_sleeping = True  # before anything is waited for: nothing new gets in
         self._end(list(self._streams))
+        await self._client.tell_sleep(True)
         await self._client.call("reset_prefix_cache")
 
     async def wake_up(self) -> None:
         """Takes requests again."""
         self._require_alive()
         self._is_sleeping = False
+        await self._client.tell_sleep(False)
 
     async def is_sleeping(self) -> bool:
         """As `is_asleep`."""
@@ -391,6 +408,12 @@ class AsyncLLM:
 
     # --- inside
 
+    def _sleep_as_told(self, is_sleeping: bool) -> None:
+        """Another front end of the same engine was asked for it."""
+        self._is_sleeping = is_sleeping
+        if is_sleeping:
+            self._end(list(self._streams))
+
     def _require_open(self) -> None:
         if self._is_closed:
             raise EngineDeadError("The engine has been shut down; create a new one.")
@@ -402,6 +425,7 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
+            self._client.on_sleep(self._sleep_as_told)
             self._client.attach(loop, self._take, self._die)
         elif self._loop is not loop:  # where nothing would ever come
             raise RuntimeError(
@@ -417,7 +441,7 @@ class AsyncLLM:
     def _check_room(self, num_sequences: int, num_tokens: int) -> None:
         """Refuses what would make the queue longer than allowed. Whatever comes to an engine at rest is taken."""
         scheduler = self.config.scheduler
-        num_under_way = self._num_sequences + self._num_preparing
+        num_under_way = self._num_sequences + self._num_preparing + self._client.num_elsewhere
         if not num_under_way:
             return
         can_run = scheduler.max_num_seqs * self.config.parallel.data_parallel_size
@@ -472,6 +496,8 @@ class AsyncLLM:
             num_new = 0
         if outputs.stats is not None:
             self._stat_loggers.record(outputs.stats, num_new)
+            if self._stats_line is not None and outputs.stats.num_running:
+                self._stats_line.wake()  # requests of other front ends count, too
 
     def _hand_out(self, taken: TakenOutputs) -> None:
         streams = self._streams

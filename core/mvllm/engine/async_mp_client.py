@@ -11,18 +11,20 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import msgspec
 import zmq
 
 from mvllm.config.engine_config import EngineConfig
+from mvllm.engine.core_channel import FrontChannel
 from mvllm.engine.core_failure import core_exception
-from mvllm.engine.core_link import CoreLink
+from mvllm.engine.core_start import CoreReady
 from mvllm.engine.kv_sizing import CacheSummary
 from mvllm.errors import EngineDeadError
-from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallCore, CoreNews
+from mvllm.executor.status_board import Activity
+from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallCore, Command, CoreNews
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
-from mvllm.platform.choose import ChosenPlatform
 
 OnOutputs = Callable[[EngineCoreOutputs], None]
 OnDeath = Callable[[EngineDeadError], None]
@@ -30,17 +32,39 @@ OnDeath = Callable[[EngineDeadError], None]
 _MOST_NEWS_AT_ONCE = 8  # before others in the loop get their turn
 
 
+class Link(Protocol):
+    """A core and the sockets to it. See CoreLink, for one that this process has started, for what the members do."""
+
+    @property
+    def channel(self) -> FrontChannel: ...
+    @property
+    def silence_limit(self) -> float: ...
+    @property
+    def is_open(self) -> bool: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def activity(self) -> Activity: ...
+    @property
+    def end_fd(self) -> int: ...
+    def launch(self) -> None: ...
+    def wait_ready(self) -> tuple[CoreReady, dict[str, float]]: ...
+    def check(self) -> None: ...
+    def send(self, command: Command) -> int: ...
+    def give_up(self) -> None: ...
+    def shutdown(self) -> None: ...
+
+
 class AsyncMPClient:
-    """Starts an engine core and talks to it. Made and shut down in any thread; all else happens in the loop's.
+    """Talks to an engine core. Made and shut down in any thread; all else happens in the loop's.
 
     Args:
         config: The settled configuration.
-        chosen: The platform to run on, which the core's process finds again by its name.
-        name: What the core's process is called.
+        link: The core, which this process starts or joins.
+        platform_summary: The platform's name and the plugin it came from.
 
     Attributes:
-        config: The configuration the engine runs with.
-        platform_summary: The platform's name and the plugin it came from.
+        config, platform_summary: As given.
         stats: The scheduler's state as last told.
         cache_summary: The KV cache as it was sized.
         start_seconds: Seconds per start-up phase.
@@ -49,12 +73,12 @@ class AsyncMPClient:
     cache_summary: CacheSummary
     start_seconds: dict[str, float]
 
-    def __init__(self, config: EngineConfig, chosen: ChosenPlatform, name: str = "EngineCore") -> None:
+    def __init__(self, config: EngineConfig, link: Link, platform_summary: str) -> None:
         self.config = config
-        self.platform_summary = str(chosen)
+        self.platform_summary = platform_summary
         self.stats = SchedulerStats()
-        self._link = CoreLink(name, config, chosen.source.name)
-        self._channel, self._process = self._link.channel, self._link.process
+        self._link = link
+        self._channel = link.channel
         self._encoder = msgspec.msgpack.Encoder()
         self._new_ids: list[str] = []
         self._new_requests: list[msgspec.Raw] = []
@@ -94,7 +118,7 @@ class AsyncMPClient:
         """
         self._loop, self._on_outputs, self._on_death = loop, on_outputs, on_death
         loop.add_reader(self._channel.news_fd, self._take_news)
-        loop.add_reader(self._process.stop.fd, self._notice_end)
+        loop.add_reader(self._link.end_fd, self._notice_end)
         self._take_news()
 
     def shutdown(self) -> None:
@@ -108,7 +132,7 @@ class AsyncMPClient:
     @property
     def core_pids(self) -> list[int]:
         """The process id of the engine core."""
-        return [self._process.pid]
+        return [self._link.pid]
 
     @property
     def failure(self) -> EngineDeadError | None:
@@ -125,7 +149,7 @@ class AsyncMPClient:
         if not self._is_busy and self._taken == self._channel.num_sent:
             return 0.0
         # A step that is late or a core that does not even begin one: whichever began later counts.
-        return min(time.monotonic() - self._heard_at, self._process.activity.seconds)
+        return min(time.monotonic() - self._heard_at, self._link.activity.seconds)
 
     # --- what it is told
 
@@ -161,6 +185,17 @@ class AsyncMPClient:
         finally:
             self._calls.pop(call_id, None)
 
+    @property
+    def num_elsewhere(self) -> int:
+        """Sequences that other front ends have under way: there are none."""
+        return 0
+
+    def on_sleep(self, callback: Callable[[bool], None]) -> None:
+        """Nobody else puts this engine to sleep."""
+
+    async def tell_sleep(self, is_sleeping: bool) -> None:
+        """There is nobody to tell."""
+
     def _flush_soon(self) -> None:
         if not self._will_flush and self._loop is not None:
             self._will_flush = True
@@ -178,7 +213,7 @@ class AsyncMPClient:
             aborted, self._aborted = self._aborted, []
             self._send(AbortRequests(aborted))
 
-    def _send(self, command: AddRequests | AbortRequests | CallCore) -> None:
+    def _send(self, command: Command) -> None:
         assert self._loop is not None
         if not self._is_busy and self._taken == self._channel.num_sent:
             self._heard_at = time.monotonic()
@@ -240,12 +275,7 @@ class AsyncMPClient:
             if self._is_busy or self._taken != self._channel.num_sent:
                 self._watch = self._loop.call_later(limit - age, self._look_for_life)
             return
-        link = self._link
-
-        def end() -> None:  # asks the process for its stacks, and waits for them
-            link.settle(link.process.stuck(limit, "has given no sign of life"))
-
-        self._loop.run_in_executor(None, end)
+        self._loop.run_in_executor(None, self._link.give_up)
 
     def _detach(self) -> None:
         loop, self._loop = self._loop, None
@@ -255,7 +285,7 @@ class AsyncMPClient:
             self._watch.cancel()
         with contextlib.suppress(zmq.ZMQError):
             loop.remove_reader(self._channel.news_fd)
-        loop.remove_reader(self._process.stop.fd)
+        loop.remove_reader(self._link.end_fd)
 
 
 def start_all(clients: Sequence[AsyncMPClient], meanwhile: Callable[[], None]) -> None:

@@ -3,10 +3,11 @@
     front end   ROUTER ── [token number] [Command] ──> DEALER   engine core      one of these per core
                 PULL   <── [token CoreNews] ────────── PUSH     engine core
 
-The front end binds and cores connect, so a front end may have several cores, told apart by the identity it gave each.
-Addresses are random names that leave nothing behind (on Linux; elsewhere a folder that only its owner may enter). The
-kernel turns away processes of other users, and what does not begin with the token is dropped: the token is known to
-those alone who were told over the socket pair they were started with.
+The front end binds and cores connect. A front end may have several cores, told apart by the identity it gave each, and
+a core several front ends, told apart by the socket. Addresses are random names that leave nothing behind (on Linux;
+elsewhere a folder that only its owner may enter). The kernel turns away processes of other users, and what does not
+begin with the token is dropped: the token is known to those alone who were told over the socket pair they were started
+with.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import shutil
 import struct
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Sequence
 
 import msgspec
@@ -53,29 +55,37 @@ class ChannelAddress(msgspec.Struct, frozen=True):
     token: bytes
 
 
+def new_addresses(num_cores: int = 1) -> list[ChannelAddress]:
+    """Where a front end can bind, and what it is to call each of its cores: names that nobody can guess.
+
+    A stranger who came first under a core's name would keep the core out.
+    """
+    prefix = _socket_prefix()
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    identities = [b"core-" + secrets.token_hex(16).encode() for _ in range(num_cores)]
+    return [ChannelAddress(f"{prefix}commands", f"{prefix}news", identity, token) for identity in identities]
+
+
 class FrontChannel:
     """The front end's end, for any number of cores. Used from one thread at a time.
 
     Args:
-        identities: What to call each core.
+        addresses: For each core, as `new_addresses` made them.
 
     Attributes:
-        addresses: For each core, in the same order.
+        addresses: The same.
     """
 
-    def __init__(self, identities: Sequence[bytes]) -> None:
-        prefix = _socket_prefix()
-        token = secrets.token_bytes(_TOKEN_BYTES)
-        self.addresses = [
-            ChannelAddress(f"{prefix}commands", f"{prefix}news", identity, token) for identity in identities
-        ]
-        self._token = token
-        self._absent = set(identities)
+    def __init__(self, addresses: Sequence[ChannelAddress]) -> None:
+        self.addresses = addresses
+        place = addresses[0]
+        self._token = place.token
+        self._absent = {address.identity for address in addresses}
         self._number = 0
         self._context = zmq.Context()
-        self._commands = self._bound(zmq.ROUTER, f"{prefix}commands", _MAX_UNREAD_HELLOS)
+        self._commands = self._bound(zmq.ROUTER, place.commands, _MAX_UNREAD_HELLOS)
         self._commands.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.news = self._bound(zmq.PULL, f"{prefix}news", 0)
+        self.news = self._bound(zmq.PULL, place.news, 0)
         self._decoder = msgspec.msgpack.Decoder(CoreNews)
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -150,22 +160,30 @@ class CoreInput:
     """A core's receiving end. Used by one thread.
 
     Args:
-        address: Of the front end.
+        addresses: Of its front ends.
     """
 
-    def __init__(self, address: ChannelAddress) -> None:
-        self._token = address.token
+    def __init__(self, addresses: Sequence[ChannelAddress]) -> None:
+        self._tokens = [address.token for address in addresses]
         self._context = zmq.Context()
-        self._socket = _connected(self._context, zmq.DEALER, address.commands, address.identity)
-        self._socket.send(address.token)  # the front end can send nothing before it has heard of us
+        self._sockets = []
+        self._poller = zmq.Poller()
+        self._ready: deque[int] = deque()
+        for address in addresses:
+            socket = _connected(self._context, zmq.DEALER, address.commands, address.identity)
+            socket.send(address.token)  # the front end can send nothing before it has heard of us
+            self._sockets.append(socket)
+            self._poller.register(socket, zmq.POLLIN)
+        self._index = {socket: index for index, socket in enumerate(self._sockets)}
         self._decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
-    def receive(self) -> tuple[int, Command]:
-        """Waits for the next command; returns its number with it. What cannot be one is dropped."""
+    def receive(self) -> tuple[int, int, Command]:
+        """Waits for the next command; returns which front end it is from, and its number. What cannot be one is
+        dropped."""
         while True:
-            frames = self._socket.recv_multipart(copy=False)
+            source, frames = self._next()
             head = frames[0].bytes
-            if len(frames) != 2 or not hmac.compare_digest(head[: -_NUMBER.size], self._token):
+            if len(frames) != 2 or not hmac.compare_digest(head[: -_NUMBER.size], self._tokens[source]):
                 logger.warning("Dropped a message to the engine core that does not carry its token")
                 continue
             try:
@@ -173,35 +191,51 @@ class CoreInput:
             except (msgspec.MsgspecError, UnicodeDecodeError) as e:
                 logger.error("Dropped a message to the engine core that is no command: %s", e)
                 continue
-            return _NUMBER.unpack(head[-_NUMBER.size :])[0], command
+            return source, _NUMBER.unpack(head[-_NUMBER.size :])[0], command
 
     def close(self) -> None:
         """Call from the thread that receives. Idempotent."""
-        self._socket.close(linger=0)
+        for socket in self._sockets:
+            socket.close(linger=0)
         self._context.term()
+
+    def _next(self) -> tuple[int, list[zmq.Frame]]:
+        """The next message of anybody: one of each in turn, so that none has to wait for another's many."""
+        if len(self._sockets) == 1:
+            return 0, self._sockets[0].recv_multipart(copy=False)
+        while True:
+            while not self._ready:
+                self._ready.extend(self._index[socket] for socket, _ in self._poller.poll())
+            source = self._ready.popleft()
+            try:
+                return source, self._sockets[source].recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                continue
 
 
 class CoreOutput:
     """A core's sending end. Used by one thread.
 
     Args:
-        address: Of the front end.
+        addresses: Of its front ends.
     """
 
-    def __init__(self, address: ChannelAddress) -> None:
+    def __init__(self, addresses: Sequence[ChannelAddress]) -> None:
         self._context = zmq.Context()
-        self._socket = _connected(self._context, zmq.PUSH, address.news, None)
+        self._sockets = [_connected(self._context, zmq.PUSH, address.news, None) for address in addresses]
         self._encoder = msgspec.msgpack.Encoder()
-        self._message = bytearray(address.token)
+        self._messages = [bytearray(address.token) for address in addresses]
 
-    def send(self, news: CoreNews) -> None:
-        """Queues news; never blocks."""
-        self._encoder.encode_into(news, self._message, _TOKEN_BYTES)
-        self._socket.send(self._message)
+    def send(self, target: int, news: CoreNews) -> None:
+        """Queues news for one of the front ends; never blocks."""
+        message = self._messages[target]
+        self._encoder.encode_into(news, message, _TOKEN_BYTES)
+        self._sockets[target].send(message)
 
     def close(self) -> None:
         """Waits up to a second until everything has been taken."""
-        self._socket.close(linger=LINGER_MS)
+        for socket in self._sockets:
+            socket.close(linger=LINGER_MS)
         self._context.term()
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 
 import msgspec
 
@@ -22,7 +24,7 @@ from mvllm.executor.message_queue import StopSignal
 from mvllm.executor.process_group import Launch, ProcessGroup
 from mvllm.executor.process_tools import search_path, unnamed_file
 from mvllm.executor.status_board import Activity, StatusBoard
-from mvllm.executor.worker_handle import WorkerHandle
+from mvllm.executor.worker_handle import ProcessStart, WorkerHandle
 from mvllm.messages.core_protocol import CoreFailure
 
 SLACK_SECONDS = 15.0
@@ -70,6 +72,17 @@ class CoreHandle(WorkerHandle):
         return None
 
 
+@dataclass(frozen=True)
+class CommonStart:
+    """What every process is told; see CoreStart."""
+
+    board_fd: int
+    stack_fd: int
+    sys_path: list[str]
+    python_path: str | None
+    log_level: str
+
+
 class _Handshake:
     """The answer, as the monitor wants it."""
 
@@ -85,52 +98,64 @@ class _Failure:
         return core_exception(self._failure)
 
 
-class CoreProcess:
-    """One engine core's process.
+class ChildProcess:
+    """A process of the engine's own that this one starts: an engine core, or one that serves several of them.
 
     Args:
-        name: What it is called, for instance `EngineCore`.
-        config: The settled configuration.
-        platform: The platform's name.
-        address: Where it finds its front end.
+        make_start: Makes what it is told, of the descriptors of its board and its stacks.
+        fds: Other descriptors that it inherits.
+        kind: What it runs.
     """
 
-    def __init__(self, name: str, config: EngineConfig, platform: str, address: ChannelAddress) -> None:
+    def __init__(
+        self, make_start: Callable[[CommonStart], ProcessStart], fds: Sequence[int], kind: type[CoreHandle]
+    ) -> None:
         self._pid = os.getpid()
-        self._start_timeout = config.parallel.start_timeout
         self._board = StatusBoard.create(1)
         stack_fd = unnamed_file("stacks")
-        start = CoreStart(
-            name=name,
-            platform=platform,
-            config=encode_config(config),
-            address=address,
+        common = CommonStart(
             board_fd=self._board.fd,
             stack_fd=stack_fd,
             sys_path=search_path(),
             python_path=os.environ.get("PYTHONPATH"),
             log_level=logging.getLevelName(logging.getLogger("mvllm").getEffectiveLevel()),
         )
-        self._group = ProcessGroup([Launch(start, {}, (stack_fd, self._board.fd), CoreHandle)], self._board)
+        launch = Launch(make_start(common), {}, (stack_fd, self._board.fd, *fds), kind)
+        self._group = ProcessGroup([launch], self._board)
 
     def launch(self) -> None:
         """Starts the process; returns when it exists."""
         self._group.launch()
 
-    def wait_ready(self) -> CoreReady:
-        """Returns when it waits for requests.
+    def begin_phase(self, text: str) -> None:
+        """Says what the process does from now on, where its parent knows first."""
+        self._board.write(0, text)
+
+    def wait_handshake(self, timeout: float) -> CoreReady | None:
+        """Returns when it can do its work: what it says of itself.
+
+        Args:
+            timeout: Seconds that each phase of its start may take.
 
         Raises:
             Exception: Its own exception, if it failed; EngineDeadError, if it ended or does not get on.
         """
-        self._group.wait_ready(_CALLS_PER_PHASE * self._start_timeout + SLACK_SECONDS)
-        ready = self._handle.ready
-        assert ready is not None
-        return ready
+        self._group.wait_ready(timeout)
+        return self._handle.ready
 
     @property
     def pid(self) -> int:
         return self._handle.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit status, minus a signal's number; None while it runs."""
+        return self._handle.exit_code
+
+    @property
+    def board_fd(self) -> int:
+        """The board on which it says what it is doing."""
+        return self._board.fd
 
     @property
     def activity(self) -> Activity:
@@ -194,3 +219,52 @@ class CoreProcess:
         handle = self._group.workers[0]
         assert isinstance(handle, CoreHandle)
         return handle
+
+
+class CoreProcess(ChildProcess):
+    """One engine core's process.
+
+    Args:
+        name: What it is called, for instance `EngineCore`.
+        config: The settled configuration.
+        platform: The platform's name.
+        addresses: Where it finds its front ends; the first is that of the process that starts it.
+        coordinator_fd: Its socket to the coordinator, where there is one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: EngineConfig,
+        platform: str,
+        addresses: Sequence[ChannelAddress],
+        coordinator_fd: int | None = None,
+    ) -> None:
+        self._start_timeout = config.parallel.start_timeout
+
+        def make_start(common: CommonStart) -> CoreStart:
+            return CoreStart(
+                name=name,
+                platform=platform,
+                config=encode_config(config),
+                addresses=list(addresses),
+                coordinator_fd=coordinator_fd,
+                **asdict(common),
+            )
+
+        super().__init__(make_start, () if coordinator_fd is None else (coordinator_fd,), CoreHandle)
+
+    def wait_ready(self) -> CoreReady:
+        """Returns when it waits for requests.
+
+        Raises:
+            Exception: Its own exception, if it failed; EngineDeadError, if it ended or does not get on.
+        """
+        ready = self.wait_handshake(start_seconds(self._start_timeout))
+        assert ready is not None
+        return ready
+
+
+def start_seconds(timeout: float) -> float:
+    """What a phase of a process's start may take, where a worker's answer may take `timeout`."""
+    return _CALLS_PER_PHASE * timeout + SLACK_SECONDS

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import threading
 import time
 import weakref
+from collections.abc import Callable, Sequence
 
 import zmq
 
 from mvllm.config.engine_config import EngineConfig
-from mvllm.engine.core_channel import FrontChannel
+from mvllm.engine.core_channel import ChannelAddress, FrontChannel, new_addresses
 from mvllm.engine.core_launch import SLACK_SECONDS, CoreProcess
 from mvllm.engine.core_start import CoreReady
 from mvllm.errors import EngineDeadError
 from mvllm.executor.process_tools import keep_standard_streams
+from mvllm.executor.status_board import Activity
 from mvllm.messages.core_protocol import Command, StopCore
 
 
@@ -31,6 +32,8 @@ class CoreLink:
         name: What the process is called, for instance `EngineCore`.
         config: The settled configuration.
         platform: The platform's name.
+        front_ends: Where other processes, which the core serves as well, talk to it.
+        coordinator_fd: The core's socket to the coordinator, which is inherited.
 
     Attributes:
         process: The process.
@@ -38,13 +41,20 @@ class CoreLink:
         silence_limit: Seconds without a sign of life after which a core that has work is taken for hung.
     """
 
-    def __init__(self, name: str, config: EngineConfig, platform: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: EngineConfig,
+        platform: str,
+        front_ends: Sequence[ChannelAddress] = (),
+        coordinator_fd: int | None = None,
+    ) -> None:
         keep_standard_streams()
         self.silence_limit = config.parallel.step_timeout + SLACK_SECONDS
-        # Nobody can guess it: a stranger who came first under the core's name would keep the core out.
-        self._identity = b"core-" + secrets.token_hex(16).encode()
-        self.channel = FrontChannel([self._identity])
-        self.process = CoreProcess(name, config, platform, self.channel.addresses[0])
+        [own] = new_addresses()
+        self._identity = own.identity
+        self.channel = FrontChannel([own])
+        self.process = CoreProcess(name, config, platform, [own, *front_ends], coordinator_fd)
         self._launched = 0.0
         # Also run when the link is dropped without a word, and when the interpreter ends.
         self._finalizer = weakref.finalize(self, _shut_down, self.process, self.channel, self._identity, os.getpid())
@@ -53,6 +63,21 @@ class CoreLink:
     def is_open(self) -> bool:
         """Whether `shutdown` has not been called."""
         return self._finalizer.alive
+
+    @property
+    def pid(self) -> int:
+        """The core's process."""
+        return self.process.pid
+
+    @property
+    def activity(self) -> Activity:
+        """What the core said last that it is doing."""
+        return self.process.activity
+
+    @property
+    def end_fd(self) -> int:
+        """Readable for good once the core can no longer be used."""
+        return self.process.stop.fd
 
     def launch(self) -> None:
         """Starts the process; returns when it exists."""
@@ -94,19 +119,35 @@ class CoreLink:
         """Ends the engine core because of `error`, or of what was behind it; returns that."""
         return as_death(self.process.settle(error))
 
+    def give_up(self) -> None:
+        """Ends a core that has been silent for too long. Asks it for its stacks first, and waits for them."""
+        self.settle(self.process.stuck(self.silence_limit, "has given no sign of life"))
+
     def shutdown(self) -> None:
         """Ends the engine core and its workers. Idempotent."""
         self._finalizer()
 
     def _wait_connected(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self.channel.commands, zmq.POLLIN)
-        poller.register(self.process.stop.fd, zmq.POLLIN)
-        deadline = time.monotonic() + self.silence_limit
-        while not self.channel.all_here():
-            self.process.check()
-            if not poller.poll(milliseconds(deadline - time.monotonic())):
-                raise self.process.settle(self.process.stuck(self.silence_limit, "has not connected"))
+        if not wait_connected(self.channel, self.end_fd, self.silence_limit, self.process.check):
+            raise self.process.settle(self.process.stuck(self.silence_limit, "has not connected"))
+
+
+def wait_connected(channel: FrontChannel, end_fd: int, seconds: float, check: Callable[[], None]) -> bool:
+    """Waits until a channel's cores have come; returns whether they have in time.
+
+    Args:
+        end_fd: Readable when they will never.
+        check: Raises why.
+    """
+    poller = zmq.Poller()
+    poller.register(channel.commands, zmq.POLLIN)
+    poller.register(end_fd, zmq.POLLIN)
+    deadline = time.monotonic() + seconds
+    while not channel.all_here():
+        check()
+        if not poller.poll(milliseconds(deadline - time.monotonic())):
+            return False
+    return True
 
 
 def as_death(error: Exception) -> EngineDeadError:

@@ -14,8 +14,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -23,36 +22,42 @@ import msgspec
 
 from mvllm.engine.core_failure import describe_core_failure
 from mvllm.engine.core_start import CoreHandshake, CoreReady, CoreStart
+from mvllm.engine.datagrams import DatagramDoor
+from mvllm.engine.news_desk import LoadReport, NewsDesk, Outbox, make_desk
 from mvllm.errors import ConfigError, EngineDeadError
 from mvllm.executor.child_process import begin
 from mvllm.executor.handshake import send_message
 from mvllm.executor.process_tools import collector_paused, leave
 from mvllm.executor.status_board import IDLE, StatusBoard
 from mvllm.logging import get_logger
+from mvllm.messages.coordination import CoreLoad
 from mvllm.messages.core_protocol import (
     AbortRequests,
     AddRequests,
     CallCore,
     CallResult,
     Command,
-    CoreNews,
+    DropFrontEnd,
     StopCore,
 )
-from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from mvllm.messages.requests import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    SchedulerStats,
+)
 
 if TYPE_CHECKING:
     from mvllm.engine.core import EngineCore
 
 logger = get_logger(__name__)
 
-NEWS_SECONDS = 0.1
-"""While there is work, a front end hears at least this often (or once per step) how far the core is."""
-
 _DELIVERY_SECONDS = 1.5  # for the last news of a core that ends
 _STEP = "execution"
 
-Inbox = SimpleQueue[tuple[int, Command] | Exception]
-Outbox = SimpleQueue[CoreNews | None]
+Inbox = SimpleQueue[tuple[int, int, Command] | Exception]
+"""Commands with the front end that each comes from, and its number there."""
 
 
 class EngineCoreProc:
@@ -62,25 +67,22 @@ class EngineCoreProc:
         name: The process' name.
         core: Does the work. This object is its only user.
         inbox: Numbered commands; or an exception, which ends the loop.
-        outbox: Where news go.
+        desk: Keeps what front ends are to be told.
         board: Where it says what it is doing.
     """
 
-    def __init__(self, name: str, core: EngineCore, inbox: Inbox, outbox: Outbox, board: StatusBoard) -> None:
+    def __init__(self, name: str, core: EngineCore, inbox: Inbox, desk: NewsDesk, board: StatusBoard) -> None:
         self._name = name
         self._core = core
         self._inbox = inbox
-        self._outbox = outbox
+        self._desk = desk
         self._board = board
         self._decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
         self._calls: Mapping[str, Callable[[], bool | None]] = {
             "reset_prefix_cache": core.reset_prefix_cache,
             "check_health": core.check_health,
         }
-        self._taken = 0
-        self._told_at = 0.0
-        self._refused: list[EngineCoreOutput] = []
-        self._results: list[CallResult] = []
+        self._num_taken = 0
 
     def run_busy_loop(self) -> None:
         """Serves until told to stop.
@@ -90,49 +92,55 @@ class EngineCoreProc:
         """
         while self._take_commands():
             if self._core.has_requests():
-                self._board.write(0, _STEP, self._taken, self._core.next_step)
-                self._tell(self._core.step())
+                self._board.write(0, _STEP, self._num_taken, self._core.next_step)
+                outputs = self._core.step()
             else:
-                self._tell(EngineCoreOutputs(stats=self._core.make_stats()))
+                outputs = EngineCoreOutputs(stats=self._core.make_stats())
+            self._desk.tell(outputs, is_busy=self._core.has_requests())
 
     def _take_commands(self) -> bool:
         """Takes all commands there are, and waits for one while there is no work; False when one says stop."""
         inbox = self._inbox
         is_waiting = not self._core.has_requests()
         if is_waiting:
-            self._board.write(0, IDLE, self._taken)
+            self._board.write(0, IDLE, self._num_taken)
         while is_waiting or not inbox.empty():
             item = inbox.get()
             is_waiting = False
             if isinstance(item, Exception):
                 raise EngineDeadError(f"The engine stopped: {type(item).__name__}: {item}") from item
-            self._taken, command = item
+            source, number, command = item
+            self._num_taken += 1
+            self._desk.note_taken(source, number)
             if isinstance(command, StopCore):
                 return False
-            self._take(command)
+            self._take(source, command)
         return True
 
-    def _take(self, command: Command) -> None:
+    def _take(self, source: int, command: Command) -> None:
         match command:
             case AddRequests():
                 for request_id, request in zip(command.request_ids, command.requests):
-                    self._add(request_id, request)
+                    self._add(source, request_id, request)
             case AbortRequests():
-                self._core.abort_requests(command.request_ids)
+                self._core.abort_requests(self._desk.own(source, command.request_ids))
             case CallCore():
-                self._results.append(self._call(command))
+                self._desk.answer(source, self._call(command))
+            case DropFrontEnd():
+                self._core.abort_requests(self._desk.drop(command.index))
 
-    def _add(self, request_id: str, encoded: msgspec.Raw) -> None:
+    def _add(self, source: int, request_id: str, encoded: msgspec.Raw) -> None:
         """Queues a request. One that cannot be read or taken ends with an error, and nothing else does."""
         try:
             self._core.add_request(self._decoder.decode(encoded))
+            self._desk.begin(source, request_id)
         except Exception as e:  # noqa: BLE001  (goes to whoever asked)
             logger.warning("The engine core cannot take a request: %s", e)
             error = f"The engine core cannot take this request: {e}"
-            self._refused.append(EngineCoreOutput(request_id, [], FinishReason.ERROR, error=error))
+            self._desk.refuse(source, EngineCoreOutput(request_id, [], FinishReason.ERROR, error=error))
 
     def _call(self, command: CallCore) -> CallResult:
-        self._board.write(0, command.method, self._taken)
+        self._board.write(0, command.method, self._num_taken)
         try:
             call = self._calls.get(command.method)
             if call is None:
@@ -140,18 +148,6 @@ class EngineCoreProc:
             return CallResult(command.id, call())
         except Exception as e:  # noqa: BLE001  (raised where it was called)
             return CallResult(command.id, None, describe_core_failure(e, name=self._name, activity=command.method))
-
-    def _tell(self, outputs: EngineCoreOutputs) -> None:
-        """Passes on what there is to tell; nothing, where it would be no news."""
-        if self._refused:
-            outputs.outputs = self._refused + outputs.outputs
-            self._refused = []
-        is_busy = self._core.has_requests()
-        now = time.monotonic()
-        if outputs.outputs or self._results or not is_busy or now - self._told_at >= NEWS_SECONDS:
-            self._outbox.put(CoreNews(self._taken, is_busy, outputs, self._results))
-            self._results = []
-            self._told_at = now
 
 
 def main() -> None:
@@ -175,7 +171,8 @@ def _serve(start: CoreStart, control: socket.socket, board: StatusBoard) -> None
     core = _build(start, board)
     try:
         core.on_failure(inbox.put)
-        proc = EngineCoreProc(start.name, core, inbox, outbox, board)
+        desk = make_desk(len(start.addresses), outbox, _load_report(start, core))
+        proc = EngineCoreProc(start.name, core, inbox, desk, board)
         board.write(0, IDLE)  # before the front end may look
         send_message(control, CoreHandshake(CoreReady(core.cache_summary, core.start_seconds)))
         proc.run_busy_loop()
@@ -202,11 +199,24 @@ def _build(start: CoreStart, board: StatusBoard) -> EngineCore:
         return EngineCore(config, platform, on_phase=lambda phase: board.write(0, phase))
 
 
+def _load_report(start: CoreStart, core: EngineCore) -> LoadReport | None:
+    """What tells the coordinator, where there is one, how much this core has to do."""
+    if start.coordinator_fd is None:
+        return None
+    rank = core.config.parallel.data_parallel_rank
+    door = DatagramDoor(start.coordinator_fd)
+
+    def report(stats: SchedulerStats, unfinished: Sequence[int]) -> None:
+        door.send(CoreLoad(rank, stats, list(unfinished)))  # one that does not fit is out of date before there is room
+
+    return report
+
+
 def _receive(start: CoreStart, inbox: Inbox) -> None:
     from mvllm.engine.core_channel import CoreInput
 
     try:
-        channel = CoreInput(start.address)
+        channel = CoreInput(start.addresses)
         while True:
             inbox.put(channel.receive())
     except Exception as e:  # noqa: BLE001  (ends the loop)
@@ -216,9 +226,9 @@ def _receive(start: CoreStart, inbox: Inbox) -> None:
 def _send(start: CoreStart, outbox: Outbox) -> None:
     from mvllm.engine.core_channel import CoreOutput
 
-    channel = CoreOutput(start.address)
-    while (news := outbox.get()) is not None:
-        channel.send(news)
+    channel = CoreOutput(start.addresses)
+    while (item := outbox.get()) is not None:
+        channel.send(*item)
     channel.close()
 
 

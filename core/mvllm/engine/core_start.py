@@ -19,7 +19,8 @@ class CoreStart(msgspec.Struct, frozen=True):
         name: For logs, errors and the process list.
         platform: The platform's name; the plugin is found again by it.
         config: The settled configuration, see config_codec.
-        address: Where commands come from and news go.
+        addresses: Where commands come from and news go, by front end. The first one's owner owns the core.
+        coordinator_fd: The socket to the coordinator, where there is one.
         board_fd: A status board of one line.
         stack_fd, sys_path, python_path, log_level: As for a worker.
     """
@@ -27,7 +28,8 @@ class CoreStart(msgspec.Struct, frozen=True):
     name: str
     platform: str
     config: bytes
-    address: ChannelAddress
+    addresses: list[ChannelAddress]
+    coordinator_fd: int | None
     board_fd: int
     stack_fd: int
     sys_path: list[str]

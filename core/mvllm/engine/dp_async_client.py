@@ -1,7 +1,7 @@
 """Several engine cores behind one front end: replicas of the model, each with devices and a KV cache of its own.
 
-The front end is the only one that sends them requests, so it knows at every moment how much each has to do, and asks
-nobody. Cores do not know of each other.
+A front end that is alone sends all requests, so it knows at every moment how much each core has to do, and asks nobody.
+One of several is told what the others have sent, by the coordinator. Cores do not know of each other.
 """
 
 from __future__ import annotations
@@ -11,54 +11,88 @@ from collections.abc import Callable, Iterable, Sequence
 
 from mvllm.config.engine_config import EngineConfig, replace_field
 from mvllm.engine.async_mp_client import AsyncMPClient, OnDeath, OnOutputs, start_all
+from mvllm.engine.coordination import Coordination
+from mvllm.engine.core_link import CoreLink
 from mvllm.engine.kv_sizing import CacheSummary
 from mvllm.engine.metrics import add_stats
 from mvllm.engine.replica_choice import ReplicaChoice
 from mvllm.errors import EngineDeadError
+from mvllm.messages.coordination import CoreLoad
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.platform.choose import ChosenPlatform
 
 
-class DPAsyncMPClient:
-    """Starts `data_parallel_size` engine cores and deals requests out to them. Used like an AsyncMPClient.
+def replica_configs(config: EngineConfig) -> list[EngineConfig]:
+    """The configuration of each replica."""
+    size = config.parallel.data_parallel_size
+    return [replace_field(config, "parallel.data_parallel_rank", rank) for rank in range(size)]
+
+
+def replica_name(config: EngineConfig, rank: int) -> str:
+    """What a replica's process is called."""
+    return f"EngineCore_DP{rank}" if config.parallel.data_parallel_size > 1 else "EngineCore"
+
+
+def start_replicas(
+    config: EngineConfig, chosen: ChosenPlatform, meanwhile: Callable[[EngineConfig], None]
+) -> DPAsyncMPClient:
+    """Starts `data_parallel_size` engine cores for one front end.
 
     Args:
         config: The settled configuration.
         chosen: The platform to run on.
         meanwhile: Called with the configuration while the cores' processes start.
 
+    Raises:
+        Exception: A core's own exception, if one cannot be started. Nothing stays behind.
+    """
+    cores = [
+        AsyncMPClient(each, CoreLink(replica_name(config, rank), each, chosen.source.name), str(chosen))
+        for rank, each in enumerate(replica_configs(config))
+    ]
+    start_all(cores, lambda: meanwhile(config))
+    return DPAsyncMPClient(config, cores)
+
+
+class DPAsyncMPClient:
+    """Deals requests out to engine cores. Used like an AsyncMPClient.
+
+    Args:
+        config: The settled configuration.
+        cores: By rank; ready when `attach` is called.
+        coordination: Where other front ends are heard of.
+
     Attributes:
         config, platform_summary: As for one core.
         stats: Of all cores together, as last told.
-
-    Raises:
-        Exception: On construction: a core's own exception, if one cannot be started. Nothing stays behind.
     """
 
-    def __init__(self, config: EngineConfig, chosen: ChosenPlatform, meanwhile: Callable[[EngineConfig], None]) -> None:
+    def __init__(
+        self, config: EngineConfig, cores: Sequence[AsyncMPClient], coordination: Coordination | None = None
+    ) -> None:
         self.config = config
-        self.platform_summary = str(chosen)
+        self.platform_summary = cores[0].platform_summary
         self.stats = SchedulerStats()
-        self._cores = [
-            AsyncMPClient(
-                replace_field(config, "parallel.data_parallel_rank", rank), chosen, name=f"EngineCore_DP{rank}"
-            )
-            for rank in range(config.parallel.data_parallel_size)
-        ]
-        start_all(self._cores, lambda: meanwhile(config))
-        self._choice = ReplicaChoice(len(self._cores), chunk=max(64, self.cache_summary.block_size))
+        self._cores = cores
+        self._choice = ReplicaChoice(len(cores))
         self._core_of: dict[str, int] = {}  # sequences under way
+        self._coordination = coordination
         self._on_outputs: OnOutputs = lambda outputs: None
         self._on_death: OnDeath = lambda error: None
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_outputs: OnOutputs, on_death: OnDeath) -> None:
         """Has news of all cores read in `loop`. The first that dies is the death of all."""
         self._on_outputs, self._on_death = on_outputs, on_death
+        self._choice.chunk = max(self._choice.chunk, self.cache_summary.block_size)
         for core in self._cores:
             core.attach(loop, self._take, self._die)
+        if self._coordination is not None:
+            self._coordination.attach(loop, self._choice, self._take_loads)
 
     def shutdown(self) -> None:
         """Ends all cores. Idempotent."""
+        if self._coordination is not None:
+            self._coordination.close()
         for core in self._cores:
             core.shutdown()
 
@@ -93,12 +127,19 @@ class DPAsyncMPClient:
         """Sequences under way, by core."""
         return list(self._choice.loads)
 
+    @property
+    def num_elsewhere(self) -> int:
+        """Sequences that other front ends have under way."""
+        return sum(self._choice.elsewhere)
+
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
         """Queues the sequences of one request, on the core that suits it best."""
         first = requests[0]
         rank = self._choice.choose(first.prompt_token_ids, first.cache_salt, len(requests))
         self._core_of.update((request.request_id, rank) for request in requests)
         self._cores[rank].add_requests(requests)
+        if self._coordination is not None:
+            self._coordination.tell_soon()
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Drops sequences; unknown ids are ignored."""
@@ -112,13 +153,34 @@ class DPAsyncMPClient:
         """Calls a method of every core; returns whether it succeeded everywhere."""
         return all(await asyncio.gather(*(core.call(method) for core in self._cores)))
 
+    def on_sleep(self, callback: Callable[[bool], None]) -> None:
+        """Has `callback` told when another front end puts the engine to sleep or wakes it up."""
+        if self._coordination is not None:
+            self._coordination.on_sleep = callback
+
+    async def tell_sleep(self, is_sleeping: bool) -> None:
+        """Has all other front ends sleep or wake up; returns when they do."""
+        if self._coordination is not None:
+            await self._coordination.tell_sleep(is_sleeping)
+
     def _take(self, outputs: EngineCoreOutputs) -> None:
         for output in outputs.outputs:
             if output.finish_reason is not None and output.request_id in self._core_of:
                 self._forget(output.request_id)
         if outputs.stats is not None:
-            self.stats = outputs.stats = add_stats((core.stats for core in self._cores), len(self._cores))
+            self._add_stats(outputs)
         self._on_outputs(outputs)
+
+    def _take_loads(self, loads: Sequence[CoreLoad]) -> None:
+        """The coordinator has news of cores; this front end's own sequences it knows better."""
+        for load in loads:
+            self._cores[load.rank].stats = load.stats
+        outputs = EngineCoreOutputs()
+        self._add_stats(outputs)
+        self._on_outputs(outputs)
+
+    def _add_stats(self, outputs: EngineCoreOutputs) -> None:
+        self.stats = outputs.stats = add_stats((core.stats for core in self._cores), len(self._cores))
 
     def _die(self, error: EngineDeadError) -> None:
         self.abort_requests(list(self._core_of))  # nobody waits for what the others do

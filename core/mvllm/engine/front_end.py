@@ -10,6 +10,7 @@ from mvllm.config.vocabulary import check_tokenizer
 from mvllm.engine.start_phases import StartPhases
 from mvllm.engine.stat_loggers import StatLoggers
 from mvllm.engine.tokenizer import Tokenizer, load_tokenizer
+from mvllm.errors import ConfigError
 from mvllm.executor.process_tools import collector_paused
 from mvllm.models.support import check_architecture, check_quantization
 from mvllm.ops.installed import check_providers
@@ -17,6 +18,17 @@ from mvllm.platform.choose import ChosenPlatform, choose_platform
 
 Client = TypeVar("Client")
 MakeClient = Callable[[EngineConfig, ChosenPlatform, Callable[[EngineConfig], None]], Client]
+
+
+def check_config(config: EngineConfig) -> None:
+    """Refuses what no platform could run.
+
+    Raises:
+        ConfigError, ModelError: Says what is not offered.
+    """
+    check_architecture(config.model)
+    check_quantization(config.model, config.load.load_format)
+    check_providers(config.op_providers)
 
 
 class FrontEnd(Generic[Client]):
@@ -42,9 +54,7 @@ class FrontEnd(Generic[Client]):
         self.phases = phases = StartPhases()
         self.tokenizer: Tokenizer | None = None
         if client is None:
-            check_architecture(config.model)
-            check_quantization(config.model, config.load.load_format)
-            check_providers(config.op_providers)
+            check_config(config)
         with phases.phase("platform"):
             chosen = choose_platform(config.platform) if client is None else None
         self.stat_loggers = StatLoggers(config)
@@ -59,6 +69,16 @@ class FrontEnd(Generic[Client]):
             self.stat_loggers.close()
             raise
         phases.end(getattr(self.client, "start_seconds", {}))
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            ConfigError: There is to be none.
+        """
+        if self.tokenizer is None:
+            raise ConfigError("There is no tokenizer: the engine was started with skip_tokenizer_init=True.")
+        return self.tokenizer
 
     def _load_tokenizer(self, config: EngineConfig) -> None:
         """While the engine core starts, if that has a process of its own."""

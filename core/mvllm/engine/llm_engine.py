@@ -16,7 +16,7 @@ from mvllm.engine.output_processor import OutputProcessor
 from mvllm.engine.outputs import RequestOutput
 from mvllm.engine.parallel_sampling import CoreIds, fan_out
 from mvllm.engine.tokenizer import Tokenizer
-from mvllm.errors import ConfigError, EngineDeadError, RequestError
+from mvllm.errors import EngineDeadError, RequestError
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.messages.sampling_params import SamplingParams
@@ -71,16 +71,15 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig, client: EngineClient | None = None) -> None:
-        front_end = FrontEnd(config, make_client, client)
+        self._front_end = front_end = FrontEnd(config, make_client, client)
         self._phases = front_end.phases
-        self._tokenizer = front_end.tokenizer
         self._stat_loggers = front_end.stat_loggers
         self._client = front_end.client
         self.config = self._client.config
         self._closed = False
         self._dead: BaseException | None = None
-        self.input_processor = InputProcessor(self.config, self._tokenizer)
-        self._output_processor = OutputProcessor(self._tokenizer)
+        self.input_processor = InputProcessor(self.config, front_end.tokenizer)
+        self._output_processor = OutputProcessor(front_end.tokenizer)
         self._core_ids = CoreIds()
         self._stats: SchedulerStats | None = None
         self.num_generated_tokens = 0
@@ -132,9 +131,7 @@ class LLMEngine:
         Raises:
             ConfigError: The engine was started with `skip_tokenizer_init`.
         """
-        if self._tokenizer is None:
-            raise ConfigError("There is no tokenizer: the engine was started with skip_tokenizer_init=True.")
-        return self._tokenizer
+        return self._front_end.require_tokenizer()
 
     # --- requests
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from mvllm.engine.output_processor import RequestState, TakenOutputs
 from mvllm.messages.requests import SchedulerStats
@@ -92,11 +94,41 @@ class RateMeter:
         for old in [each for each in counts if each <= second - _WINDOW_SECONDS]:
             del counts[old]
 
+    def merge(self, counts: Mapping[int, int]) -> None:
+        """Adds what another meter of the same clock has counted."""
+        for second, count in counts.items():
+            self._counts[second] = self._counts.get(second, 0) + count
+
+    def begin_with(self, other: RateMeter) -> None:
+        """Counts for as long as another one has."""
+        self._since = other._since
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """What was counted, by second of the clock."""
+        return dict(self._counts)
+
     def per_second(self) -> float:
         """The rate: what was counted in the last ten seconds, per second."""
         now = self._clock()
         recent = sum(count for second, count in list(self._counts.items()) if second > now - _WINDOW_SECONDS)
         return recent / min(float(_WINDOW_SECONDS), max(1.0, now - self._since))
+
+
+class EngineFigures(msgspec.Struct, array_like=True):
+    """The figures of an EngineMetrics, on their way to another front end of the same engine.
+
+    Attributes:
+        counters: By name.
+        finished: Sequences by why they ended.
+        histograms: Counts and sum, by name.
+        rates: Tokens by second, by name.
+    """
+
+    counters: dict[str, int] = {}
+    finished: dict[str, int] = {}
+    histograms: dict[str, tuple[list[int], float]] = {}
+    rates: dict[str, dict[int, int]] = {}
 
 
 class EngineMetrics:
@@ -112,6 +144,7 @@ class EngineMetrics:
     """
 
     def __init__(self, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
         lengths = _one_two_five(max_model_len)
         self.prompt_tokens = 0
         self.cached_prompt_tokens = 0
@@ -161,6 +194,36 @@ class EngineMetrics:
         self.params_n.observe(request.params.n)
         self.params_max_tokens.observe(request.params.max_tokens or 0)
         self._time(request, num_generated)
+
+    def figures(self) -> EngineFigures:
+        """All of them as of now, for another process."""
+        found = EngineFigures(finished=dict(self.finished))
+        for name, value in vars(self).items():
+            match value:
+                case Histogram():
+                    found.histograms[name] = (list(value.counts), value.sum)
+                case RateMeter():
+                    found.rates[name] = value.counts
+                case int() if not name.startswith("_"):
+                    found.counters[name] = value
+        return found
+
+    def plus(self, others: Iterable[EngineFigures]) -> EngineMetrics:
+        """These figures and those of other front ends together. Neither is changed."""
+        total = EngineMetrics(self._max_model_len)
+        for figures in (self.figures(), *others):
+            total.finished.update(figures.finished)
+            for name, count in figures.counters.items():
+                setattr(total, name, getattr(total, name) + count)
+            for name, (counts, sum_) in figures.histograms.items():
+                histogram: Histogram = getattr(total, name)
+                histogram.counts = [a + b for a, b in zip(histogram.counts, counts)]
+                histogram.sum += sum_
+            for name, seconds in figures.rates.items():
+                getattr(total, name).merge(seconds)
+        for name in ("generation_rate", "prompt_rate"):
+            getattr(total, name).begin_with(getattr(self, name))
+        return total
 
     def _start(self, request: RequestState) -> int:
         """Takes in a request whose first token has come. Returns the tokens of its prompt."""

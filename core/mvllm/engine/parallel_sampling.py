@@ -18,14 +18,19 @@ _SEED_SPAN = 2**63
 
 
 class CoreIds:
-    """Hands out ids for the engine core, each once."""
+    """Hands out ids for the engine core, each once.
 
-    def __init__(self) -> None:
+    Args:
+        front_end: What they begin with: where several front ends share a core, each has a name of its own.
+    """
+
+    def __init__(self, front_end: str = "") -> None:
+        self._front_end = front_end
         self._serial = itertools.count()
 
     def next(self, request_id: str) -> str:
         """A new id for (one sequence of) the caller's `request_id`."""
-        return f"{next(self._serial)}:{request_id}"
+        return f"{self._front_end}{next(self._serial)}:{request_id}"
 
 
 def fan_out(request: EngineCoreRequest, ids: CoreIds) -> list[EngineCoreRequest]:

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from mvllm.engine.async_llm import AsyncLLM
-from mvllm.engine.metrics import Histogram
+from mvllm.engine.metrics import EngineMetrics, Histogram
 from mvllm.messages.requests import FinishReason
 
 PREFIX = "mvllm:"
@@ -35,10 +35,11 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Every metric, under each prefix."""
+        metrics = self._engine.all_metrics
         for prefix in self._prefixes:
-            yield from self._gauges(prefix)
-            yield from self._counters(prefix)
-            yield from self._histograms(prefix)
+            yield from self._single_figures(prefix, metrics)
+            yield self._ends(prefix, metrics)
+            yield from self._histograms(prefix, metrics)
             yield self._cache_config(prefix)
 
     def describe(self) -> Iterator[Metric]:
@@ -49,42 +50,75 @@ class EngineCollector(Collector):
     def _labels(self) -> tuple[str]:
         return (self._model_name,)
 
-    def _gauges(self, prefix: str) -> Iterator[Metric]:
-        load = self._engine.load
-        for name, text, value in (
-            ("num_requests_running", "Sequences that are being generated.", load.num_running),
-            ("num_requests_waiting", "Sequences that wait for their turn.", load.num_waiting),
-            ("kv_cache_usage_perc", "Share of the KV cache that is in use; 1 is all of it.", load.kv_cache_usage),
-            ("engine_sleep_state", "1 while the engine has been put to sleep.", self._engine.is_asleep),
-            ("engine_heartbeat_age_seconds", "Silence of an engine core that has work.", load.heartbeat_age),
+    def _single_figures(self, prefix: str, metrics: EngineMetrics) -> Iterator[Metric]:
+        load, stats = self._engine.load, self._engine.stats
+        for kind, name, text, value in (
+            (GaugeMetricFamily, "num_requests_running", "Sequences that are being generated.", load.num_running),
+            (GaugeMetricFamily, "num_requests_waiting", "Sequences that wait for their turn.", load.num_waiting),
+            (
+                GaugeMetricFamily,
+                "kv_cache_usage_perc",
+                "Share of the KV cache that is in use; 1 is all of it.",
+                load.kv_cache_usage,
+            ),
+            (
+                GaugeMetricFamily,
+                "engine_sleep_state",
+                "1 while the engine has been put to sleep.",
+                self._engine.is_asleep,
+            ),
+            (
+                GaugeMetricFamily,
+                "engine_heartbeat_age_seconds",
+                "Silence of an engine core that has work.",
+                load.heartbeat_age,
+            ),
+            (CounterMetricFamily, "prompt_tokens", "Prompt tokens of requests that have begun.", metrics.prompt_tokens),
+            (
+                CounterMetricFamily,
+                "prompt_tokens_cached",
+                "Of these, tokens found in the prefix cache.",
+                metrics.cached_prompt_tokens,
+            ),
+            (CounterMetricFamily, "generation_tokens", "Tokens generated.", metrics.generation_tokens),
+            (
+                CounterMetricFamily,
+                "num_preemptions",
+                "Times a sequence gave its memory to others.",
+                stats.num_preemptions,
+            ),
+            (
+                CounterMetricFamily,
+                "prefix_cache_queries",
+                "Prompt tokens looked for in the prefix cache.",
+                stats.prefix_cache_queries,
+            ),
+            (
+                CounterMetricFamily,
+                "prefix_cache_hits",
+                "Prompt tokens found in the prefix cache.",
+                stats.prefix_cache_hits,
+            ),
+            (
+                CounterMetricFamily,
+                "requests_refused",
+                "Requests refused because too many were waiting.",
+                metrics.refused,
+            ),
         ):
-            family = GaugeMetricFamily(prefix + name, text, labels=("model_name",))
+            family = kind(prefix + name, text, labels=("model_name",))
             family.add_metric(self._labels, float(value))
             yield family
 
-    def _counters(self, prefix: str) -> Iterator[Metric]:
-        metrics, stats = self._engine.metrics, self._engine.stats
-        for name, text, value in (
-            ("prompt_tokens", "Prompt tokens of requests that have begun.", metrics.prompt_tokens),
-            ("prompt_tokens_cached", "Of these, tokens found in the prefix cache.", metrics.cached_prompt_tokens),
-            ("generation_tokens", "Tokens generated.", metrics.generation_tokens),
-            ("num_preemptions", "Times a sequence gave its memory to others.", stats.num_preemptions),
-            ("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", stats.prefix_cache_queries),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
-            ("requests_refused", "Requests refused because too many were waiting.", metrics.refused),
-        ):
-            family = CounterMetricFamily(prefix + name, text, labels=("model_name",))
-            family.add_metric(self._labels, value)
-            yield family
-        ends = CounterMetricFamily(
+    def _ends(self, prefix: str, metrics: EngineMetrics) -> Metric:
+        family = CounterMetricFamily(
             prefix + "request_success", "Sequences that have ended.", labels=("model_name", "finished_reason")
         )
         for reason in FinishReason:
-            ends.add_metric((*self._labels, str(reason)), metrics.finished[str(reason)])
-        yield ends
+            family.add_metric((*self._labels, str(reason)), metrics.finished[str(reason)])
+        return family
 
-    def _histograms(self, prefix: str) -> Iterator[Metric]:
-        metrics = self._engine.metrics
+    def _histograms(self, prefix: str, metrics: EngineMetrics) -> Iterator[Metric]:
         for name, text, histogram in (
             ("time_to_first_token_seconds", "From arrival to the first token.", metrics.time_to_first_token),
             ("inter_token_latency_seconds", "Between tokens.", metrics.inter_token_latency),
@@ -106,7 +140,7 @@ class EngineCollector(Collector):
             ("iteration_tokens_total", "Prompt and output tokens of a step.", metrics.iteration_tokens),
         ):
             family = HistogramMetricFamily(prefix + name, text, labels=("model_name",))
-            family.add_metric(self._labels, _cumulative(histogram), histogram.sum)
+            family.add_metric(self._labels, cumulative(histogram), histogram.sum)
             yield family
 
     def _cache_config(self, prefix: str) -> Metric:
@@ -123,7 +157,7 @@ class EngineCollector(Collector):
         return family
 
 
-def _cumulative(histogram: Histogram) -> list[tuple[str, float]]:
+def cumulative(histogram: Histogram) -> list[tuple[str, float]]:
     """Counts of all that is not above each bound, as Prometheus wants them."""
     buckets, total = [], 0
     for bound, count in zip((*histogram.bounds, float("inf")), list(histogram.counts)):

@@ -1,10 +1,12 @@
 """What a front end and an engine core in another process say to each other. Typed msgpack; nothing is pickled.
 
-    front end  ── AddRequests | AbortRequests | CallCore | StopCore ──>  engine core      numbered from 1
-               <─ CoreNews(taken, is_busy, outputs, results) ──────────  engine core
+    front end  ── AddRequests | AbortRequests | CallCore ──────>  engine core      numbered from 1
+    its owner  ── StopCore | DropFrontEnd ─────────────────────>  engine core      which may be a front end, too
+    front end  <─ CoreNews(taken, is_busy, outputs, results) ───  engine core
 
 News say how many commands have been taken and whether there is work left. So a front end whose commands were all taken
-by a core without work knows that nothing more will come, and need not follow single requests for that.
+by a core without work knows that nothing more will come, and need not follow single requests for that. Where several
+front ends share a core, each numbers its own commands and hears of its own requests only.
 """
 
 from __future__ import annotations
@@ -48,7 +50,17 @@ class StopCore(msgspec.Struct, tag=4, array_like=True, frozen=True):
     """End after the step under way."""
 
 
-Command = AddRequests | AbortRequests | CallCore | StopCore
+class DropFrontEnd(msgspec.Struct, tag=5, array_like=True, frozen=True):
+    """A front end has died: drop all of its requests, and tell it nothing any more.
+
+    Attributes:
+        index: Which one, in the order of the core's addresses.
+    """
+
+    index: int
+
+
+Command = AddRequests | AbortRequests | CallCore | StopCore | DropFrontEnd
 
 
 class ErrorLink(msgspec.Struct, frozen=True):
@@ -95,7 +107,7 @@ class CoreNews(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         taken: The number of the last command that was taken.
-        is_busy: Whether there is work left.
+        is_busy: Whether there is work left, of this front end's.
         outputs: Of one step.
         results: Of calls.
     """

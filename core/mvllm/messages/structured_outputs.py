@@ -22,13 +22,18 @@ MAX_NESTING = 64
 """How deep a JSON schema may nest."""
 
 MAX_WHITESPACE_PATTERN = 256
+MAX_TAG = 64
+"""What begins or ends thoughts, as UTF-8."""
 
-FORMS = ("json", "regex", "choice", "grammar", "json_object")
+MAX_TAGS = 128
+"""Structures of a structural tag."""
+
+FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _NAME = "structured_outputs"
 
 
 class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The form of an output: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
+    """The form of an output: exactly one of `json`, `regex`, `choice`, `grammar`, `json_object` and `structural_tag`.
 
     Attributes:
         json: A JSON schema, as an object or as its text; kept as text. Properties come in the schema's order.
@@ -37,9 +42,15 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         choice: Texts of which the output is one, none empty.
         grammar: A context-free grammar, either in Lark's notation (`start: ...`) or in EBNF (`root ::= ...`).
         json_object: True for any JSON object.
+        structural_tag: Any text, with JSON between tags: `{"structures": [{"begin": "<f=a>", "schema": {...}, "end":
+            "</f>"}, ...], "triggers": ["<f="]}`, as an object or as its text; kept as text. Where a trigger has been
+            written, one of the structures that begin with it follows.
         whitespace_pattern: Regular expression of the white space allowed between the parts of JSON; by default a line
             break and an indentation of up to 32, or up to 4 spaces.
         disable_any_whitespace: No white space between the parts of JSON.
+        thoughts_end: What ends thoughts, such as `</think>`: any text may come up to it, and the form holds behind it.
+        thoughts_start: What begins them, such as `<think>`: an output that does not begin with it has the form at once.
+            None where the output begins within the thoughts.
 
     Raises:
         RequestError: None or several forms are given, or one has the wrong type, is too large or nests too deep.
@@ -50,8 +61,11 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
+    thoughts_start: str | None = None
+    thoughts_end: str | None = None
 
     def __post_init__(self) -> None:
         if self.json_object is False:
@@ -70,6 +84,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 self.choice = _checked_choices(self.choice)
             case "grammar":
                 _check_text("grammar", self.grammar, may_be_empty=False)
+            case "structural_tag":
+                self.structural_tag = _structural_tag_text(self.structural_tag)
             case "json_object" if self.json_object is not True:
                 _refuse(f"json_object must be True or unset; found a {type(self.json_object).__name__}")
         if not isinstance(self.disable_any_whitespace, bool):
@@ -80,6 +96,11 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             _refuse(f"whitespace_pattern and disable_any_whitespace are about JSON, but the form is {form}")
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             _refuse("takes whitespace_pattern or disable_any_whitespace, not both")
+        for name in ("thoughts_start", "thoughts_end"):
+            if getattr(self, name) is not None:
+                _check_text(name, getattr(self, name), may_be_empty=False, limit=MAX_TAG)
+        if self.thoughts_start is not None and self.thoughts_end is None:
+            _refuse("takes thoughts_start together with thoughts_end only")
 
     @property
     def form(self) -> str:
@@ -157,6 +178,33 @@ def _schema_text(value: object) -> str:
             raise
         _refuse(f"json cannot be written as JSON: {str(e)[:100]}")
     return _check_text("json", text)
+
+
+def _structural_tag_text(value: object) -> str:
+    """A structural tag as JSON text, once each structure is known to begin with a trigger."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(_check_text("structural_tag", value), parse_constant=_no_constant)
+        except (ValueError, RecursionError) as e:
+            if isinstance(e, RequestError):
+                raise
+            _refuse("structural_tag is not valid JSON")
+    structures = value.get("structures") if isinstance(value, dict) else None
+    triggers = value.get("triggers") if isinstance(value, dict) else None
+    if not isinstance(structures, list) or not 0 < len(structures) <= MAX_TAGS:
+        _refuse(f"structural_tag needs a list of 1 to {MAX_TAGS} structures")
+    if not isinstance(triggers, list) or not all(isinstance(text, str) and text for text in triggers):
+        _refuse("structural_tag needs a list of triggers, which are texts")
+    tags = []
+    for i, tag in enumerate(structures):
+        begin, end, schema = map(tag.get, ("begin", "end", "schema")) if isinstance(tag, dict) else (None,) * 3
+        if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, dict):
+            _refuse(f"structural_tag: structure {i} needs a begin, a schema (an object) and an end")
+        if not any(begin.startswith(trigger) for trigger in triggers):
+            _refuse(f"structural_tag: structure {i} begins with none of the triggers")
+        tags.append({"begin": begin, "schema": json.loads(_schema_text(schema)), "end": end})
+    text = json.dumps({"structures": tags, "triggers": triggers}, ensure_ascii=False, separators=(",", ":"))
+    return _check_text("structural_tag", text)
 
 
 def _no_constant(name: str) -> NoReturn:

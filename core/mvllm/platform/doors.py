@@ -43,8 +43,9 @@ COMMANDS = Door("mvllm.cli", "command")
 QUANTIZATION = Door("mvllm.quantization", "quantization method")
 TOOL_PARSERS = Door("mvllm.tool_parsers", "tool parser")
 REASONING_PARSERS = Door("mvllm.reasoning_parsers", "reasoning parser")
+HTTP = Door("mvllm.http", "HTTP plugin")
 
-ALL = (MODELS, QUANTIZATION, EXECUTORS, OP_PROVIDERS, STAT_LOGGERS, COMMANDS, TOOL_PARSERS, REASONING_PARSERS)
+ALL = (MODELS, QUANTIZATION, EXECUTORS, OP_PROVIDERS, STAT_LOGGERS, COMMANDS, TOOL_PARSERS, REASONING_PARSERS, HTTP)
 
 
 def allow_list() -> frozenset[str] | None:
@@ -118,11 +119,11 @@ def load(door: Door, source: PluginSource) -> Any:
         ) from e
 
 
-def load_by_name(door: Door, name: str) -> tuple[PluginSource, Any]:
-    """What is offered under a name, and by whom.
+def require(door: Door, name: str) -> PluginSource:
+    """Who offers `name`. Imports nothing.
 
     Raises:
-        ConfigError: Nobody offers it, it is not let in, or it cannot be imported.
+        ConfigError: Nobody does, or nobody who is let in.
     """
     source = find(door, name)
     if source is None:
@@ -130,4 +131,14 @@ def load_by_name(door: Door, name: str) -> tuple[PluginSource, Any]:
             f"No installed package offers a {door.noun} {name!r} (entry points of {door.group}). "
             f"There are: {', '.join(offered(door)) or 'none'}."
         )
+    return source
+
+
+def load_by_name(door: Door, name: str) -> tuple[PluginSource, Any]:
+    """What is offered under a name, and by whom.
+
+    Raises:
+        ConfigError: Nobody offers it, it is not let in, or it cannot be imported.
+    """
+    source = require(door, name)
     return source, load(door, source)

@@ -56,15 +56,16 @@ class CompiledGrammar:
 def job_of(params: StructuredOutputsParams) -> TrialJob:
     """What is to be compiled; equal ones need be compiled once."""
     whitespace = "" if params.disable_any_whitespace else params.whitespace_pattern
+    thoughts = (params.thoughts_start, params.thoughts_end)
     match params.form:
         case "json":
-            return TrialJob("json", str(params.json), whitespace)
+            return TrialJob("json", str(params.json), whitespace, *thoughts)
         case "json_object":
-            return TrialJob("json", '{"type":"object"}', whitespace)
+            return TrialJob("json", '{"type":"object"}', whitespace, *thoughts)
         case "choice":
-            return TrialJob("choice", json.dumps(params.choice))
+            return TrialJob("choice", json.dumps(params.choice), None, *thoughts)
         case form:
-            return TrialJob(form, str(getattr(params, form)))
+            return TrialJob(form, str(getattr(params, form)), None, *thoughts)
 
 
 class GrammarCompiler:
@@ -143,4 +144,10 @@ def _refusal(job: TrialJob, reason: str, kind: type[RequestError] = RequestError
     return kind(f"structured_outputs: the {_WORDS[job.form]} cannot be used: {reason}", parameter="structured_outputs")
 
 
-_WORDS = {"json": "JSON schema", "regex": "regular expression", "choice": "list of choices", "grammar": "grammar"}
+_WORDS = {
+    "json": "JSON schema",
+    "regex": "regular expression",
+    "choice": "list of choices",
+    "grammar": "grammar",
+    "structural_tag": "structural tag",
+}

@@ -8,15 +8,16 @@ from typing import Any
 from mvllm.errors import RequestError
 from mvllm.messages.structured_outputs import StructuredOutputsParams
 
-_TYPES = "'text', 'json_object' or 'json_schema'"
+_TYPES = "'text', 'json_object', 'json_schema' or 'structural_tag'"
 
 
 def structured_outputs_of(response_format: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
     """Turns a `response_format` into what the engine understands; None where any text will do.
 
     Args:
-        response_format: None, or `{"type": "text"}`, `{"type": "json_object"}`, or
-            `{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}`.
+        response_format: None, or `{"type": "text"}`, `{"type": "json_object"}`,
+            `{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}`, or
+            `{"type": "structural_tag", "structures": [...], "triggers": [...]}`.
 
     Raises:
         RequestError: It is none of these, or the schema is not acceptable; its parameter is `response_format`.
@@ -32,6 +33,8 @@ def structured_outputs_of(response_format: Mapping[str, Any] | None) -> Structur
                 return StructuredOutputsParams(json_object=True)
             case "json_schema":
                 return StructuredOutputsParams(json=_schema(response_format.get("json_schema")))
+            case "structural_tag":
+                return StructuredOutputsParams(structural_tag=dict(response_format))
     except RequestError as e:
         raise RequestError(str(e), parameter="response_format") from e
     raise RequestError(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import resource
 import sys
 import time
@@ -35,6 +36,9 @@ DEFAULT_WHITESPACE = r"(\n[ \t]{0,32}|[ ]{1,4})"
 its thread would write nothing else."""
 
 _LOCATE_SECONDS = 0.5
+_WALK_SECONDS = 0.25
+_NUM_WALKS = 3
+_WALK_TOKENS = 32
 _T = TypeVar("_T")
 
 
@@ -42,14 +46,17 @@ class TrialJob(msgspec.Struct, array_like=True, frozen=True):
     """One wish, see StructuredOutputsParams.
 
     Attributes:
-        form: `json`, `regex`, `choice` or `grammar`.
-        text: Of the schema, the pattern or the grammar; of the choices, as JSON.
+        form: `json`, `regex`, `choice`, `grammar` or `structural_tag`.
+        text: Of the schema, the pattern or the grammar; of the choices and of the tag, as JSON.
         whitespace: None for the default, empty for none.
+        thoughts_start, thoughts_end: What frames thoughts that come before it.
     """
 
     form: str
     text: str
     whitespace: str | None = None
+    thoughts_start: str | None = None
+    thoughts_end: str | None = None
 
 
 class Verdict(msgspec.Struct, array_like=True, frozen=True):
@@ -124,8 +131,11 @@ def try_out(tokenizer: Any, job: TrialJob) -> tuple[str | None, str | None]:
     """The grammar that a job means, or why there is none."""
     started = time.monotonic()
     try:
-        grammar = to_grammar(job)
+        grammar = structural_tags(tokenizer, job.text) if job.form == "structural_tag" else to_grammar(job)
         error = find_error(tokenizer, grammar)
+        if error is None and job.thoughts_end is not None:
+            grammar = behind_thoughts(tokenizer, job.thoughts_start, job.thoughts_end, grammar)
+            error = find_error(tokenizer, grammar)
     except Exception as e:  # noqa: BLE001  (told to whoever asked)
         error = one_line(e) or type(e).__name__
     if error is None:
@@ -161,6 +171,47 @@ def to_grammar(job: TrialJob) -> str:
     return grammar
 
 
+def structural_tags(tokenizer: Any, text: str) -> str:
+    """The grammar of a structural tag: free text up to a trigger, then what one of its structures says, and so on."""
+    described = json.loads(text)
+    tags = described["structures"]
+    # The longest trigger, so that no other cuts in before it.
+    triggers = sorted(described["triggers"], key=len, reverse=True)
+    rules = [f"start: ({' | '.join(f'tag_{i}' for i in range(len(tags)))})* FREE", "FREE: /(?s:.*)/"]
+    for i, tag in enumerate(tags):
+        trigger = next(trigger for trigger in triggers if tag["begin"].startswith(trigger))
+        terminal = _as_terminal(tokenizer, trigger)
+        begin, end = (json.dumps(part) if part else "" for part in (tag["begin"][len(trigger) :], tag["end"]))
+        schema = {"x-guidance": _options(None), **tag["schema"]}
+        rules += [
+            f"head_{i}{'' if terminal.startswith('<') else '[lazy]'}: FREE {terminal}",
+            f"tag_{i}: head_{i} {begin} body_{i} {end}",
+            f"body_{i}: %json {json.dumps(schema)}",
+        ]
+    return "\n".join(rules)
+
+
+def behind_thoughts(tokenizer: Any, start: str | None, end: str, grammar: str) -> str:
+    """A grammar of thoughts, and then of what `grammar` says, with a little white space between the two.
+
+    The thoughts are any text up to the first `end`. With `start` they begin with it, or there are none; without it, the
+    text begins within them. Where one of the two is a token of its own that no text stands for, it is that token.
+    """
+    close = _as_terminal(tokenizer, end)
+    top = "start: thoughts gap @form"
+    if start is not None:
+        top = f"start: (begin thoughts gap)? @form\nbegin: {_as_terminal(tokenizer, start)}"
+    lazy = "" if close.startswith("<") else "[lazy]"
+    lark = f"{top}\nthoughts{lazy}: FREE {close}\nFREE: /(?s:.*)/\ngap: /[ \\t\\r\\n]{{0,8}}/\n"
+    form = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
+    return json.dumps({"grammars": [{"lark_grammar": lark}, {**form, "name": "form"}]})
+
+
+def _as_terminal(tokenizer: Any, text: str) -> str:
+    ids = tokenizer.tokenize_str(text, parse_special=True)
+    return f"<[{ids[0]}]>" if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else json.dumps(text)
+
+
 def _options(whitespace: str | None) -> dict[str, Any]:
     if whitespace == "":
         return {"whitespace_flexible": False}
@@ -168,15 +219,43 @@ def _options(whitespace: str | None) -> dict[str, Any]:
 
 
 def find_error(tokenizer: Any, grammar: str) -> str | None:
-    """Why there is no first token, if there is none."""
+    """Why there is no first token, if there is none, or why outputs would break off."""
     api = library.load()
     matcher = api.LLMatcher(tokenizer, grammar, log_level=0, limits=library.limits(api))
     if not matcher.is_error():
         matcher.compute_bitmask()
     if not matcher.is_error():
-        return None
+        return _find_limit(matcher)
     reason = one_line(matcher.get_error())
     return "no text can match it" if reason.startswith("NoExtension") else reason
+
+
+def _find_limit(beginning: Any) -> str | None:
+    """Goes a few random ways through a grammar: one that is open in too many places at once shows it soon.
+
+    What does not show here ends the request that it happens to, with the same words.
+    """
+    deadline = time.monotonic() + _WALK_SECONDS
+    for seed in range(_NUM_WALKS):
+        rng, matcher = random.Random(seed), beginning.deep_copy()
+        for _ in range(_WALK_TOKENS):
+            mask = matcher.compute_bitmask()
+            token = None if matcher.is_error() else _some_bit(rng, mask)
+            if token is None or matcher.is_stopped() or time.monotonic() > deadline:
+                break  # a dead end for want of tokens is not the grammar's fault
+            if not matcher.consume_token(token):
+                return one_line(matcher.get_error())
+    return None
+
+
+def _some_bit(rng: random.Random, bits: bytes) -> int | None:
+    """The position of a bit that is set, if one is."""
+    start = rng.randrange(len(bits))
+    for i in range(len(bits)):
+        at = (start + i) % len(bits)
+        if bits[at]:
+            return at * 8 + rng.choice([bit for bit in range(8) if bits[at] >> bit & 1])
+    return None
 
 
 def _locate(tokenizer: Any, job: TrialJob, error: str) -> str:

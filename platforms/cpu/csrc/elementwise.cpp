@@ -76,24 +76,24 @@ Way rms_norm_way(const int64_t* s) { return way_of(s[7], s[8]); }
 Way silu_and_mul_way(const int64_t* s) { return way_of(s[3], SILU_COST * s[4]); }
 Way rotary_way(const int64_t* s) { return way_of(s[12], (s[7] + s[11]) * s[3]); }
 
-void rms_norm_part(const int64_t* s, int64_t thread, int64_t threads) {
+void rms_norm_part(const int64_t* s, Part part) {
     const int32_t bits = int32_t(s[10]);
     float eps;
     std::memcpy(&eps, &bits, sizeof(eps));
     const RmsNorm op = rms_norm_of(pointer(s[0]), s[1], s[2], s[3], target(s[4]), pointer(s[5]), target(s[6]), s[8],
                                    int(s[9]), eps);
-    current_isa().rms_norm(op, s[7] * thread / threads, s[7] * (thread + 1) / threads);
+    current_isa().rms_norm(op, s[7] * part.index / part.count, s[7] * (part.index + 1) / part.count);
 }
 
-void silu_and_mul_part(const int64_t* s, int64_t thread, int64_t threads) {
+void silu_and_mul_part(const int64_t* s, Part part) {
     const SiluAndMul op = silu_and_mul_of(pointer(s[0]), s[1], target(s[2]), s[4], int(s[5]));
-    current_isa().silu_and_mul(op, s[3] * thread / threads, s[3] * (thread + 1) / threads);
+    current_isa().silu_and_mul(op, s[3] * part.index / part.count, s[3] * (part.index + 1) / part.count);
 }
 
-void rotary_part(const int64_t* s, int64_t thread, int64_t threads) {
+void rotary_part(const int64_t* s, Part part) {
     const Rotary op{pointer(s[0]), reinterpret_cast<const float*>(s[2]), target(s[4]), target(s[8]), s[5], s[6], s[9], s[10],
                     int32_t(s[1]), int32_t(s[7]), int32_t(s[11]), int32_t(s[3]), int32_t(s[13])};
-    current_isa().rotary(op, s[12] * thread / threads, s[12] * (thread + 1) / threads);
+    current_isa().rotary(op, s[12] * part.index / part.count, s[12] * (part.index + 1) / part.count);
 }
 
 Way always_by_one(const int64_t*) { return Way::BY_ONE; }
@@ -101,10 +101,10 @@ Way always_apart(const int64_t*) { return Way::APART; }
 
 }  // namespace
 
-const Sharing by_one{always_by_one, nullptr, nullptr}, apart{always_apart, nullptr, nullptr};
-const Sharing rms_norm_sharing{rms_norm_way, rms_norm_part, nullptr};
-const Sharing silu_and_mul_sharing{silu_and_mul_way, silu_and_mul_part, nullptr};
-const Sharing rotary_sharing{rotary_way, rotary_part, nullptr};
+const Sharing by_one{always_by_one, nullptr, nullptr, nullptr}, apart{always_apart, nullptr, nullptr, nullptr};
+const Sharing rms_norm_sharing{rms_norm_way, rms_norm_part, nullptr, nullptr};
+const Sharing silu_and_mul_sharing{silu_and_mul_way, silu_and_mul_part, nullptr, nullptr};
+const Sharing rotary_sharing{rotary_way, rotary_part, nullptr, nullptr};
 
 }  // namespace mvllm
 

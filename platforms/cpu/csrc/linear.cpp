@@ -26,12 +26,24 @@ bool takes_x(const Isa& isa, const Linear& op) {
 // All threads or one: a runtime may end the threads that a smaller team leaves over, and start them again for the next.
 int threads_for(int64_t work) { return work < SERIAL_WORK ? 1 : omp_get_max_threads(); }
 
-// One thread's part. Few rows: a range of columns. Many: a range of blocks, those of the same rows in sequence, so that
-// their x stays in the second cache while the weights pass, which are prefetched.
+// Into how many parts a product divides well.
+int64_t pieces_of(const Isa& isa, int64_t rows, int64_t columns) {
+    return columns / isa.linear_tile * ((rows + LINEAR_ROWS - 1) / LINEAR_ROWS);
+}
+
+// Where part `i` of `count` begins, in strips: between two tiles where there are enough of them.
+int64_t edge(int64_t strips, int64_t width, int64_t i, int64_t count) {
+    const int64_t tiles = (strips + width - 1) / width;
+    return tiles >= 2 * count ? std::min(strips, tiles * i / count * width) : strips * i / count;
+}
+
+// One of `threads` parts. Few rows: a range of columns. Many: a range of blocks, those of the same rows in sequence, so
+// that their x stays in the second cache while the weights pass, which are prefetched.
 void compute(const Isa& isa, const Linear& op, int64_t rows, int64_t thread, int64_t threads) {
-    const int64_t strips = (op.out_features + STRIP - 1) / STRIP;
-    if (rows <= LINEAR_ROWS) return isa.linear(op, 0, rows, strips * thread / threads, strips * (thread + 1) / threads);
-    const int64_t width = isa.linear_tile / STRIP, tiles = (strips + width - 1) / width;
+    const int64_t strips = (op.out_features + STRIP - 1) / STRIP, width = isa.linear_tile / STRIP;
+    if (rows <= LINEAR_ROWS)
+        return isa.linear(op, 0, rows, edge(strips, width, thread, threads), edge(strips, width, thread + 1, threads));
+    const int64_t tiles = (strips + width - 1) / width;
     const int64_t row_blocks = (rows + LINEAR_ROWS - 1) / LINEAR_ROWS, blocks = tiles * row_blocks;
     for (int64_t b = blocks * thread / threads; b < blocks * (thread + 1) / threads; ++b) {
         const int64_t tile = b % tiles, i = b / tiles;
@@ -60,16 +72,19 @@ Way linear_way(const int64_t* s) {
     return s[5] * s[6] * s[7] < SERIAL_WORK ? Way::BY_ONE : Way::TOGETHER;
 }
 
-void linear_part(const int64_t* s, int64_t thread, int64_t threads) {
-    compute(current_isa(), linear_of(s), s[5], thread, threads);
+void linear_part(const int64_t* s, Part part) {
+    compute(current_isa(), linear_of(s), s[5], part.index, part.count);
 }
+
+int64_t linear_pieces(const int64_t* s) { return pieces_of(current_isa(), s[5], s[7]); }
 
 // A thread's first columns lie side by side.
 Range linear_ahead(const int64_t* s, int64_t thread, int64_t threads) {
     const Linear op = linear_of(s);
     const int64_t strips = (op.out_features + STRIP - 1) / STRIP, tile = current_isa().linear_tile;
     const int64_t bytes = depth_of(op.in_features, op.dtype) * (op.dtype == F32 ? 4 : 2) * tile;
-    const int64_t first = strips * thread / threads * STRIP / tile, last = (op.out_features + tile - 1) / tile;
+    const int64_t first = edge(strips, tile / STRIP, thread, threads) * STRIP / tile;
+    const int64_t last = (op.out_features + tile - 1) / tile;
     return {static_cast<const char*>(op.weight) + first * bytes, (last - first) * bytes};
 }
 
@@ -90,20 +105,21 @@ void gate(const Isa& isa, const Linear& op, void* out, int64_t row_begin, int64_
     isa.silu_and_mul(act, 0, row_end - row_begin);
 }
 
-// One thread's part; its blocks as in `compute`.
+// One of `threads` parts; its blocks as in `compute`.
 void gate_part(const Isa& isa, const Linear& op, void* out, int64_t rows, int64_t thread, int64_t threads) {
     thread_local std::vector<char> memory;
-    const int64_t strips = op.out_features / 2 / STRIP, element = op.dtype == F32 ? 4 : 2;
+    const int64_t strips = op.out_features / 2 / STRIP, width = isa.linear_tile / STRIP;
+    const int64_t element = op.dtype == F32 ? 4 : 2;
     auto scratch = [&](int64_t elements) {
         if (memory.size() < size_t(elements * element + 64)) memory.resize(size_t(elements * element + 64));
         return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
     };
     if (rows <= LINEAR_ROWS) {
-        const int64_t begin = strips * thread / threads, end = strips * (thread + 1) / threads;
+        const int64_t begin = edge(strips, width, thread, threads), end = edge(strips, width, thread + 1, threads);
         if (begin < end) gate(isa, op, out, 0, rows, begin, end, scratch(rows * 2 * (end - begin) * STRIP));
         return;
     }
-    const int64_t width = isa.linear_tile / STRIP, tiles = (strips + width - 1) / width;
+    const int64_t tiles = (strips + width - 1) / width;
     const int64_t row_blocks = (rows + LINEAR_ROWS - 1) / LINEAR_ROWS, blocks = tiles * row_blocks;
     for (int64_t b = blocks * thread / threads; b < blocks * (thread + 1) / threads; ++b) {
         const int64_t tile = b % tiles, i = b / tiles;
@@ -120,15 +136,15 @@ Linear both_of(const int64_t* s) {
 
 Way linear_way_of_both(const int64_t* s) { return s[5] * s[6] * s[7] * 2 < SERIAL_WORK ? Way::BY_ONE : Way::TOGETHER; }
 
-void linear_silu_part(const int64_t* s, int64_t thread, int64_t threads) {
+void linear_silu_part(const int64_t* s, Part part) {
     const Linear op = both_of(s);
-    gate_part(current_isa(), op, op.out, s[5], thread, threads);
+    gate_part(current_isa(), op, op.out, s[5], part.index, part.count);
 }
 
 }  // namespace
 
-const Sharing linear_sharing{linear_way, linear_part, linear_ahead};
-const Sharing linear_silu_sharing{linear_way_of_both, linear_silu_part, linear_ahead};
+const Sharing linear_sharing{linear_way, linear_part, linear_ahead, linear_pieces};
+const Sharing linear_silu_sharing{linear_way_of_both, linear_silu_part, linear_ahead, linear_pieces};
 
 }  // namespace mvllm
 
@@ -166,10 +182,8 @@ void mvllm_cpu_linear(const void* x, int64_t x_stride, const void* weight, const
     Linear op{x, weight, bias, out, x_stride, int32_t(in_features), int32_t(out_features), dtype};
     const int64_t element = dtype == F32 ? 4 : 2;
     if (takes_x(isa, op)) {
-        const int threads = threads_for(rows * in_features * out_features);
-        if (threads == 1) return compute(isa, op, rows, 0, 1);
-#pragma omp parallel num_threads(threads)
-        compute(isa, op, rows, omp_get_thread_num(), omp_get_num_threads());
+        share_pieces(threads_for(rows * in_features * out_features), pieces_of(isa, rows, out_features),
+                     [&](Part part) { compute(isa, op, rows, part.index, part.count); });
         return;
     }
     const int64_t depth = depth_of(in_features, dtype);
@@ -203,10 +217,8 @@ void mvllm_cpu_linear_silu(const void* x, int64_t x_stride, const void* weight, 
                            int64_t in_features, int64_t size, int dtype) {
     const Isa& isa = current_isa();
     const Linear op{x, weight, bias, out, x_stride, int32_t(in_features), int32_t(2 * size), dtype};
-    const int threads = threads_for(rows * in_features * size * 2);
-    if (threads == 1) return gate_part(isa, op, out, rows, 0, 1);
-#pragma omp parallel num_threads(threads)
-    gate_part(isa, op, out, rows, omp_get_thread_num(), omp_get_num_threads());
+    share_pieces(threads_for(rows * in_features * size * 2), pieces_of(isa, rows, size),
+                 [&](Part part) { gate_part(isa, op, out, rows, part.index, part.count); });
 }
 
 }  // extern "C"

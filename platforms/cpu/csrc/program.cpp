@@ -84,7 +84,7 @@ struct Patch {
 
 constexpr int SPINS = 4096;             // looks at the others before a waiting thread gives its core away
 constexpr int64_t AHEAD = 128 << 10;    // bytes that a waiting thread fetches into its second cache
-constexpr int LINE = 64;
+constexpr int64_t PIECES = 8;           // of each thread's part, at most
 
 // Where threads wait for each other. Regions end at the OpenMP runtime's own barrier; between calls this one is cheaper,
 // and a thread that waits fetches what it will read next.
@@ -113,9 +113,14 @@ struct Stage {
     const Entry* entry;
     const int64_t* slots;
     Way way;
+    int64_t pieces;  // of each thread's part
 };
 
-void share(const Stage* stages, int64_t count, int64_t thread, int64_t threads, Meeting& meeting) {
+void work(const Stage& stage, Taken* taken, int64_t thread, int64_t threads) {
+    take_pieces(taken, stage.pieces, thread, threads, [&](Part part) { stage.entry->sharing->part(stage.slots, part); });
+}
+
+void share(const Stage* stages, int64_t count, int64_t thread, int64_t threads, Meeting& meeting, Taken* taken) {
     Range ahead{nullptr, 0};
     int64_t known = 0;  // the stage after the last one that `ahead` was made for
     for (int64_t i = 0; i < count; ++i) {
@@ -123,7 +128,7 @@ void share(const Stage* stages, int64_t count, int64_t thread, int64_t threads, 
         if (stage.way == Way::BY_ONE) {
             if (thread == 0) stage.entry->run(stage.slots);
         } else {
-            stage.entry->sharing->part(stage.slots, thread, threads);
+            work(stage, taken + i * threads, thread, threads);
         }
         if (i + 1 == count || (stage.way == Way::BY_ONE && stages[i + 1].way == Way::BY_ONE)) continue;
         if (known <= i) {
@@ -162,7 +167,9 @@ void mvllm_cpu_program_run(const int32_t* calls, int64_t count, int64_t* slots, 
     for (int64_t i = 0; i < count; ++i) {
         const Entry& entry = entries[calls[i]];
         const Way way = threads == 1 ? Way::APART : entry.sharing->way(slots);
-        stages.push_back({&entry, slots, way});
+        const bool shared = way == Way::TOGETHER && entry.sharing->pieces;
+        const int64_t pieces = shared ? std::min(entry.sharing->pieces(slots) / threads, PIECES) : 1;
+        stages.push_back({&entry, slots, way, pieces});
         slots += entry.count;
     }
     for (size_t i = 0, end; i < stages.size(); i = end) {
@@ -178,8 +185,9 @@ void mvllm_cpu_program_run(const int32_t* calls, int64_t count, int64_t* slots, 
             const Stage* first = stages.data() + i;
             const int64_t length = int64_t(end - i);
             Meeting meeting;
-#pragma omp parallel
-            share(first, length, omp_get_thread_num(), omp_get_num_threads(), meeting);
+            std::vector<Taken> taken(size_t(length * threads));
+#pragma omp parallel num_threads(threads)
+            share(first, length, omp_get_thread_num(), omp_get_num_threads(), meeting, taken.data());
         }
     }
 }

@@ -150,11 +150,23 @@ void block(const QIsa& isa, const Product& p, int64_t row_begin, int64_t row_end
     }
 }
 
-// One thread's part: few rows, a range of columns; many, a range of blocks, those of the same rows in sequence.
+// Into how many parts a product divides well.
+int64_t pieces_of(const QIsa& isa, const Product& p) {
+    return p.strips() * STRIP / isa.tile * ((p.rows + QLINEAR_ROWS - 1) / QLINEAR_ROWS);
+}
+
+// Where part `i` of `count` begins, in strips: between two tiles where there are enough of them.
+int64_t edge_of(int64_t strips, int64_t width, int64_t i, int64_t count) {
+    const int64_t tiles = (strips + width - 1) / width;
+    return tiles >= 2 * count ? std::min(strips, tiles * i / count * width) : strips * i / count;
+}
+
+// One of `threads` parts: few rows, a range of columns; many, a range of blocks, those of the same rows in sequence.
 void compute(const QIsa& isa, const Product& p, int64_t thread, int64_t threads) {
-    const int64_t strips = p.strips(), rows = p.rows;
-    if (rows <= QLINEAR_ROWS) return block(isa, p, 0, rows, strips * thread / threads, strips * (thread + 1) / threads);
-    const int64_t width = isa.tile / STRIP, tiles = (strips + width - 1) / width;
+    const int64_t strips = p.strips(), rows = p.rows, width = isa.tile / STRIP;
+    if (rows <= QLINEAR_ROWS)
+        return block(isa, p, 0, rows, edge_of(strips, width, thread, threads), edge_of(strips, width, thread + 1, threads));
+    const int64_t tiles = (strips + width - 1) / width;
     const int64_t row_blocks = (rows + QLINEAR_ROWS - 1) / QLINEAR_ROWS, blocks = tiles * row_blocks;
     const int64_t steps = (rows + ROW_STEP - 1) / ROW_STEP;
     auto edge = [&](int64_t i) { return std::min(rows, (steps * i + row_blocks - 1) / row_blocks * ROW_STEP); };
@@ -169,31 +181,28 @@ bool converts_alone(const Converted& converted, const Product& p) {
     return !converted.wanted || p.rows * p.op.in_features <= REPEATED_ELEMENTS;
 }
 
-void compute_alone(const QIsa& isa, const Product& p, const Converted& converted, int64_t thread, int64_t threads) {
+// A thread converts the rows for the first of its parts, and finds them for the others.
+void compute_alone(const QIsa& isa, const Product& p, const Converted& converted, Part part) {
     Product own = p;
     converted.place(converted_rows.at_least(size_t(converted.bytes)), own);
-    converted.convert(isa, p, own, 0, p.rows);
-    compute(isa, own, thread, threads);
+    if (part.fresh) converted.convert(isa, p, own, 0, p.rows);
+    compute(isa, own, part.index, part.count);
 }
 
 void multiply_at_once(const QIsa& isa, const Product& p) {
     const Converted converted(isa, p);
     const int threads = threads_for(p.work());
-    if (threads == 1) return compute_alone(isa, p, converted, 0, 1);
-    if (converts_alone(converted, p)) {
-#pragma omp parallel num_threads(threads)
-        compute_alone(isa, p, converted, omp_get_thread_num(), omp_get_num_threads());
-        return;
-    }
+    const int64_t pieces = pieces_of(isa, p);
+    if (threads == 1 || converts_alone(converted, p))
+        return share_pieces(threads, pieces, [&](Part part) { compute_alone(isa, p, converted, part); });
     Product shared = p;
     converted.place(converted_rows.at_least(size_t(converted.bytes)), shared);
 #pragma omp parallel num_threads(threads)
     {
         const int64_t i = omp_get_thread_num(), n = omp_get_num_threads();
         converted.convert(isa, p, shared, p.rows * i / n, p.rows * (i + 1) / n);
-#pragma omp barrier
-        compute(isa, shared, i, n);
     }
+    share_pieces(threads, pieces, [&](Part part) { compute(isa, shared, part.index, part.count); });
 }
 
 void multiply(const Product& p) {
@@ -249,9 +258,14 @@ Way way_of(const int64_t* s) {
 }
 
 template <bool GATED>
-void part_of(const int64_t* s, int64_t thread, int64_t threads) {
+void part_of(const int64_t* s, Part part) {
     const Product p = recorded<GATED>(s);
-    compute_alone(current(), p, Converted(current(), p), thread, threads);
+    compute_alone(current(), p, Converted(current(), p), part);
+}
+
+template <bool GATED>
+int64_t recorded_pieces(const int64_t* s) {
+    return pieces_of(current(), recorded<GATED>(s));
 }
 
 // A thread's first columns lie side by side.
@@ -260,7 +274,7 @@ Range ahead_of(const int64_t* s, int64_t thread, int64_t threads) {
     const Product p = recorded<GATED>(s);
     const int64_t tile = current().tile, depth = lane_depth(p.op.bits);
     const int64_t bytes = (p.op.in_features + depth - 1) / depth * tile * 4;
-    const int64_t first = p.strips() * thread / threads * STRIP / tile, last = tiles_of(p.op.out_features, int(tile));
+    const int64_t first = edge_of(p.strips(), tile / STRIP, thread, threads) * STRIP / tile, last = tiles_of(p.op.out_features, int(tile));
     return {reinterpret_cast<const char*>(p.op.weight) + first * bytes, (last - first) * bytes};
 }
 
@@ -286,8 +300,8 @@ void pack_tile(const int8_t* values, int64_t stride, uint32_t* packed, int64_t c
 
 }  // namespace
 
-const Sharing qlinear_sharing{way_of<false>, part_of<false>, ahead_of<false>};
-const Sharing qlinear_silu_sharing{way_of<true>, part_of<true>, ahead_of<true>};
+const Sharing qlinear_sharing{way_of<false>, part_of<false>, ahead_of<false>, recorded_pieces<false>};
+const Sharing qlinear_silu_sharing{way_of<true>, part_of<true>, ahead_of<true>, recorded_pieces<true>};
 
 }  // namespace mvllm
 

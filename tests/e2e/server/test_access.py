@@ -23,7 +23,7 @@ from mvllm.entrypoints.openai.server_state import ServerState
 from mvllm.entrypoints.openai.settings import ServerSettings
 from mvllm.errors import ConfigError
 from tests.helpers.processes import tagged
-from tests.helpers.server import SMALL, ServerProcess, head_of
+from tests.helpers.server import SMALL, ServerProcess, as_before, head_of
 
 USER, SECOND, ADMIN = "user-key-4711", "user-key-4712", "admin-key-0815"
 BEARERS = {"none": None, "wrong": "Bearer nobody", "user": f"Bearer {USER}", "admin": f"Bearer {ADMIN}"}
@@ -97,7 +97,9 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
     (folder / "keys").write_text(f"# of the second user\n{SECOND}\n")
     arguments = ["demo", "--port", "0", "--api-key", USER, "--api-key-file", str(folder / "keys"), *SMALL]
     with ServerProcess(folder, *arguments, MVLLM_ADMIN_API_KEY=ADMIN, MVLLM_LOGGING_LEVEL="DEBUG") as server:
-        yield server.wait_ready()
+        server.wait_ready()
+        with server.client(headers={"Authorization": f"Bearer {USER}"}) as client, as_before(server, client):
+            yield server
 
 
 ODD_HEADS = [

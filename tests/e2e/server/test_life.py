@@ -48,6 +48,25 @@ def test_what_cannot_be_served_is_explained_in_a_line(tmp_path: Path, arguments:
     assert says in server.log and "Traceback" not in server.log
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_in_the_first_moments_is_an_orderly_end(tmp_path: Path, number: int, status: int) -> None:
+    """As soon as Python runs our first lines; and again when there is something on disk."""
+    path = tmp_path / "socket"
+    for moment in (handles_signals, lambda pid: path.exists()):
+        with ServerProcess(tmp_path, "demo", "--uds", str(path), *SMALL) as server:
+            wait_until(lambda: server.process.poll() is not None or moment(server.process.pid), 120, "not begun")  # noqa: B023
+            server.signal(number)
+            assert server.wait() == status, server.log
+            assert "Traceback" not in server.log and not path.exists()
+            assert_nothing_left(server.tag, shared_memory_names())
+
+
+def handles_signals(pid: int) -> bool:
+    """Whether a process has a handler of its own for SIGTERM, as the kernel knows."""
+    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
 def test_while_the_model_is_loaded_it_lives_but_is_not_ready(tmp_path: Path) -> None:
     """And Ctrl-C ends it at once, with all that it has started."""
     before = shared_memory_names()

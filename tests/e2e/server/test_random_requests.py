@@ -22,6 +22,7 @@ from tests.helpers.server import ServerProcess, wait_idle
 BODIES = {
     "/v1/completions": protocol.CompletionRequest,
     "/v1/chat/completions": protocol.ChatCompletionRequest,
+    "/v1/responses": protocol.ResponsesRequest,
     "/tokenize": protocol.TokenizeRequest,
     "/detokenize": protocol.DetokenizeRequest,
 }
@@ -34,6 +35,8 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "model": st.just("demo"),
     "prompt": st.text(max_size=30) | st.lists(st.integers(-1, 5000), max_size=5) | st.lists(st.text(max_size=5)),
     "messages": st.lists(st.fixed_dictionaries({"role": st.text(max_size=9), "content": ANYTHING}), max_size=3),
+    "input": st.text(max_size=30) | st.lists(st.fixed_dictionaries({"role": st.text(max_size=9), "content": ANYTHING})),
+    "max_output_tokens": st.integers(-1, 5),
     "max_tokens": st.integers(-1, 5),
     "max_completion_tokens": st.integers(-1, 5),
     "n": st.integers(0, 4),
@@ -46,8 +49,8 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
 def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     path = draw(st.sampled_from(sorted(BODIES)))
     names = [name for name in BODIES[path].__struct_fields__ if name != "model"]
-    body: dict[str, Any] = {"max_tokens": 3} if "max_tokens" in names else {}
-    for name in {"prompt", "messages", "tokens"} & set(names):
+    body: dict[str, Any] = {name: 3 for name in ("max_tokens", "max_output_tokens") if name in names}
+    for name in sorted({"input"} & set(names) or {"prompt", "messages", "tokens"} & set(names)):
         body[name] = draw(LIKELY[name])
     for name in draw(st.lists(st.sampled_from(names), max_size=4, unique=True)):
         body[name] = draw(LIKELY.get(name, ANYTHING) | ANYTHING)
@@ -68,6 +71,9 @@ def check(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
     if answer.status_code != 200:
         error = answer.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
+    elif body.get("stream") and path == "/v1/responses":
+        last = json.loads(answer.text.rstrip().split("\n")[-1].removeprefix("data: "))
+        assert last["type"] in ("response.completed", "response.incomplete") and last["response"]["error"] is None
     elif body.get("stream"):
         assert answer.text.endswith("data: [DONE]\n\n") and '"error"' not in answer.text
     else:

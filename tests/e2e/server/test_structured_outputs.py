@@ -14,7 +14,7 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel, Field
 
-from tests.helpers.server import ServerProcess, wait_idle
+from tests.helpers.server import ServerProcess, as_before, wait_idle
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 STORY = {"model": "demo", "prompt": "Once upon a time", "temperature": 1.0, "seed": 3, "max_tokens": 80}
@@ -45,6 +45,12 @@ class City(BaseModel):
     kind: Literal["town", "village"]
     is_big: bool
     trams: int = Field(ge=0, le=9)
+
+
+@pytest.fixture(autouse=True)
+def works_as_before(server: ServerProcess, client: httpx.Client) -> Iterator[None]:
+    with as_before(server, client):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +131,33 @@ class TestForms:
         text, reason = both(client, path, {**ask, "structured_outputs": {"grammar": 'root ::= "a" [0-9] "b"'}})
         assert re.fullmatch("a[0-9]b", text) and reason == "stop"
 
+    def test_a_form_behind_what_comes_before_it(self, client: httpx.Client, path: str, ask: dict[str, Any]) -> None:
+        """Free up to the first dot, as a model's thoughts are up to their tag."""
+        form = {"regex": "[0-9]{3}-[a-f]{2}", "thoughts_end": "."}
+        text, reason = both(client, path, {**ask, "structured_outputs": form, "max_tokens": 300})
+        assert re.fullmatch(r"[^.]*\.\s*[0-9]{3}-[a-f]{2}", text) and reason == "stop"
+
+    def test_a_structural_tag(self, client: httpx.Client, path: str, ask: dict[str, Any]) -> None:
+        """Every letter e triggers, so that a text is full of them."""
+        tag = {"begin": "e[", "schema": {"enum": [7, 8]}, "end": "]"}
+        form = {"type": "structural_tag", "structures": [tag], "triggers": ["e"]}
+        text, _ = both(client, path, {**ask, "response_format": form, "min_tokens": 60})
+        assert "e[" in text and re.fullmatch(r"([^e]|e\[[78]\])*(e(\[([78]\]?)?)?)?", text)
+
+    def test_the_fields_of_before(
+        self, server: ServerProcess, client: httpx.Client, path: str, ask: dict[str, Any]
+    ) -> None:
+        for more, pattern in (
+            ({"guided_regex": "[a-f]{3}-[0-9]{4}"}, "[a-f]{3}-[0-9]{4}"),
+            ({"guided_choice": ["Rome", "Paris"]}, "Rome|Paris"),
+            ({"guided_grammar": 'root ::= "a" [0-9] "b"'}, "a[0-9]b"),
+        ):
+            text, reason = both(client, path, {**ask, **more})
+            assert re.fullmatch(pattern, text) and reason == "stop"
+        text, _ = both(client, path, {**ask, "guided_json": POINT, "max_tokens": ROOM})
+        assert set(json.loads(text)) == {"x", "on"}
+        assert server.log.count("guided_json in requests is deprecated") == 1
+
     @pytest.mark.parametrize(
         ("more", "param"),
         [
@@ -138,9 +171,11 @@ class TestForms:
             ({"structured_outputs": {"made_up": "a"}}, "structured_outputs"),
             ({"structured_outputs": {}}, "structured_outputs"),
             ({"structured_outputs": {"regex": "a"}, "response_format": POINT_FORMAT}, "structured_outputs"),
-            ({"guided_regex": "a+"}, "guided_regex"),
+            ({"guided_regex": "(a"}, "guided_regex"),
+            ({"guided_choice": "a"}, "guided_choice"),
+            ({"guided_regex": "a+", "structured_outputs": {"regex": "a"}}, "guided_regex"),
         ],
-        ids=range(11),
+        ids=range(13),
     )
     def test_what_is_none_is_refused_by_its_name(
         self, client: httpx.Client, path: str, ask: dict[str, Any], more: dict[str, Any], param: str
@@ -167,8 +202,9 @@ def test_every_prompt_and_every_sequence_has_the_form(client: httpx.Client) -> N
         {"json": DEEP},
         {"json": {"enum": [f"value {i}" for i in range(100_000)]}},
         {"grammar": 'start: start "a" | start'},
+        {"json": {"enum": [{"id": i, "name": f"n{i}"} for i in range(4000)]}},
     ],
-    ids=["slow", "deep", "large", "left-recursive"],
+    ids=["slow", "deep", "large", "left-recursive", "wide"],
 )
 def test_a_hostile_one_ends_and_others_are_answered(
     server: ServerProcess, client: httpx.Client, form: dict[str, Any]

@@ -11,7 +11,7 @@ import pytest
 
 from mvllm import LLM, SamplingParams
 from mvllm.version import __version__
-from tests.helpers.server import ServerProcess, raw_post
+from tests.helpers.server import ServerProcess, as_before, assert_idle, raw_post, wait_idle
 
 STORY = {"model": "demo", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 8}
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 6}
@@ -174,9 +174,10 @@ def test_one_request_id_twice_at_once_is_no_cross_talk(server: ServerProcess, cl
     body = json.dumps({**STORY, "stream": True}).encode()
     expected = client.post("/v1/completions", json=STORY).json()["choices"][0]["text"]
     same = {"X-Request-Id": "same", "Content-Type": "application/json"}
-    with client.stream("POST", "/v1/completions", content=body, headers=same) as one:
-        other = client.post("/v1/completions", content=body, headers=same)
-        one.read()
+    with as_before(server, client):
+        with client.stream("POST", "/v1/completions", content=body, headers=same) as one:
+            other = client.post("/v1/completions", content=body, headers=same)
+            one.read()
     for answer in (one, other):
         assert "".join(chunk["choices"][0]["text"] for chunk in events(answer)) == expected
 
@@ -216,6 +217,11 @@ def test_what_the_server_tells_of_itself(client: httpx.Client) -> None:
     document = client.get("/openapi.json").json()
     assert "prompt" in document["components"]["schemas"]["CompletionRequest"]["properties"]
     assert "/v1/completions" in document["paths"]
+
+
+def test_at_rest_it_uses_less_than_a_hundredth_of_a_processor(server: ServerProcess, client: httpx.Client) -> None:
+    wait_idle(client)
+    assert_idle(server)
 
 
 def test_the_page_to_chat_is_one_file_that_talks_to_this_server_alone(client: httpx.Client) -> None:

@@ -10,9 +10,10 @@ import pytest
 import zmq
 
 from mvllm.engine import core_client
-from mvllm.engine.core_channel import CoreInput, CoreOutput, FrontChannel
+from mvllm.engine.core_channel import CoreInput, CoreOutput, FrontChannel, new_addresses
 from mvllm.engine.core_failure import core_exception
 from mvllm.engine.core_process import EngineCoreProc
+from mvllm.engine.news_desk import make_desk
 from mvllm.errors import ConfigError, EngineDeadError, RequestError
 from mvllm.executor.status_board import IDLE, StatusBoard
 from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallCore, CoreNews, StopCore
@@ -71,7 +72,7 @@ def loop():
     inbox, outbox, board = SimpleQueue(), SimpleQueue(), StatusBoard.create(1)
     core = TwoStepCore(inbox)
     core.inbox, core.outbox, core.board = inbox, outbox, board
-    core.proc = EngineCoreProc("EngineCore", core, inbox, outbox, board)
+    core.proc = EngineCoreProc("EngineCore", core, inbox, make_desk(1, outbox), board)
     yield core
     board.close()
 
@@ -82,19 +83,19 @@ def add(*ids, prompt=(1, 2)):
     return AddRequests(list(ids), [msgspec.Raw(msgspec.msgpack.encode(request)) for request in requests])
 
 
-STOP = (99, StopCore())
+STOP = (0, 99, StopCore())
 
 
 def serve(loop, commands, *, stop_at_step=None) -> list[CoreNews]:
     """Runs the loop until it has taken all commands and, if told so, has begun a step."""
     for number, command in enumerate(commands, 1):
-        loop.inbox.put((number, command))
+        loop.inbox.put((0, number, command))
     if stop_at_step is None:
         loop.inbox.put(STOP)
     else:
         loop.at_step[stop_at_step] = [STOP]
     loop.proc.run_busy_loop()
-    return [loop.outbox.get() for _ in range(loop.outbox.qsize())]
+    return [loop.outbox.get()[1] for _ in range(loop.outbox.qsize())]
 
 
 def test_requests_that_come_together_begin_together_and_news_come_when_there_are_some(loop):
@@ -118,13 +119,13 @@ def test_a_request_that_cannot_be_read_or_taken_ends_alone(loop):
 
 
 def test_a_core_without_work_says_so(loop):
-    loop.at_step[0] = [(2, AbortRequests(["a", "unknown"]))]
-    loop.inbox.put((1, add("a")))
+    loop.at_step[0] = [(0, 2, AbortRequests(["a", "unknown"]))]
+    loop.inbox.put((0, 1, add("a")))
     thread = threading.Thread(target=loop.proc.run_busy_loop)
     thread.start()
-    news = loop.outbox.get(timeout=30)
+    _, news = loop.outbox.get(timeout=30)
     while news.taken < 2:
-        news = loop.outbox.get(timeout=30)
+        _, news = loop.outbox.get(timeout=30)
     assert not news.is_busy and not news.outputs.outputs
     loop.inbox.put(STOP)
     thread.join(30)
@@ -134,12 +135,12 @@ def test_a_core_without_work_says_so(loop):
 def test_calls_are_answered_and_their_errors_travel(loop):
     methods = ["reset_prefix_cache", "check_health", "shutdown"]
     for number, method in enumerate(methods, 1):
-        loop.inbox.put((number, CallCore(number, method)))
+        loop.inbox.put((0, number, CallCore(number, method)))
     thread = threading.Thread(target=loop.proc.run_busy_loop)
     thread.start()
     answers = {}
     while len(answers) < 3:
-        answers |= {result.id: result for result in loop.outbox.get(timeout=30).results}
+        answers |= {result.id: result for result in loop.outbox.get(timeout=30)[1].results}
     loop.inbox.put(STOP)
     thread.join(30)
     assert answers[1].value is True and answers[1].failure is None
@@ -157,8 +158,8 @@ def test_a_failure_of_the_workers_ends_the_loop_with_it_as_the_cause(loop):
 
 
 def test_what_a_stranger_sends_is_dropped_on_both_sides():
-    front = FrontChannel([b"core-0"])
-    (address,) = front.addresses
+    (address,) = new_addresses()
+    front, name = FrontChannel([address]), address.identity
     context = zmq.Context()
     strangers = []
     for kind, to in ((zmq.DEALER, address.commands), (zmq.PUSH, address.news)):
@@ -168,14 +169,14 @@ def test_what_a_stranger_sends_is_dropped_on_both_sides():
             stranger.send_multipart(frames)
         strangers.append(stranger)
     assert not front.commands.poll(300) or not front.all_here()
-    source, target = CoreInput(address), CoreOutput(address)
+    source, target = CoreInput([address]), CoreOutput([address])
     while not front.all_here():
         assert front.commands.poll(30_000)
-    front._commands.send_multipart([b"core-0", b"not the token" + bytes(8), b"junk"])
-    front._commands.send_multipart([b"core-0", address.token + bytes(8), b"\xc1 no msgpack"])
-    assert front.send(b"core-0", AbortRequests(["a"])) == 1
-    assert source.receive() == (1, AbortRequests(["a"]))
-    target.send(CoreNews(1, False, EngineCoreOutputs()))
+    front._commands.send_multipart([name, b"not the token" + bytes(8), b"junk"])
+    front._commands.send_multipart([name, address.token + bytes(8), b"\xc1 no msgpack"])
+    assert front.send(name, AbortRequests(["a"])) == 1
+    assert source.receive() == (0, 1, AbortRequests(["a"]))
+    target.send(0, CoreNews(1, False, EngineCoreOutputs()))
     news = None
     while news is None:
         assert front.news.poll(30_000)

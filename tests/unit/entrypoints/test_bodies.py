@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import asyncio
 
-from mvllm.entrypoints.openai.bodies import MAX_NODES, BodyDecoder
+import pytest
+from starlette.requests import Request
+from starlette.types import Message
+
+from mvllm.entrypoints.openai.bodies import MAX_NODES, MAX_VALUES, BodyDecoder, BodyReader
 from mvllm.entrypoints.openai.errors import APIError
 from mvllm.entrypoints.openai.protocol import CompletionRequest
 
@@ -15,3 +19,27 @@ def test_a_body_of_more_lists_than_anybody_needs_is_not_decoded() -> None:
     with pytest.raises(APIError, match="lists and objects") as raised:
         decoder.decode(b'{"prompt":[' + b"[]," * MAX_NODES + b"[]]}")
     assert raised.value.status == 400
+
+
+def test_a_body_of_more_values_than_any_prompt_has_is_not_decoded() -> None:
+    decoder = BodyDecoder(CompletionRequest)
+    assert len(decoder.decode(b'{"prompt":[' + b"5," * 1000 + b"5]}").prompt or "") == 1001
+    with pytest.raises(APIError, match="values") as raised:
+        decoder.decode(b'{"prompt":[' + b"5," * (MAX_VALUES + 1) + b"5]}")
+    assert raised.value.status == 400
+
+
+def test_a_body_that_comes_in_ever_so_small_pieces_is_given_up() -> None:
+    """Each piece in time, and the whole of it not."""
+
+    async def drip() -> Message:
+        await asyncio.sleep(0.01)
+        return {"type": "http.request", "body": b" ", "more_body": True}
+
+    async def read() -> bytes:
+        scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
+        return await BodyReader(1 << 20, 0.05).read(Request(scope, drip))
+
+    with pytest.raises(APIError) as raised:
+        asyncio.run(asyncio.wait_for(read(), 60))
+    assert raised.value.status == 408 and raised.value.close

@@ -2,68 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Iterable, Sequence
 from typing import Any
 
-import httpx
 import pytest
-from prometheus_client import CollectorRegistry
 
-from mvllm.config.engine_args import EngineArgs
-from mvllm.engine.async_llm import AsyncLLM
-from mvllm.entrypoints.openai.app import build_app
-from mvllm.entrypoints.openai.chat import ChatPrompts
-from mvllm.entrypoints.openai.http_metrics import HTTPMetrics
-from mvllm.entrypoints.openai.served_models import ServedModels
-from mvllm.entrypoints.openai.server_state import ServerState
-from mvllm.entrypoints.openai.settings import ServerSettings
-from mvllm.entrypoints.openai.text_work import TextWork
-from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
-from tests.unit.entrypoints.builders import TOKENIZER, save_model_folder
+from mvllm.messages.requests import FinishReason
+from tests.unit.entrypoints import scripted
+from tests.unit.entrypoints.builders import save_model_folder
+from tests.unit.entrypoints.scripted import TEMPLATE
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% for c in m['tool_calls'] or [] %}"
-    "{{ c['function']['arguments']['city'] }}{% endfor %}\n{% endfor %}"
-    "{% for t in tools or [] %}{{ t['function']['name'] }} {% endfor %}"
-)
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 WRITTEN = '<think>Hm.</think>Let me see.<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 ASK = {"messages": [{"role": "user", "content": "What is the weather?"}], "tools": TOOLS}
-
-
-class ScriptedCore:
-    """An engine core that writes one text, token by token."""
-
-    platform_summary, cache_summary, stats = "script", None, SchedulerStats()
-    heartbeat_age, failure, core_pids = 0.0, None, ()
-
-    def __init__(self, config: Any, text: str, reason: FinishReason) -> None:
-        self.config, self.text, self.reason = config, text, reason
-        self.prompts: list[str] = []
-
-    def attach(self, loop: asyncio.AbstractEventLoop, on_outputs: Any, on_death: Any) -> None:
-        self.loop, self.on_outputs = loop, on_outputs
-
-    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
-        for request in requests:
-            self.prompts.append(TOKENIZER.decode(request.prompt_token_ids))
-            self.loop.call_soon(self.write, request.request_id, TOKENIZER.encode(self.text, add_special_tokens=False))
-
-    def write(self, request_id: str, ids: list[int]) -> None:
-        if not ids:
-            ids = [TOKENIZER.eos_token_id or 0] if self.reason is FinishReason.STOP else []
-            self.on_outputs(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id, ids, self.reason)]))
-            return
-        self.on_outputs(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id, ids[:1])]))
-        self.loop.call_later(0, self.write, request_id, ids[1:])
-
-    def abort_requests(self, request_ids: Iterable[str]) -> None:
-        pass
-
-    def shutdown(self) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -71,26 +22,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model_folder(tmp_path_factory.mktemp("model"), TEMPLATE)
 
 
-class Server:
+class Server(scripted.Server):
     def __init__(self, folder: str, text: str = WRITTEN, reason: FinishReason = FinishReason.STOP, **parsers: Any):
-        self.core = ScriptedCore(EngineArgs.from_kwargs(model=folder).create_engine_config(), text, reason)
-        self.parsers = {"tool_parser": "hermes", "reasoning_parser": "qwen3", **parsers}
-
-    def post(self, body: dict[str, Any]) -> httpx.Response:
-        async def run() -> httpx.Response:
-            engine = AsyncLLM(self.core.config, log_stats=False, client=self.core)  # type: ignore[arg-type]
-            text_work = TextWork(engine.tokenizer, engine.model_config.max_model_len)
-            state = ServerState(60)
-            state.ready(engine, text_work, ChatPrompts(engine, text_work, **self.parsers))
-            app = build_app(state, ServedModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), ServerSettings())
-            try:
-                async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
-                    return await client.post("/v1/chat/completions", json=body)
-            finally:
-                engine.shutdown()
-                text_work.close()
-
-        return asyncio.run(run())
+        super().__init__(folder, text, reason, **parsers)
 
     def message(self, **more: Any) -> tuple[dict[str, Any], str]:
         [choice] = self.post({**ASK, **more}).json()["choices"]
@@ -165,13 +99,13 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 def test_a_call_that_must_be_is_read_from_its_json(
     folder: str, choice: object, written: str, ended: str, reason: FinishReason
 ) -> None:
-    """Without a parser of the model family's format, and with one for thoughts, of which there are none then."""
-    for parsers in ({"tool_parser": None}, {"reasoning_parser": "deepseek_r1"}):
-        server = Server(folder, written, reason, **parsers)
+    """Without a parser of the model family's format, and with one for thoughts, which then come before it."""
+    for parsers, before in (({"tool_parser": None}, ""), ({"reasoning_parser": "deepseek_r1"}, "Hm.</think>\n\n")):
+        server = Server(folder, before + written, reason, **parsers)
         message, why = server.message(tool_choice=choice)
         [call] = message["tool_calls"]
         assert call["function"] == {"name": "weather", "arguments": '{"city": "Paris"}'}
-        assert message["content"] is None and "reasoning" not in message
+        assert message["content"] is None and message.get("reasoning") == ("Hm." if before else None)
         assert why == (ended if reason is FinishReason.STOP else "length")
         lines = server.post({**ASK, "tool_choice": choice, "stream": True}).text.split("\n\n")
         chunks = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
@@ -194,3 +128,34 @@ def test_earlier_calls_reach_the_template_as_objects(folder: str) -> None:
 def test_thoughts_can_be_kept_back(folder: str) -> None:
     message, _ = Server(folder).message(include_reasoning=False, tools=None)
     assert "reasoning" not in message and "Hm." not in message["content"]
+
+
+@pytest.mark.parametrize(
+    ("parser", "template_end", "expected"),
+    [
+        ("qwen3", "", ("<think>", "</think>")),
+        ("qwen3", "<think>\n", (None, "</think>")),
+        ("qwen3", "<think>\n\n</think>\n\n", (None, None)),
+        ("deepseek_r1", "", (None, "</think>")),
+        ("thoughtless", "", (None, None)),
+    ],
+)
+@pytest.mark.parametrize("wish", ["response_format", "tool_choice"])
+def test_a_form_holds_behind_the_thoughts(
+    tmp_path, parser: str, template_end: str, expected: tuple[str | None, str | None], wish: str
+) -> None:
+    form = {"response_format": {"type": "json_object"}, "tools": None} if wish == "response_format" else {}
+    form = form or {"tool_choice": NAMED}
+    written = '{"city": "Paris"}'
+    thought = expected[1] is not None
+    if thought:
+        written = (expected[0] or "") + "Hm.</think>\n\n" + written
+    folder = save_model_folder(tmp_path, TEMPLATE + template_end.replace("\n", "{{ '\\n' }}"))
+    server = Server(folder, written, reasoning_parser=None if parser == "thoughtless" else parser)
+    message, reason = server.message(**form)
+    [sent] = server.core.requests
+    wanted = sent.sampling_params.structured_outputs
+    assert wanted is not None and (wanted.thoughts_start, wanted.thoughts_end) == expected
+    assert reason == "stop" and message.get("reasoning") == ("Hm." if thought else None)
+    answer = message["content"] if wish == "response_format" else message["tool_calls"][0]["function"]["arguments"]
+    assert answer == '{"city": "Paris"}'

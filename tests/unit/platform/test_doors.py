@@ -28,6 +28,7 @@ GROUPS = {
     "mvllm.cli": "acme",
     "mvllm.tool_parsers": "acme",
     "mvllm.reasoning_parsers": "acme",
+    "mvllm.http": "acme",
 }
 
 

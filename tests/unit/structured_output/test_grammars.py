@@ -33,6 +33,14 @@ def vocabulary() -> Vocabulary:
     return load_vocabulary(EngineArgs(model=str(demo_model_path())).create_engine_config().model)
 
 
+@pytest.fixture(scope="module")
+def kept(vocabulary: Vocabulary) -> Iterator[GrammarManager]:
+    """A manager for tests that leave it as it was; its process is started once."""
+    manager = GrammarManager(lambda: vocabulary)
+    yield manager
+    manager.shutdown()
+
+
 @pytest.fixture
 def manager(vocabulary: Vocabulary) -> Iterator[GrammarManager]:
     manager = GrammarManager(lambda: vocabulary)
@@ -242,3 +250,123 @@ def test_choices_may_hold_any_text(manager: GrammarManager, vocabulary: Vocabula
             assert token in allowed(grammar), text
             grammar.accept(token)
         assert 1 in allowed(grammar)
+
+
+class TestThoughts:
+    """Any text up to the tag that ends them, and the form behind it."""
+
+    def go(self, grammar: SequenceGrammar, vocabulary: Vocabulary, text: str) -> bool:
+        """Goes on with a text; false where some of it may not come."""
+        for token in tokens_of(vocabulary, text):
+            if token not in allowed(grammar):
+                return False
+            grammar.accept(token)
+            assert grammar.error is None
+        return True
+
+    @pytest.mark.parametrize("form", [{"json": {"enum": [7]}}, {"regex": "7"}, {"choice": ["7"]}], ids=str)
+    @pytest.mark.parametrize("before", ["hm</think>", "</think>\n\n", "<think>a </thin b\n\n{</think> ", "é😀</think>"])
+    def test_within_them_from_the_beginning(
+        self, kept: GrammarManager, vocabulary: Vocabulary, form: dict[str, object], before: str
+    ) -> None:
+        grammar = begin(kept, **form, thoughts_end="</think>")
+        assert self.go(grammar, vocabulary, before) and 1 not in allowed(grammar)
+        assert not self.go(grammar, vocabulary, "8")
+        assert self.go(grammar, vocabulary, "7") and allowed(grammar) == {1}
+
+    @pytest.mark.parametrize("form", [{"json": {"enum": [7]}}, {"regex": "7"}, {"grammar": 'start: "7"'}], ids=str)
+    def test_begun_by_a_tag_or_left_out(
+        self, kept: GrammarManager, vocabulary: Vocabulary, form: dict[str, object]
+    ) -> None:
+        for before in ("", "<think>so: 8</think>\n\n", "<think></think>"):
+            grammar = begin(kept, **form, thoughts_start="<think>", thoughts_end="</think>")
+            assert self.go(grammar, vocabulary, before)
+            assert not self.go(grammar, vocabulary, "8")
+            assert self.go(grammar, vocabulary, "7") and allowed(grammar) == {1}
+        assert not self.go(begin(kept, **form, thoughts_start="<think>", thoughts_end="</think>"), vocabulary, "hm")
+
+    def test_ended_by_a_token_that_no_text_stands_for(self, kept: GrammarManager, vocabulary: Vocabulary) -> None:
+        tokenizer = vocabulary.build()
+        special = [i for i in range(tokenizer.vocab_size) if tokenizer.is_special_token(i) and i not in (0, 1)]
+        [tag] = [i for i in special if tokenizer.decode_str([i]) == "<|im_start|>"]
+        grammar = begin(kept, regex="7", thoughts_end="<|im_start|>")
+        assert self.go(grammar, vocabulary, "hm 8") and tag in allowed(grammar)
+        grammar.accept(tag)
+        assert not self.go(grammar, vocabulary, "8") and self.go(grammar, vocabulary, "7")
+
+    def test_a_form_that_cannot_be_is_refused_though_thoughts_could(self, kept: GrammarManager) -> None:
+        kept.submit(request(json={"allOf": [{"type": "string"}, {"type": "integer"}]}, thoughts_end="</think>"))
+        assert outcomes(kept, 1)["request"].grammar is None
+
+
+NUMBER = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+FLAG = {"type": "object", "properties": {"y": {"type": "boolean"}}, "required": ["y"]}
+TAGS = {
+    "structures": [
+        {"begin": "<fun=a>", "schema": NUMBER, "end": "</fun>"},
+        {"begin": "<fun=b>", "schema": FLAG, "end": "</fun>"},
+        {"begin": "[T]", "schema": NUMBER, "end": ""},
+    ],
+    "triggers": ["<fun", "[T]"],
+}
+
+
+class TestStructuralTags:
+    """Free text, and JSON of a schema wherever a trigger has been written."""
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "plain text, <fu and [ too",
+            'say <fun=a>{"x": 5}</fun> and more',
+            '<fun=b>{"y": true}</fun><fun=a>{"x":1}</fun>',
+            '[T]{"x": 1} more [T]{"x":2}',
+        ],
+    )
+    def test_what_may_come(self, kept: GrammarManager, vocabulary: Vocabulary, text: str) -> None:
+        grammar = begin(kept, structural_tag=TAGS)
+        for token in tokens_of(vocabulary, text):
+            assert token in allowed(grammar)
+            grammar.accept(token)
+        assert 1 in allowed(grammar) and grammar.error is None
+
+    @pytest.mark.parametrize(
+        ("text", "allows"),
+        [
+            ('<fun=a>{"', "x"),
+            ("<fun=", "ab"),
+            ("<fun", "="),
+            ('ah [T]{"x": 5} <fun=b>{"', "y"),
+            ('<fun=a>{"x": 5}</fun', ">"),
+        ],
+    )
+    def test_what_must_come(self, kept: GrammarManager, vocabulary: Vocabulary, text: str, allows: str) -> None:
+        grammar = begin(kept, structural_tag=TAGS)
+        for token in tokens_of(vocabulary, text):
+            assert token in allowed(grammar)
+            grammar.accept(token)
+        tokenizer = vocabulary.build()
+        assert {tokenizer.decode_str([token])[0] for token in allowed(grammar)} == set(allows)
+
+    def test_a_trigger_that_no_text_stands_for(self, kept: GrammarManager, vocabulary: Vocabulary) -> None:
+        tag = {"begin": "<|im_start|>f", "schema": {"enum": [7]}, "end": ""}
+        grammar = begin(kept, structural_tag={"structures": [tag], "triggers": ["<|im_start|>"]})
+        [special] = vocabulary.build().tokenize_str("<|im_start|>", parse_special=True)
+        assert special in allowed(grammar) and 1 in allowed(grammar)
+        grammar.accept(special)
+        for token in tokens_of(vocabulary, "f7"):
+            assert {token} == allowed(grammar)
+            grammar.accept(token)
+        assert special in allowed(grammar) and 1 in allowed(grammar)
+
+    def test_a_schema_that_cannot_be_is_refused(self, kept: GrammarManager) -> None:
+        tag = {"begin": "<f>", "schema": {"type": "strng"}, "end": ""}
+        kept.submit(request(structural_tag={"structures": [tag], "triggers": ["<"]}))
+        assert "structural tag" in str(outcomes(kept, 1)["request"].error)
+
+
+def test_one_that_is_open_in_too_many_places_is_refused_before_it_begins(kept: GrammarManager) -> None:
+    kept.submit(request("wide", json={"enum": [{"id": i, "name": f"n{i}"} for i in range(4000)]}))
+    kept.submit(request("narrow", json={"anyOf": [{"properties": {"k": {"const": i}}} for i in range(300)]}))
+    found = outcomes(kept, 2)
+    assert "items" in str(found["wide"].error) and found["narrow"].error is None

@@ -11,6 +11,8 @@ from mvllm import RequestError, SamplingParams, StructuredOutputsParams
 from mvllm.messages.structured_outputs import MAX_GRAMMAR_BYTES
 from mvllm.structured_output.response_format import structured_outputs_of
 
+TAG = {"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}
+
 
 def nested(depth: int) -> str:
     return '{"items":' * depth + "{}" + "}" * depth
@@ -31,6 +33,15 @@ def nested(depth: int) -> str:
         ({"json": nested(100)}, "nests deeper"),
         ({"json": nested(10_000)}, "nests deeper"),
         ({"json": {"enum": [f"value {i}" for i in range(100_000)]}}, "at most 262144"),
+        ({"regex": "a", "thoughts_start": "<t>"}, "together with thoughts_end"),
+        ({"regex": "a", "thoughts_end": ""}, "thoughts_end is empty"),
+        ({"regex": "a", "thoughts_end": "x" * 65}, "at most 64"),
+        ({"structural_tag": {}}, "1 to 128 structures"),
+        ({"structural_tag": "{"}, "not valid JSON"),
+        ({"structural_tag": {"structures": [{}], "triggers": ["<"]}}, "structure 0 needs"),
+        ({"structural_tag": {"structures": [TAG], "triggers": [""]}}, "triggers"),
+        ({"structural_tag": {"structures": [TAG], "triggers": ["["]}}, "none of the triggers"),
+        ({"structural_tag": {"structures": [{**TAG, "schema": 5}], "triggers": ["<"]}}, "structure 0 needs"),
         ({"regex": ""}, "regex is empty"),
         ({"regex": 5}, "regex must be a text"),
         ({"regex": "\ud800"}, "lone surrogate"),

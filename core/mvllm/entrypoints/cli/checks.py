@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mvllm.config.env import describe_unknown, unknown_variables
 from mvllm.errors import MvllmError
+from mvllm.platform import doors
 from mvllm.platform.choose import ENVIRONMENT_VARIABLE, installable_platforms
 from mvllm.platform.discovery import Candidate, discover, find_sources, load_attribute, reaches
 from mvllm.platform.phases import Phase, enter_phase
@@ -56,6 +57,7 @@ def run_checks(*, platform: str | None = None, model: str | None = None) -> list
         checks += _guarded(f"{prefix}.visible_devices", lambda c=candidate: _hidden_devices(c))  # type: ignore[misc]
     checks += _guarded("torch.backends", lambda: _torch_backends(candidates))
     checks += _guarded("platform.choice", lambda: _choice(candidates, platform))
+    checks += _guarded("extensions.installed", _extensions)
     checks += _guarded("environment.visible_devices", _visible_devices)
     checks += _guarded("environment.unknown", _unknown_variables)
     checks += _guarded("system.shared_memory", _shared_memory)
@@ -292,6 +294,21 @@ def _choice(candidates: Sequence[Candidate], asked: str | None) -> Checks:
     else:
         found = f"the platform {name!r} cannot be used" if name else "no platform can be used"
         yield Check("platform.choice", CheckStatus.BROKEN, found, "see the checks of the platforms above")
+
+
+def _extensions() -> Checks:
+    """What plugs in beside platforms, by metadata alone, and whether two of them cannot be told apart."""
+    sources = [(door, source) for door in doors.ALL for source in doors.installed(door) if doors.is_allowed(source)]
+    listed = [f"{door.noun} {source.name} ({source.distribution} {source.version})" for door, source in sources]
+    shut_out = [source.distribution for door in doors.ALL for source in doors.installed(door)]
+    shut_out = sorted(set(shut_out) - {source.distribution for _, source in sources})
+    found = "; ".join(listed) if listed else "none"
+    if shut_out:
+        found += f"; {doors.ENVIRONMENT_VARIABLE} does not let in {', '.join(shut_out)}"
+    names = [(door.noun, source.name) for door, source in sources]
+    twice = sorted({f"{noun} {name}" for noun, name in names if names.count((noun, name)) > 1})
+    remedy = f"two packages offer the {', '.join(twice)}: uninstall one, or name the other in MVLLM_PLUGINS"
+    yield _check("extensions.installed", not twice, found, remedy, CheckStatus.WARNING)
 
 
 # --- the environment and the machine

@@ -13,6 +13,7 @@ from typing import NoReturn, cast
 from mvllm.config.env import describe_unknown, unknown_variables
 from mvllm.entrypoints.cli.config_file import expand_config
 from mvllm.entrypoints.cli.help import add_help_about, expand_help
+from mvllm.entrypoints.early_signals import end_at_once_on_signals
 from mvllm.errors import ConfigError, MvllmError
 from mvllm.logging import configure_logging, get_logger
 from mvllm.version import __version__
@@ -51,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     module: ModuleType | None = None
     try:
         name = next((a for a in arguments if not a.startswith("-")), None)
+        if name == "serve" and argv is None:  # this program, and not somebody who calls it
+            end_at_once_on_signals()  # before anything is imported for it
         installed: dict[str, str] = {}
         if name in COMMANDS:
             module = importlib.import_module(f"mvllm.entrypoints.cli.{name.replace('-', '_')}")

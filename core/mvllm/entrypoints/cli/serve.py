@@ -8,16 +8,20 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
+from mvllm.entrypoints.early_signals import ignore_signals, remove_at_end
 from mvllm.entrypoints.openai.keys import read_keys
 from mvllm.entrypoints.openai.settings import DEFAULT_PORT, ServerSettings
 from mvllm.entrypoints.parsers.registry import reasoning_parser_names, tool_parser_names
 from mvllm.errors import ConfigError
+from mvllm.platform import doors
 
 KEY_VARIABLE = "MVLLM_API_KEY"
 ADMIN_KEY_VARIABLE = "MVLLM_ADMIN_API_KEY"
+MOST_API_SERVERS = 64
 _NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 
 
@@ -42,19 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Names of the model in requests; answers have the first one. Default: MODEL as given.",
     )
     where.add_argument(
-        "--shutdown-timeout",
-        type=_seconds,
-        default=defaults.shutdown_timeout,
-        metavar="S",
-        help=f"Seconds that requests under way get after SIGTERM. Default: {defaults.shutdown_timeout:g}.",
+        "--api-server-count",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Processes that answer HTTP at the one port; all use the same engine. Default: 1.",
     )
-    where.add_argument(
-        "--heartbeat-timeout",
-        type=_seconds,
-        default=defaults.heartbeat_timeout,
-        metavar="S",
-        help="Seconds without a sign of life of an engine that has work after which /health says so. "
-        f"Default: {defaults.heartbeat_timeout:g}.",
+    _add_seconds(where, "shutdown-timeout", "that requests under way get after SIGTERM")
+    _add_seconds(
+        where,
+        "heartbeat-timeout",
+        "without a sign of life of an engine that has work after which /health says so",
     )
     where.add_argument(
         "--access-log",
@@ -69,6 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Offer /docs, /openapi.json and the page at /.",
     )
     where.add_argument(
+        "--http-plugins",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="Add routes of installed packages, each under /plugins/NAME.",
+    )
+    where.add_argument(
         "--metrics-alias-prefix",
         metavar="PREFIX",
         help="Show every metric of the engine under this prefix, too, for dashboards made for another engine.",
@@ -81,26 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     access = parser.add_argument_group("access")
-    access.add_argument(
-        "--api-key",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help=f"Key that requests must carry; may be given several times. Better: --api-key-file or {KEY_VARIABLE}.",
-    )
-    access.add_argument(
-        "--api-key-file", action="append", default=[], metavar="FILE", help="File with one such key per line."
-    )
-    access.add_argument(
-        "--admin-api-key",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="Key for everything, administration included, which is closed without one. "
-        f"Better: --admin-api-key-file or {ADMIN_KEY_VARIABLE}.",
-    )
-    access.add_argument(
-        "--admin-api-key-file", action="append", default=[], metavar="FILE", help="File with one such key per line."
+    _add_keys(access, "api-key", "Key that requests must carry; may be given several times.", KEY_VARIABLE)
+    _add_keys(
+        access,
+        "admin-api-key",
+        "Key for everything, administration included, which is closed without one.",
+        ADMIN_KEY_VARIABLE,
     )
     access.add_argument(
         "--allowed-origins",
@@ -118,13 +113,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"Longest body of a request. Default: {defaults.max_body_bytes}.",
     )
+    _add_seconds(limits, "send-timeout", "that a client may leave a stream unread before its request is dropped")
+
     limits.add_argument(
-        "--send-timeout",
-        type=_seconds,
-        default=defaults.send_timeout,
-        metavar="S",
-        help="Seconds that a client may leave a stream unread before its request is dropped. "
-        f"Default: {defaults.send_timeout:g}.",
+        "--max-stored-responses",
+        type=int,
+        default=None,
+        metavar="N",
+        help="Responses of /v1/responses that are kept, in memory, to be asked for and gone on with; 0 keeps none. "
+        f"Default: {defaults.max_stored_responses}; 0 with several API servers, which do not share their memory.",
     )
 
     chat = parser.add_argument_group("chat")
@@ -147,6 +144,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser, model_required=False)
 
 
+def _add_seconds(group: Any, option: str, what: str) -> None:
+    """An option whose value is the setting of the same name."""
+    default = getattr(ServerSettings(), option.replace("-", "_"))
+    group.add_argument(
+        f"--{option}", type=_seconds, default=default, metavar="S", help=f"Seconds {what}. Default: {default:g}."
+    )
+
+
+def _add_keys(group: Any, option: str, what: str, variable: str) -> None:
+    """A kind of keys: given one by one, or in files."""
+    group.add_argument(
+        f"--{option}",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help=f"{what} Better: --{option}-file or {variable}.",
+    )
+    group.add_argument(
+        f"--{option}-file", action="append", default=[], metavar="FILE", help="File with one such key per line."
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Serves until told to end. The port is taken first, so that one in use is known before anything is loaded."""
     hide_keys(sys.argv)
@@ -160,13 +179,22 @@ def run(args: argparse.Namespace) -> int:
         )
     from mvllm.entrypoints.openai.listener import listen, listen_unix
 
-    listener = listen(settings.host, settings.port) if settings.uds is None else listen_unix(settings.uds)
+    if settings.uds is None:
+        listener = listen(settings.host, settings.port)
+    else:
+        listener = listen_unix(settings.uds)
+        remove_at_end(Path(settings.uds))
     try:
         from mvllm.entrypoints.openai.server import require_tokenizer, run_server
 
         require_tokenizer(engine)
-        return run_server(engine, settings, listener)
+        if args.api_server_count == 1 and engine.data_parallel_size == 1:
+            return run_server(engine, settings, listener)
+        from mvllm.entrypoints.openai.launch import run_servers
+
+        return run_servers(engine, settings, listener, args.api_server_count)
     finally:
+        ignore_signals()
         listener.close()
         if settings.uds is not None:
             Path(settings.uds).unlink(missing_ok=True)
@@ -210,8 +238,22 @@ def _engine(args: argparse.Namespace) -> EngineArgs:
 def _settings(args: argparse.Namespace) -> ServerSettings:
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"--port is {args.port}; it must be from 0 to 65535.")
+    if not 1 <= args.api_server_count <= MOST_API_SERVERS:
+        raise ConfigError(f"--api-server-count is {args.api_server_count}; it must be from 1 to {MOST_API_SERVERS}.")
     if args.max_body_bytes < 1:
         raise ConfigError(f"--max-body-bytes is {args.max_body_bytes}; it must be at least 1.")
+    stored = args.max_stored_responses
+    if stored is None:
+        stored = ServerSettings.max_stored_responses if args.api_server_count == 1 else 0
+    if stored < 0:
+        raise ConfigError(f"--max-stored-responses is {stored}; it must be at least 0.")
+    if stored and args.api_server_count > 1:
+        raise ConfigError(
+            f"--max-stored-responses is {stored} with --api-server-count {args.api_server_count}; each API server "
+            "would know only its own responses. Leave one of them out."
+        )
+    for name in args.http_plugins:
+        doors.require(doors.HTTP, name)  # before any process is started
     user = _keys(args.api_key, args.api_key_file, KEY_VARIABLE)
     admin = _keys(args.admin_api_key, args.admin_api_key_file, ADMIN_KEY_VARIABLE)
     if set(user) & set(admin):
@@ -234,6 +276,8 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         heartbeat_timeout=args.heartbeat_timeout,
         shutdown_timeout=args.shutdown_timeout,
         access_log=args.access_log,
+        max_stored_responses=stored,
+        http_plugins=tuple(args.http_plugins),
         docs=args.docs,
         metrics_prefixes=prefixes,
         otlp_traces_endpoint=args.otlp_traces_endpoint,

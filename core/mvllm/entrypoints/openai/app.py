@@ -13,9 +13,11 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp
 
 from mvllm.engine.tracing import Tracer
+from mvllm.entrypoints.openai.bodies import BodyReader
 from mvllm.entrypoints.openai.errors import APIError, as_api_error, error_response
 from mvllm.entrypoints.openai.gate import Gate
 from mvllm.entrypoints.openai.http_metrics import HTTPMetrics
+from mvllm.entrypoints.openai.http_plugins import HTTPServerHandle, load_http_plugins
 from mvllm.entrypoints.openai.keys import Keys
 from mvllm.entrypoints.openai.openapi import describe, docs_page
 from mvllm.entrypoints.openai.routes import Routes
@@ -46,7 +48,7 @@ def build_app(
         gate = CORSMiddleware(
             gate,
             allow_origins=list(settings.allowed_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
@@ -63,18 +65,32 @@ def build_routes(state: ServerState, models: ServedModels, metrics: HTTPMetrics,
         openapi_url="/openapi.json" if settings.docs else None,
         redirect_slashes=False,  # a redirect would repeat the Host that the client claims
     )
+    plugins = load_http_plugins(
+        settings.http_plugins,
+        lambda name: HTTPServerHandle(name, state, models, settings),
+        lambda: _add_handlers(FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)),
+    )
     routes = Routes(state, models, metrics, settings)
     app.router.routes[:0] = routes.short_cuts()
     for router in routes.routers():
         app.include_router(router)
-    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
+    bodies = BodyReader(settings.max_body_bytes, settings.body_timeout)
+    for plugin in plugins:
+        app.mount(plugin.prefix, plugin.guarded(bodies))
+    parts = {plugin.prefix: plugin.app for plugin in plugins if plugin.app is not None}
+    app.openapi = lambda: describe(app, parts)  # type: ignore[method-assign]
     if settings.docs:
 
         async def docs() -> HTMLResponse:
-            return HTMLResponse(docs_page(app))
+            return HTMLResponse(docs_page(app.openapi()))
 
         app.add_api_route("/docs", docs, methods=["GET"], include_in_schema=False)
         app.add_api_route("/", _playground, methods=["GET"], include_in_schema=False)
+    return _add_handlers(app)
+
+
+def _add_handlers(app: FastAPI) -> FastAPI:
+    """Has an application's errors leave in the server's shape."""
     app.add_exception_handler(ClientGone, _answer_nobody)
     for kind in (APIError, MvllmError, Exception):
         app.add_exception_handler(kind, _answer_error)

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 from starlette.requests import Request
+from starlette.types import Message, Receive
 
 from mvllm.entrypoints.openai.errors import APIError
 from mvllm.entrypoints.openai.streams import ClientGone
@@ -24,6 +25,12 @@ T = TypeVar("T", bound=msgspec.Struct)
 MAX_NODES = 1 << 20
 """Lists and objects in a body: to make many, and to forget them, holds up everybody for seconds."""
 
+MAX_VALUES = 1 << 22
+"""Values in a body, the entries of its lists among them; for the same reason."""
+
+TOTAL_TIMEOUTS = 10
+"""A whole body may take that many times as long as the next piece of it."""
+
 _PATH = re.compile(r" - at `\$((?:\.\w+|\[[.\w]*\])+)`$")
 
 
@@ -32,7 +39,7 @@ class BodyReader:
 
     Args:
         max_bytes: Longest body that is accepted.
-        timeout: Seconds between two pieces of one.
+        timeout: Seconds between two pieces of one; a whole one may take TOTAL_TIMEOUTS times as long.
     """
 
     def __init__(self, max_bytes: int, timeout: float) -> None:
@@ -53,21 +60,37 @@ class BodyReader:
         if claimed.isdecimal() and (len(claimed) > 18 or int(claimed) > self.max_bytes):
             raise self._too_long()
         pieces: list[bytes] = []
-        length = 0
+        receive = self.limited(request.receive)
         while True:
-            try:
-                message = await asyncio.wait_for(request.receive(), self._timeout)
-            except TimeoutError:
-                raise APIError(408, f"The body did not come within {self._timeout:g} s.", close=True) from None
+            message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
-            piece = message.get("body", b"")
-            length += len(piece)
-            if length > self.max_bytes:
-                raise self._too_long()
-            pieces.append(piece)
+            pieces.append(message.get("body", b""))
             if not message.get("more_body", False):
                 return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def limited(self, receive: Receive) -> Receive:
+        """`receive` of a request, within the limits: raises as `read` where its body is not."""
+        length, deadline = 0, 0.0
+        has_ended = False
+
+        async def receive_limited() -> Message:
+            nonlocal length, deadline, has_ended
+            if has_ended:
+                return await receive()  # until the client leaves
+            now = asyncio.get_running_loop().time()
+            deadline = deadline or now + self._timeout * TOTAL_TIMEOUTS
+            try:
+                message = await asyncio.wait_for(receive(), min(self._timeout, deadline - now))
+            except TimeoutError:
+                raise APIError(408, f"The body did not come within {self._timeout:g} s.", close=True) from None
+            length += len(message.get("body", b""))
+            if length > self.max_bytes:
+                raise self._too_long()
+            has_ended = not message.get("more_body", False)
+            return message
+
+        return receive_limited
 
     def _too_long(self) -> APIError:
         return APIError(413, f"The body is longer than the {self.max_bytes} bytes that are accepted.", close=True)
@@ -89,6 +112,8 @@ class BodyDecoder(Generic[T]):
         # Brackets in texts count, too: a text of so many fits no model.
         if len(body) > MAX_NODES and body.count(b"[") + body.count(b"{") > MAX_NODES:
             raise APIError(400, f"The body has more than {MAX_NODES} lists and objects.")
+        if len(body) > MAX_VALUES and body.count(b",") > MAX_VALUES:
+            raise APIError(400, f"The body has more than {MAX_VALUES} values.")
         try:
             request = self._decoder.decode(body)
         except msgspec.ValidationError as e:

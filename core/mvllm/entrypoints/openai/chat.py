@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -12,15 +11,14 @@ import msgspec
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.outputs import CompletionOutput, RequestOutput
 from mvllm.entrypoints.chat_template import render_chat
+from mvllm.entrypoints.openai.call import Call
 from mvllm.entrypoints.openai.errors import as_api_error
 from mvllm.entrypoints.openai.events import DONE, ChunkFrame, encode, error_event
-from mvllm.entrypoints.openai.generation import Generation
 from mvllm.entrypoints.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from mvllm.entrypoints.openai.output_form import output_form
 from mvllm.entrypoints.openai.params import chat_params
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest, TokenizeRequest
 from mvllm.entrypoints.openai.text_work import MAX_TEMPLATE_LENGTH, TextWork
-from mvllm.entrypoints.openai.usage import UsageCounter
 from mvllm.entrypoints.parsers.answer import AnswerParser, AnswerStream
 from mvllm.entrypoints.parsers.interface import called_tools, collect
 from mvllm.entrypoints.parsers.registry import reasoning_parser as find_reasoning_parser
@@ -28,6 +26,7 @@ from mvllm.entrypoints.parsers.registry import tool_parser as find_tool_parser
 from mvllm.entrypoints.parsers.tool_choice import ToolChoice, read_tool_choice
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType, TokensPrompt
+from mvllm.messages.structured_outputs import StructuredOutputsParams
 
 
 class ChatPrompts:
@@ -57,8 +56,8 @@ class ChatPrompts:
         self.tool_parser = find_tool_parser(tool_parser) if tool_parser is not None else None
         self.reasoning_parser = find_reasoning_parser(reasoning_parser) if reasoning_parser is not None else None
         self.special_tokens = frozenset(map(engine.tokenizer.token_text, engine.tokenizer.special_ids))
+        self.text_work = text_work
         self._engine = engine
-        self._text_work = text_work
         self._chat_template = chat_template
         self._trust = trust_request_chat_template
 
@@ -81,10 +80,10 @@ class ChatPrompts:
             raise RequestError(f"chat_template may have {MAX_TEMPLATE_LENGTH} characters.", parameter="chat_template")
         if foreign:
             tokenizer = self._engine.tokenizer
-            special = await self._text_work.run(lambda: dict(tokenizer.hf.special_tokens_map))  # slow the first time
-            text = await self._text_work.run_foreign(request.messages, self._settings(request), special)
-            return await self._text_work.run(lambda: self._tokenize(text))
-        return await self._text_work.run(lambda: self._tokenize(self._render(request)))
+            special = await self.text_work.run(lambda: dict(tokenizer.hf.special_tokens_map))  # slow the first time
+            text = await self.text_work.run_foreign(request.messages, self._settings(request), special)
+            return await self.text_work.run(lambda: self._tokenize(text))
+        return await self.text_work.run(lambda: self._tokenize(self._render(request)))
 
     def _render(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
         return render_chat(self._engine.tokenizer, request.messages or [], **self._settings(request))
@@ -109,84 +108,91 @@ class ChatPrompts:
     def _tokenize(self, text: str) -> TokensPrompt:
         self._engine.input_processor.check_text(text)
         # The template has written the special tokens already.
-        ids = self._text_work.encode_here(text, add_special_tokens=False)
+        ids = self.text_work.encode_here(text, add_special_tokens=False)
         return TokensPrompt(prompt_token_ids=ids, prompt=text)
 
 
-class ChatCall:
-    """One request for the next message.
+class ChatTurn(Call):
+    """One request for an assistant's turn, in whatever shape it is answered.
 
     Args:
         engine: What answers it.
         prompts: Makes the prompt.
         model: The model's name in the answer.
         request: As it was sent.
+        kind: What its id begins with.
 
     Raises:
         RequestError: On construction: a setting is not acceptable.
     """
 
-    def __init__(self, engine: AsyncLLM, prompts: ChatPrompts, model: str, request: ChatCompletionRequest) -> None:
-        self._engine = engine
+    _request: ChatCompletionRequest
+
+    def __init__(
+        self, engine: AsyncLLM, prompts: ChatPrompts, model: str, request: ChatCompletionRequest, kind: str
+    ) -> None:
         self._prompts = prompts
-        self._model = model
-        self._request = request
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
         self._choice = read_tool_choice(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-        self._form = output_form(request, self._choice)
-        self._params = chat_params(request, engine.model_config.generation_defaults, self._form)
+        form = output_form(request, self._choice)
+        params = chat_params(request, engine.model_config.generation_defaults, form)
+        self._parser = _answer_parser(request, prompts, self._choice, in_form=form is not None)
+        if self._parser.needs_special_tokens(prompts.special_tokens):
+            params = msgspec.structs.replace(params, skip_special_tokens=False)
+        super().__init__(engine, model, request, kind, params, form)
+
+    async def _make_prompts(self) -> Sequence[PromptType]:
+        prompt = await self._prompts.prompt(self._request)
+        if self._request.cache_salt is not None:
+            prompt["cache_salt"] = self._request.cache_salt
+        form = self._params.structured_outputs
+        thoughts = None if form is None else self._parser.thoughts_before(prompt.get("prompt"))
+        if isinstance(form, StructuredOutputsParams) and thoughts is not None:
+            start, end = thoughts
+            behind = msgspec.structs.replace(form, thoughts_start=start, thoughts_end=end)
+            self._params = msgspec.structs.replace(self._params, structured_outputs=behind)
+        return [cast(PromptType, prompt)]
+
+    def _reader(self, output: RequestOutput) -> AnswerStream:
+        """What takes one choice apart."""
+        return self._parser.stream(output.prompt, self._choice.stream())
+
+
+class ChatCall(ChatTurn):
+    """One request for the next message. See ChatTurn."""
+
+    def __init__(self, engine: AsyncLLM, prompts: ChatPrompts, model: str, request: ChatCompletionRequest) -> None:
+        super().__init__(engine, prompts, model, request, "chatcmpl-")
         self._names = TokenNames(
             engine.tokenizer,
             as_ids=bool(request.return_tokens_as_token_ids),
             skip_special=self._params.skip_special_tokens,
         )
-        self._usage = UsageCounter()
-        self._generation: Generation | None = None
-        self._parser = _answer_parser(request, prompts, self._choice, in_form=self._form is not None)
-        if self._parser.needs_special_tokens(prompts.special_tokens):
-            self._params = msgspec.structs.replace(self._params, skip_special_tokens=False)
         self._is_plain = self._parser.is_plain and not self._choice.is_constrained
-
-    async def start(self) -> None:
-        """Hands the request to the engine.
-
-        Raises:
-            RequestError: It is not acceptable.
-            UnavailableError, EngineDeadError: The engine does not take it.
-        """
-        prompt = await self._prompts.prompt(self._request)
-        if self._request.cache_salt is not None:
-            prompt["cache_salt"] = self._request.cache_salt
-        self._generation = await Generation.start(
-            self._engine, self._id, [cast(PromptType, prompt)], self._params, self._request.priority, self._form
-        )
-
-    def close(self) -> None:
-        """Ends the request in the engine, if that goes on with it."""
-        if self._generation is not None:
-            self._generation.close()
 
     async def answer(self) -> bytes:
         """The whole answer."""
         assert self._generation is not None
         [output] = await self._generation.collect()
         self._usage.take(0, output)
-        answer: dict[str, Any] = {
-            **self._head("chat.completion"),
-            "choices": [self._whole(sequence, output) for sequence in output.outputs],
-            "usage": self._usage.as_json(),
-        }
-        self._add_prompt(answer, output)
-        return encode(answer)
+
+        def build() -> bytes:
+            answer: dict[str, Any] = {
+                **self._head("chat.completion"),
+                "choices": [self._whole(sequence, output) for sequence in output.outputs],
+                "usage": self._usage.as_json(),
+            }
+            self._add_prompt(answer, output)
+            return encode(answer)
+
+        if self._params.prompt_logprobs is None:
+            return build()
+        return await self._prompts.text_work.run(build)  # there may be many
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer's events; an error is one of them."""
         assert self._generation is not None
         request = self._request
-        options = request.stream_options
-        include = options is not None and bool(options.include_usage)
-        continuous = include and options is not None and bool(options.continuous_usage_stats)
+        include, continuous = self._usage_in_stream()
         frame = ChunkFrame(self._head("chat.completion.chunk"), with_usage=include)
         plain = self._is_plain and not (request.logprobs or request.return_token_ids or continuous)
         streams: dict[int, AnswerStream] = {}
@@ -200,7 +206,11 @@ class ChatCall:
                     index = sequence.index
                     if index not in begun:
                         begun.add(index)
-                        written += frame.chunk(self._opening(index, output))
+                        if output.prompt_logprobs:  # there may be many
+                            opening = await self._prompts.text_work.run(partial(self._opening, index, output))
+                        else:
+                            opening = self._opening(index, output)
+                        written += frame.chunk(opening)
                     if plain:
                         if sequence.text:
                             content = encode(sequence.text)
@@ -227,11 +237,6 @@ class ChatCall:
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
-
-    def _reader(self, output: RequestOutput) -> AnswerStream:
-        """What takes one choice apart."""
-        calls = self._choice.stream()
-        return self._parser.stream(output.prompt) if calls is None else AnswerStream(calls)
 
     def _finish_reason(self, reason: str | None, num_calls: int) -> str | None:
         """Why a choice ended: a call of the function that the request itself has named is no news."""
@@ -318,13 +323,16 @@ def _answer_parser(
     """What takes the answers to a request apart.
 
     Args:
-        in_form: Whether they are held to a form, from their first token on: then there is nothing else in them.
+        in_form: Whether they are held to a form: then there is nothing else in them, but for thoughts before it.
 
     Raises:
         RequestError: The request wants what this server cannot do.
     """
+    reasoning = prompts.reasoning_parser() if prompts.reasoning_parser is not None else None
+    show_reasoning = request.include_reasoning is not False
     if in_form:
-        return AnswerParser()
+        tagged = reasoning if reasoning is not None and reasoning.tags is not None else None
+        return AnswerParser(reasoning=tagged, show_reasoning=show_reasoning)
     if choice.mode == "auto" and prompts.tool_parser is None:
         raise RequestError(
             "tools need a parser that finds calls in what the model writes: start the server with --tool-call-parser, "
@@ -333,8 +341,8 @@ def _answer_parser(
         )
     return AnswerParser(
         tools=prompts.tool_parser(choice.tools) if choice.mode == "auto" and prompts.tool_parser else None,
-        reasoning=prompts.reasoning_parser() if prompts.reasoning_parser is not None else None,
-        show_reasoning=request.include_reasoning is not False,
+        reasoning=reasoning,
+        show_reasoning=show_reasoning,
         one_call=not choice.parallel,
     )
 

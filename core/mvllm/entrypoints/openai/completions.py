@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any, cast
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.outputs import CompletionOutput, RequestOutput
+from mvllm.entrypoints.openai.call import Call
 from mvllm.entrypoints.openai.errors import as_api_error
 from mvllm.entrypoints.openai.events import DONE, ChunkFrame, encode, error_event
-from mvllm.entrypoints.openai.generation import Generation
 from mvllm.entrypoints.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
 from mvllm.entrypoints.openai.output_form import output_form
 from mvllm.entrypoints.openai.params import completion_params
 from mvllm.entrypoints.openai.protocol import CompletionRequest
 from mvllm.entrypoints.openai.text_work import TextWork
-from mvllm.entrypoints.openai.usage import UsageCounter
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType
 
@@ -25,7 +23,7 @@ MAX_PROMPTS = 2048
 """Prompts in one request: each is a request of the engine's."""
 
 
-class CompletionCall:
+class CompletionCall(Call):
     """One request for completions.
 
     Args:
@@ -38,62 +36,48 @@ class CompletionCall:
         RequestError: On construction: a setting is not acceptable.
     """
 
+    _request: CompletionRequest
+
     def __init__(self, engine: AsyncLLM, text_work: TextWork, model: str, request: CompletionRequest) -> None:
-        self._engine = engine
+        form = output_form(request)
+        params = completion_params(request, engine.model_config.generation_defaults, form)
+        super().__init__(engine, model, request, "cmpl-", params, form)
         self._text_work = text_work
-        self._model = model
-        self._request = request
-        self._id = f"cmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
         self._prompt_only = bool(request.echo) and request.max_tokens == 0
-        self._form = output_form(request)
-        self._params = completion_params(request, engine.model_config.generation_defaults, self._form)
         self._names = TokenNames(
             engine.tokenizer,
             as_ids=bool(request.return_tokens_as_token_ids),
             skip_special=self._params.skip_special_tokens,
         )
-        self._usage = UsageCounter()
-        self._generation: Generation | None = None
-
-    async def start(self) -> None:
-        """Hands the request to the engine.
-
-        Raises:
-            RequestError: It is not acceptable.
-            UnavailableError, EngineDeadError: The engine does not take it.
-        """
-        prompts = await self._make_prompts()
-        self._generation = await Generation.start(
-            self._engine, self._id, prompts, self._params, self._request.priority, self._form
-        )
-
-    def close(self) -> None:
-        """Ends the request in the engine, if that goes on with it."""
-        if self._generation is not None:
-            self._generation.close()
 
     async def answer(self) -> bytes:
         """The whole answer."""
         assert self._generation is not None
-        choices: list[dict[str, Any]] = []
-        for position, output in enumerate(await self._generation.collect()):
+        outputs = await self._generation.collect()
+        for position, output in enumerate(outputs):
             self._usage.take(position, output)
-            choices += [self._choice(position, output, sequence) for sequence in output.outputs]
-        return encode(
-            {
-                **self._head(),
-                "choices": choices,
-                "usage": self._usage.as_json(without_completion=self._prompt_only),
-            }
-        )
+
+        def build() -> bytes:
+            return encode(
+                {
+                    **self._head(),
+                    "choices": [
+                        self._choice(position, output, sequence)
+                        for position, output in enumerate(outputs)
+                        for sequence in output.outputs
+                    ],
+                    "usage": self._usage.as_json(without_completion=self._prompt_only),
+                }
+            )
+
+        if self._params.prompt_logprobs is None:
+            return build()
+        return await self._text_work.run(build)  # there may be many
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer's events; an error is one of them."""
         assert self._generation is not None
-        options = self._request.stream_options
-        include = options is not None and bool(options.include_usage)
-        continuous = include and options is not None and bool(options.continuous_usage_stats)
+        include, continuous = self._usage_in_stream()
         frame = ChunkFrame(self._head(), with_usage=include)
         pieces: dict[int, _ChoicePieces] = {}
         written = b""
@@ -106,7 +90,10 @@ class CompletionCall:
                     choice = pieces.get(index)
                     if choice is None:
                         choice = pieces[index] = _ChoicePieces(self, index)
-                    encoded = choice.piece(output, sequence)
+                    if choice.is_first and output.prompt_logprobs:  # there may be many
+                        encoded = await self._text_work.run(partial(choice.piece, output, sequence))
+                    else:
+                        encoded = choice.piece(output, sequence)
                     if encoded and continuous:
                         usage = self._usage.as_json(without_completion=self._prompt_only)
                         written += frame.with_usage(encoded, usage)
@@ -168,7 +155,7 @@ class _ChoicePieces:
         self._call = call
         self._index = index
         self._echo = bool(request.echo)
-        self._first = True
+        self.is_first = True
         self._return_ids = bool(request.return_token_ids)
         self._logprobs = None if request.logprobs is None else CompletionLogprobs(call._names, request.logprobs)
         with_logprobs = request.logprobs is not None or request.prompt_logprobs is not None
@@ -188,7 +175,7 @@ class _ChoicePieces:
         text, token_ids, positions = sequence.text, sequence.token_ids, sequence.logprobs or []
         if self._call._prompt_only:
             text, token_ids, positions = "", [], []
-        first, self._first = self._first, False
+        first, self.is_first = self.is_first, False
         choice: dict[str, Any] = {
             "index": self._index,
             "text": (self._call.echoed_text(output) if self._echo and first else "") + text,

@@ -32,6 +32,9 @@ _TYPES = {
 }
 
 
+_PROMPTS = ("prompt", "input")
+
+
 class APIError(Exception):
     """An answer that is an error.
 
@@ -75,7 +78,7 @@ def as_api_error(error: BaseException) -> APIError:
     if isinstance(error, APIError):
         return error
     if isinstance(error, RequestError):
-        code = "context_length_exceeded" if "max_model_len" in str(error) and error.parameter == "prompt" else None
+        code = "context_length_exceeded" if "max_model_len" in str(error) and error.parameter in _PROMPTS else None
         return APIError(400, str(error), param=error.parameter, code=code)
     if isinstance(error, UnavailableError):
         retry_after = math.ceil(error.retry_after)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,9 +28,9 @@ class TokenNames:
         """What the token is called."""
         return f"token_id:{token_id}" if self._as_ids else self._tokenizer.token_text(token_id)
 
-    def length_in_text(self, token_id: int) -> int:
-        """Characters that it adds to the text; none where it is left out."""
-        return 0 if token_id in self._left_out else len(self._tokenizer.token_text(token_id))
+    def bytes_in_text(self, token_id: int) -> bytes:
+        """The bytes that it adds to the text; none where it is left out."""
+        return b"" if token_id in self._left_out else token_bytes(self._tokenizer, token_id)
 
     def raw(self, token_id: int) -> list[int]:
         """The bytes that it stands for, which may be a part of a character."""
@@ -48,6 +49,8 @@ class CompletionLogprobs:
         self._names = names
         self._num_top = num_top
         self._offset = 0
+        # A character may be split over tokens, and counts where its last byte comes.
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def piece(self, token_ids: Sequence[int], positions: Iterable[PositionLogprobMap | None]) -> dict[str, Any]:
         """The lists for the next tokens; a token without a position (the first of a prompt) has null."""
@@ -59,7 +62,7 @@ class CompletionLogprobs:
             token = self._names.name(token_id)
             tokens.append(token)
             offsets.append(self._offset)
-            self._offset += self._names.length_in_text(token_id)
+            self._offset += len(self._characters.decode(self._names.bytes_in_text(token_id)))
             if position is None:
                 values.append(None)
                 tops.append(None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from mvllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ResponsesRequest,
     TokenizeRequest,
 )
 from mvllm.version import __version__
@@ -24,6 +26,7 @@ from mvllm.version import __version__
 _BODIES: tuple[type[msgspec.Struct], ...] = (
     CompletionRequest,
     ChatCompletionRequest,
+    ResponsesRequest,
     TokenizeRequest,
     DetokenizeRequest,
 )
@@ -52,14 +55,23 @@ def body_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document of an application."""
+def describe(app: FastAPI, parts: Mapping[str, FastAPI] | None = None) -> dict[str, Any]:
+    """The OpenAPI document of an application.
+
+    Args:
+        parts: Applications that are mounted in it, by the beginning of their paths.
+    """
     if app.openapi_schema:
         return app.openapi_schema
     document = get_openapi(title="mvllm", version=__version__, routes=app.routes)
     _, schemas = msgspec.json.schema_components(_BODIES, ref_template=_REF)
     components = document.setdefault("components", {})
-    components["schemas"] = {**schemas, "Error": _ERROR}
+    of_parts: dict[str, Any] = {}
+    for prefix, part in (parts or {}).items():
+        found = get_openapi(title="mvllm", version=__version__, routes=part.routes)
+        document["paths"].update({prefix + path: operations for path, operations in found["paths"].items()})
+        of_parts |= found.get("components", {}).get("schemas", {})
+    components["schemas"] = {**of_parts, **schemas, "Error": _ERROR}
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     document["security"] = [{"key": []}]
     failure = {
@@ -74,17 +86,16 @@ def describe(app: FastAPI) -> dict[str, Any]:
     return document
 
 
-def docs_page(app: FastAPI) -> str:
-    """The document as a page to read: routes, and the fields of their bodies."""
-    document = describe(app)
+def docs_page(document: dict[str, Any]) -> str:
+    """The OpenAPI document as a page to read: routes, and the fields of their bodies."""
     parts = []
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             parts.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>")
             parts.append(f"<p>{html.escape(operation.get('summary', ''))}</p>")
-            body = operation.get("requestBody")
-            if body:
-                name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+            content = operation.get("requestBody", {}).get("content", {})
+            name = content.get("application/json", {}).get("schema", {}).get("$ref", "").rpartition("/")[2]
+            if name:
                 parts.append(_fields(document["components"]["schemas"][name]))
     return _PAGE.replace("{{content}}", "\n".join(parts))
 

@@ -7,8 +7,19 @@ from dataclasses import dataclass
 from mvllm.entrypoints.openai.protocol import GenerationRequest
 from mvllm.entrypoints.parsers.tool_choice import ToolChoice
 from mvllm.errors import RequestError
+from mvllm.logging import get_logger
 from mvllm.messages.structured_outputs import StructuredOutputsParams, as_structured_outputs, check_extent
 from mvllm.structured_output.response_format import structured_outputs_of
+
+logger = get_logger(__name__)
+
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+_mentioned: set[str] = set()  # those of them that the log has heard of
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,7 @@ def output_form(request: GenerationRequest, choice: ToolChoice | None = None) ->
         forms.append(OutputForm(wanted, "response_format"))
     if (wanted := as_structured_outputs("structured_outputs", request.structured_outputs)) is not None:
         forms.append(OutputForm(wanted, "structured_outputs"))
+    forms += _guided(request)
     if choice is not None and choice.is_constrained:
         forms.append(OutputForm(_form_of_calls(choice), "tools"))
     if len(forms) > 1:
@@ -52,6 +64,25 @@ def output_form(request: GenerationRequest, choice: ToolChoice | None = None) ->
             parameter=forms[0].field,
         )
     return forms[0] if forms else None
+
+
+def _guided(request: GenerationRequest) -> list[OutputForm]:
+    """What the fields of before `structured_outputs` ask for."""
+    forms = []
+    for field, kind in _GUIDED.items():
+        value = getattr(request, field)
+        if value is None:
+            continue
+        if field not in _mentioned:
+            _mentioned.add(field)
+            logger.warning(
+                '%s in requests is deprecated: send structured_outputs {"%s": ...}. This is said once.', field, kind
+            )
+        try:
+            forms.append(OutputForm(StructuredOutputsParams(**{kind: value}), field))
+        except RequestError as e:
+            raise RequestError(str(e), parameter=field) from e
+    return forms
 
 
 def _form_of_calls(choice: ToolChoice) -> StructuredOutputsParams:

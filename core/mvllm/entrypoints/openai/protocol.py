@@ -65,12 +65,14 @@ class GenerationRequest(ModelRequest, kw_only=True):
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
 
-    # Known, and refused where they ask for something.
-    logit_bias: dict[str, float] | None = None
+    # Deprecated: what structured_outputs was before.
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+
+    # Known, and refused where they ask for something.
+    logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     logits_processors: Any = None
@@ -121,6 +123,72 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     audio: Any = None
 
 
+class ResponsesStreamOptions(msgspec.Struct, kw_only=True):
+    """Accepted and without effect: padding of events is a matter for servers that clients share with eavesdroppers."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(ModelRequest, kw_only=True):
+    """Body of `POST /v1/responses`.
+
+    Attributes:
+        input: A text, or a list of items: messages, thoughts, calls of functions and what these returned.
+        instructions: A system message before everything else; not kept for later turns.
+        previous_response_id: Go on with the conversation that this response ended.
+        store: Whether the response can be asked for, and gone on with, later.
+    """
+
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+
+    # The engine's own, as in the other requests.
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    # Names for somebody else's books, and hints: accepted, and without effect.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+    max_tool_calls: int | None = None
+
+    # Known, and refused where they ask for something.
+    background: bool | None = None
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    truncation: str | None = None
+    context_management: list[dict[str, Any]] | None = None
+    moderation: dict[str, Any] | None = None
+
+
 class TokenizeRequest(ModelRequest, kw_only=True):
     """Body of `POST /tokenize`: a prompt, or messages that become one."""
 
@@ -141,12 +209,7 @@ class DetokenizeRequest(ModelRequest, kw_only=True):
     tokens: list[int] | None = None
 
 
-_SEND = "it is the form of before structured_outputs; send "
 _UNSUPPORTED = {
-    "guided_json": f'{_SEND}{{"json": ...}} there',
-    "guided_regex": f'{_SEND}{{"regex": ...}} there',
-    "guided_choice": f'{_SEND}{{"choice": ...}} there',
-    "guided_grammar": f'{_SEND}{{"grammar": ...}} there',
     "logit_bias": "this server does not change single logits",
     "allowed_token_ids": "this server does not change single logits",
     "bad_words": "this server does not change single logits",
@@ -159,11 +222,19 @@ _UNSUPPORTED = {
     "function_call": "it is the form of before tools; send tool_choice",
     "documents": "put them into a message",
     "audio": "the model writes text only",
+    "background": "set stream, or ask from a thread of your own",
+    "conversation": "go on with previous_response_id",
+    "context_management": "prompts are not cut; shorten the input",
+    "moderation": "this server does not judge texts",
 }
 """Field to the reason why it is refused where it asks for something."""
 
 
-def refuse_unsupported(request: GenerationRequest) -> None:
+_INCLUDED = frozenset({"reasoning.encrypted_content"})
+"""What clients ask to be included as a matter of course; here thoughts come as plain text, always."""
+
+
+def refuse_unsupported(request: ModelRequest) -> None:
     """Refuses what is known but cannot be honoured. Empty values ask for nothing.
 
     Raises:
@@ -172,7 +243,25 @@ def refuse_unsupported(request: GenerationRequest) -> None:
     for name, reason in _UNSUPPORTED.items():
         if getattr(request, name, None) not in (None, "", [], {}, False, "none"):
             raise RequestError(f"{name} is not supported: {reason}.", parameter=name)
+    if isinstance(request, ResponsesRequest):
+        _refuse_of_responses(request)
     if isinstance(request, CompletionRequest) and request.best_of not in (None, request.n or 1):
         raise RequestError("best_of is not supported unless it equals n.", parameter="best_of")
     if isinstance(request, ChatCompletionRequest) and set(request.modalities or ()) - {"text"}:
         raise RequestError("modalities: the model writes text only.", parameter="modalities")
+
+
+def _refuse_of_responses(request: ResponsesRequest) -> None:
+    if request.prompt:
+        raise RequestError("prompt is not supported: no templates are kept here; send input.", parameter="prompt")
+    unknown = [name for name in request.include or () if name not in _INCLUDED]
+    if unknown:
+        raise RequestError(f"include: {ascii(unknown[0])[:60]} is not supported.", parameter="include")
+    if request.top_logprobs:
+        raise RequestError(
+            "top_logprobs is not supported here: send the request to /v1/chat/completions.", parameter="top_logprobs"
+        )
+    if request.truncation not in (None, "disabled"):
+        raise RequestError(
+            "truncation must be 'disabled': prompts are not cut; shorten the input.", parameter="truncation"
+        )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,6 +14,7 @@ from starlette.types import Scope
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.openai.bodies import BodyDecoder, BodyReader
+from mvllm.entrypoints.openai.call import Call
 from mvllm.entrypoints.openai.chat import ChatCall
 from mvllm.entrypoints.openai.completions import CompletionCall
 from mvllm.entrypoints.openai.errors import APIError
@@ -25,9 +27,13 @@ from mvllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ModelRequest,
+    ResponsesRequest,
     TokenizeRequest,
     refuse_unsupported,
 )
+from mvllm.entrypoints.openai.response_store import ResponseStore
+from mvllm.entrypoints.openai.responses import ResponseCall
 from mvllm.entrypoints.openai.served_models import ServedModels
 from mvllm.entrypoints.openai.server_state import Phase, ServerState
 from mvllm.entrypoints.openai.settings import ServerSettings
@@ -39,20 +45,8 @@ MAX_DETOKENIZED = 1 << 20
 """Token ids in one request to `/detokenize`: what is done with them holds everybody up."""
 
 
-class StreamableCall(Protocol):
-    """A request that can be answered at once or piece by piece."""
-
-    async def start(self) -> None:
-        """Hands the request to the engine."""
-
-    def close(self) -> None:
-        """Ends it there."""
-
-    async def answer(self) -> bytes:
-        """The whole answer."""
-
-    def stream(self) -> AsyncGenerator[bytes, None]:
-        """The answer's events."""
+R = TypeVar("R", bound=ModelRequest)
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Routes:
@@ -73,10 +67,8 @@ class Routes:
         self._metrics = metrics
         self._settings = settings
         self._bodies = BodyReader(settings.max_body_bytes, settings.body_timeout)
-        self._completion = BodyDecoder(CompletionRequest)
-        self._chat = BodyDecoder(ChatCompletionRequest)
-        self._tokenize = BodyDecoder(TokenizeRequest)
-        self._detokenize = BodyDecoder(DetokenizeRequest)
+        self._decoders: dict[type[ModelRequest], BodyDecoder[Any]] = {}
+        self._responses = ResponseStore(settings.max_stored_responses, settings.max_stored_bytes)
 
     def routers(self) -> list[APIRouter]:
         """All routes; those for administrators carry the tag `admin`."""
@@ -89,38 +81,22 @@ class Routes:
         health.add_api_route("/health/ready", self.readiness, methods=["HEAD"], include_in_schema=False)
 
         api = APIRouter(tags=["OpenAI"])
-        api.add_api_route(
-            "/v1/chat/completions",
-            self.chat_completions,
-            methods=["POST"],
-            summary="Write the next message of a conversation.",
-            openapi_extra=body_of(ChatCompletionRequest),
-        )
-        api.add_api_route(
-            "/v1/completions",
-            self.completions,
-            methods=["POST"],
-            summary="Go on with a text.",
-            openapi_extra=body_of(CompletionRequest),
-        )
+        writes = "Write the next message of a conversation."
+        _add_post(api, "/v1/chat/completions", self.chat_completions, ChatCompletionRequest, writes)
+        _add_post(api, "/v1/completions", self.completions, CompletionRequest, "Go on with a text.")
+        turn = "Take the next turn of a conversation."
+        _add_post(api, "/v1/responses", self.create_response, ResponsesRequest, turn)
+        one = "/v1/responses/{response_id}"
+        api.add_api_route(one, self.show_response, methods=["GET"], summary="A response that was given.")
+        api.add_api_route(one, self.delete_response, methods=["DELETE"], summary="Forget a response.")
+        api.add_api_route(f"{one}/cancel", self.cancel_response, methods=["POST"], summary="End a response.")
         api.add_api_route("/v1/models", self.list_models, methods=["GET"], summary="The models.")
         api.add_api_route("/v1/models/{model_id:path}", self.show_model, methods=["GET"], summary="One model.")
 
         more = APIRouter(tags=["more"])
-        more.add_api_route(
-            "/tokenize",
-            self.tokenize,
-            methods=["POST"],
-            summary="Token ids of a text or a conversation.",
-            openapi_extra=body_of(TokenizeRequest),
-        )
-        more.add_api_route(
-            "/detokenize",
-            self.detokenize,
-            methods=["POST"],
-            summary="The text of token ids.",
-            openapi_extra=body_of(DetokenizeRequest),
-        )
+        ids = "Token ids of a text or a conversation."
+        _add_post(more, "/tokenize", self.tokenize, TokenizeRequest, ids)
+        _add_post(more, "/detokenize", self.detokenize, DetokenizeRequest, "The text of token ids.")
         more.add_api_route("/version", self.version, methods=["GET"], summary="The server's version.")
         more.add_api_route("/load", self.load, methods=["GET"], summary="How busy the server is.")
         more.add_api_route("/metrics", self.show_metrics, methods=["GET"], summary="Metrics for Prometheus.")
@@ -141,6 +117,7 @@ class Routes:
         return [
             _ShortCut("/v1/chat/completions", self.chat_completions, methods=["POST"]),
             _ShortCut("/v1/completions", self.completions, methods=["POST"]),
+            _ShortCut("/v1/responses", self.create_response, methods=["POST"]),
         ]
 
     # --- health, from memory
@@ -160,24 +137,41 @@ class Routes:
     async def chat_completions(self, request: Request) -> Response:
         """The next message of a conversation."""
 
-        def call(engine: AsyncLLM, body: bytes) -> tuple[StreamableCall, bool]:
-            asked = self._chat.decode(body)
-            refuse_unsupported(asked)
-            model = self._models.check(asked.model)
-            return ChatCall(engine, self._state.chat_prompts, model, asked), bool(asked.stream)
+        def call(engine: AsyncLLM, model: str, asked: ChatCompletionRequest) -> Call:
+            return ChatCall(engine, self._state.chat_prompts, model, asked)
 
-        return await self._generate(request, call)
+        return await self._generate(request, ChatCompletionRequest, call)
 
     async def completions(self, request: Request) -> Response:
         """What follows a text."""
 
-        def call(engine: AsyncLLM, body: bytes) -> tuple[StreamableCall, bool]:
-            asked = self._completion.decode(body)
-            refuse_unsupported(asked)
-            model = self._models.check(asked.model)
-            return CompletionCall(engine, self._state.text_work, model, asked), bool(asked.stream)
+        def call(engine: AsyncLLM, model: str, asked: CompletionRequest) -> Call:
+            return CompletionCall(engine, self._state.text_work, model, asked)
 
-        return await self._generate(request, call)
+        return await self._generate(request, CompletionRequest, call)
+
+    async def create_response(self, request: Request) -> Response:
+        """The next turn of a conversation."""
+
+        def call(engine: AsyncLLM, model: str, asked: ResponsesRequest) -> Call:
+            return ResponseCall(engine, self._state.chat_prompts, model, asked, self._responses)
+
+        return await self._generate(request, ResponsesRequest, call)
+
+    async def show_response(self, response_id: str, stream: bool = False) -> Response:
+        """A response that was given, or is being written."""
+        if stream:
+            raise RequestError("stream is not possible here: ask for the response again later.", parameter="stream")
+        return Response(self._responses.body(response_id), media_type="application/json")
+
+    async def delete_response(self, response_id: str) -> Response:
+        """Forgets a response."""
+        self._responses.delete(response_id)
+        return _json({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel_response(self, response_id: str) -> Response:
+        """Ends a response that is being written."""
+        return Response(self._responses.cancel(response_id), media_type="application/json")
 
     async def list_models(self) -> Response:
         """The names under which the model is offered."""
@@ -193,9 +187,7 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or a conversation."""
-        engine = self._state.engine
-        asked = self._tokenize.decode(await self._bodies.read(request))
-        self._models.check(asked.model)
+        engine, _, asked = await self._read(request, TokenizeRequest)
         if (asked.prompt is None) == (asked.messages is None):
             raise RequestError("Give either prompt or messages.", parameter="prompt")
         ids: list[int]
@@ -218,9 +210,7 @@ class Routes:
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
-        engine = self._state.engine
-        asked = self._detokenize.decode(await self._bodies.read(request))
-        self._models.check(asked.model)
+        engine, _, asked = await self._read(request, DetokenizeRequest)
         ids = asked.tokens
         if ids is None:
             raise RequestError("tokens is missing.", parameter="tokens")
@@ -241,7 +231,7 @@ class Routes:
 
     async def load(self) -> Response:
         """How busy the server is, now."""
-        return _json({"server_load": self._state.num_in_flight, "phase": self._state.phase.value, **self._figures()})
+        return _json({"server_load": self._state.total_in_flight, "phase": self._state.phase.value, **self._figures()})
 
     async def show_metrics(self) -> Response:
         """Everything counted since the start."""
@@ -280,6 +270,7 @@ class Routes:
             {
                 "version": __version__,
                 "phase": self._state.phase.value,
+                "http_plugins": list(self._settings.http_plugins),
                 "platform": None if engine is None else engine.platform_summary,
                 "model": None
                 if model is None
@@ -295,12 +286,27 @@ class Routes:
 
     # --- what they share
 
-    async def _generate(
-        self, request: Request, make_call: Callable[[AsyncLLM, bytes], tuple[StreamableCall, bool]]
-    ) -> Response:
+    async def _read(self, request: Request, kind: type[R]) -> tuple[AsyncLLM, str, R]:
+        """What answers a request, under which model's name, and the request itself.
+
+        Raises:
+            APIError: Nobody does now, or the body is not acceptable.
+            RequestError: It has a field that is not supported.
+        """
         engine = self._state.engine
         body = await self._bodies.read(request)
-        call, wants_stream = make_call(engine, body)
+        decoder = self._decoders.get(kind)
+        if decoder is None:
+            decoder = self._decoders[kind] = BodyDecoder(kind)
+        asked: R = decoder.decode(body)
+        refuse_unsupported(asked)
+        return engine, self._models.check(asked.model), asked
+
+    async def _generate(
+        self, request: Request, kind: type[R], make_call: Callable[[AsyncLLM, str, R], Call]
+    ) -> Response:
+        engine, model, asked = await self._read(request, kind)
+        call = make_call(engine, model, asked)
         self._state.enter()
 
         def end() -> None:
@@ -309,7 +315,7 @@ class Routes:
 
         streams = False
         try:
-            if wants_stream:
+            if getattr(asked, "stream", None):
                 async with while_connected(request.receive):
                     await call.start()
                 streams = True
@@ -346,6 +352,11 @@ class Routes:
             "prompt_tokens_per_second": load.prompt_tokens_per_second,
             "generation_tokens_per_second": load.generation_tokens_per_second,
         }
+
+
+def _add_post(router: APIRouter, path: str, endpoint: Endpoint, kind: type[msgspec.Struct], summary: str) -> None:
+    """Adds a route whose body is a struct of type `kind`."""
+    router.add_api_route(path, endpoint, methods=["POST"], summary=summary, openapi_extra=body_of(kind))
 
 
 class _ShortCut(Route):

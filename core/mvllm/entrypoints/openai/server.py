@@ -12,14 +12,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import uvicorn
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -28,23 +26,25 @@ from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.prometheus import EngineCollector
 from mvllm.engine.tracing import Tracer
+from mvllm.entrypoints.early_signals import end_now
 from mvllm.entrypoints.openai.app import build_app
 from mvllm.entrypoints.openai.chat import ChatPrompts
 from mvllm.entrypoints.openai.http_metrics import HTTPMetrics
-from mvllm.entrypoints.openai.http_protocol import protocol_settings
+from mvllm.entrypoints.openai.http_protocol import LimitedHttpProtocol, protocol_settings
 from mvllm.entrypoints.openai.listener import is_public, url_of
 from mvllm.entrypoints.openai.served_models import ServedModels
 from mvllm.entrypoints.openai.server_state import Phase, ServerState
 from mvllm.entrypoints.openai.settings import ServerSettings
+from mvllm.entrypoints.openai.shared_figures import ServerFigures, SharedFigures
 from mvllm.entrypoints.openai.text_work import TextWork
 from mvllm.errors import ConfigError
 from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
 
-EXIT_INTERRUPTED = 130
 _LOOK_SECONDS = 0.5
 _LAST_ANSWERS_SECONDS = 5.0
+_ACCEPT_AGAIN_SECONDS = 0.5
 
 
 def run_server(args: EngineArgs, settings: ServerSettings, listener: socket.socket) -> int:
@@ -59,8 +59,25 @@ def run_server(args: EngineArgs, settings: ServerSettings, listener: socket.sock
     Raises:
         PlatformError, ConfigError, ModelError: The engine cannot be started as asked.
     """
+    announce_listening(listener, settings)
+    server = Server(lambda: AsyncLLM.from_engine_args(args), args.model, settings, listener)
+    return run_in_loop(server)
+
+
+def run_in_loop(server: Server) -> int:
+    """Runs a server in an event loop of its own; returns the exit status."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_Server(args, settings, listener).run())
+        return runner.run(server.run())
+
+
+def announce_listening(listener: socket.socket, settings: ServerSettings) -> None:
+    """Says where the server is to be found, and warns where that is too easy."""
+    logger.info("Listening at %s; loading the model.", url_of(listener))
+    if is_public(listener) and not settings.api_keys:
+        logger.warning(
+            "Everybody who reaches this machine can use this server: it listens beyond the machine and has no API "
+            "key. Set one with --api-key-file, or listen at --host 127.0.0.1."
+        )
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -73,11 +90,61 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 class _HTTP(uvicorn.Server):
-    """uvicorn without its signals, and without its ten looks at the clock per second."""
+    """uvicorn without its signals, and without its ten looks at the clock per second.
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    Args:
+        is_shared: Other processes accept connections from the same socket. Then one is accepted per turn of the loop,
+            so that a process which has much to do gets fewer; event loops by themselves take all that wait.
+    """
+
+    def __init__(self, config: uvicorn.Config, *, is_shared: bool) -> None:
         super().__init__(config)
         self._end = asyncio.Event()
+        self._is_shared = is_shared
+        self._connecting: set[asyncio.Task[Any]] = set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to accept connections."""
+        if not self._is_shared or sockets is None:
+            await super().startup(sockets)
+            return
+        self.servers = []
+        for listener in sockets:
+            listener.setblocking(False)
+            asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accepts no more of them, and waits for those there are."""
+        if self._is_shared:
+            for listener in sockets or ():
+                asyncio.get_running_loop().remove_reader(listener.fileno())
+        await super().shutdown(sockets)
+
+    def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            connection, _ = listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return  # another process was quicker, or the client has left
+        except OSError as e:  # no descriptors are left: those who wait are accepted when there are some again
+            logger.error("No connection can be accepted: %s", e)
+            loop.remove_reader(listener.fileno())
+            loop.call_later(_ACCEPT_AGAIN_SECONDS, self._accept_again, listener)
+            return
+        connection.setblocking(False)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        task = loop.create_task(loop.connect_accepted_socket(self._protocol, connection))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    def _accept_again(self, listener: socket.socket) -> None:
+        if not self.should_exit:
+            asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
+
+    def _protocol(self) -> asyncio.Protocol:
+        return LimitedHttpProtocol(self.config, self.server_state, self.lifespan.state)
 
     def stop(self) -> None:
         """Has it end when connections are done."""
@@ -96,43 +163,77 @@ class _HTTP(uvicorn.Server):
                 await asyncio.wait_for(self._end.wait(), 1.0)
 
 
-class _Server:
-    def __init__(self, args: EngineArgs, settings: ServerSettings, listener: socket.socket) -> None:
-        self._args = args
+class Team(Protocol):
+    """The other processes, for a server that is one of several.
+
+    Attributes:
+        figures: What all of them have counted.
+    """
+
+    figures: SharedFigures
+
+    def attach(self, loop: asyncio.AbstractEventLoop, on_signal: Callable[[int], None]) -> None:
+        """Has news read in `loop`. Signals that the server as a whole was sent go to `on_signal`."""
+
+    def note_ready(self) -> None:
+        """This server answers requests."""
+
+
+class Server:
+    """One process' server.
+
+    Args:
+        load: Makes the engine; called in a thread of its own.
+        model: The model as it was asked for.
+        settings: What the server was told.
+        listener: Where it listens; closed at the end.
+        team: The other processes, if there are any.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], AsyncLLM],
+        model: str,
+        settings: ServerSettings,
+        listener: socket.socket,
+        team: Team | None = None,
+    ) -> None:
+        self._load = load
         self._settings = settings
         self._listener = listener
+        self._team = team
+        self._models = ServedModels(settings.served_model_names or (model,), model)
         self._signals: list[int] = []
         self._signalled = asyncio.Event()
 
     async def run(self) -> int:
-        settings = self._settings
-        self._state = state = ServerState(settings.heartbeat_timeout)
-        registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
-        self._registry = registry
-        names = settings.served_model_names or (self._args.model,)
-        self._models = ServedModels(names, self._args.model)
+        """Serves until told to end; returns the exit status."""
+        settings, team = self._settings, self._team
+        self._registry = registry = CollectorRegistry()
+        if team is None:
+            ProcessCollector(registry=registry)
+            self._state = ServerState(settings.heartbeat_timeout)
+            self._metrics = HTTPMetrics(registry)
+        else:
+            self._state = ServerState(settings.heartbeat_timeout, team.figures)
+            self._metrics = HTTPMetrics(registry, elsewhere=team.figures.http_elsewhere, changed=team.figures.touch)
         endpoint = settings.otlp_traces_endpoint
         self._tracer = Tracer(endpoint, self._models.name) if endpoint is not None else None
-        app = build_app(state, self._models, HTTPMetrics(registry), settings, self._tracer)
+        app = build_app(self._state, self._models, self._metrics, settings, self._tracer)
         config: dict[str, Any] = {"app": app, "timeout_graceful_shutdown": 2, **protocol_settings()}
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # anybody can send what is no HTTP
-        self._http = _HTTP(uvicorn.Config(**config))
+        self._http = _HTTP(uvicorn.Config(**config), is_shared=team is not None)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._note_signal, number)
+        if team is not None:
+            team.attach(loop, self._note_signal)
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
-        logger.info("Listening at %s; loading the model.", url_of(self._listener))
-        if is_public(self._listener) and not settings.api_keys:
-            logger.warning(
-                "Everybody who reaches this machine can use this server: it listens beyond the machine and has no API "
-                "key. Set one with --api-key-file, or listen at --host 127.0.0.1."
-            )
         engine: AsyncLLM | None = None
         try:
             engine = await self._load_engine()
             if engine is None:
-                return self._leave_now()
+                self._leave_now()
             status = await self._serve(engine)
         finally:
             self._http.stop()
@@ -153,7 +254,7 @@ class _Server:
         def load() -> None:
             outcome: AsyncLLM | BaseException
             try:
-                outcome = AsyncLLM.from_engine_args(self._args)
+                outcome = self._load()
             except BaseException as e:  # noqa: BLE001  (raised where it is waited for)
                 outcome = e
             with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever wanted this
@@ -176,12 +277,10 @@ class _Server:
             return None
         return loaded.result()
 
-    def _leave_now(self) -> int:
+    def _leave_now(self) -> NoReturn:
         """Ends this process while its engine is being started: nothing can wait for that, and nothing survives it."""
         logger.info("Ended before the model was loaded.")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(EXIT_INTERRUPTED if self._signals[0] == signal.SIGINT else 0)
+        end_now(self._signals[0])
 
     # --- its life
 
@@ -201,8 +300,13 @@ class _Server:
         )
         engine.tracer = self._tracer
         state.ready(engine, text_work, prompts)
-        seconds = time.monotonic() - state.started
-        logger.info("Ready at %s after %.1f s, as model %s.", url_of(self._listener), seconds, self._models.name)
+        if self._team is None:
+            seconds = time.monotonic() - state.started
+            logger.info("Ready at %s after %.1f s, as model %s.", url_of(self._listener), seconds, self._models.name)
+        else:
+            await engine.check_health()  # which also has news of others read from now on
+            self._share_figures(engine, self._team)
+            self._team.note_ready()
         try:
             if await self._wait_for_end(engine):
                 return await self._drain(engine)
@@ -212,6 +316,12 @@ class _Server:
             return 1
         finally:
             text_work.close()
+
+    def _share_figures(self, engine: AsyncLLM, team: Team) -> None:
+        def collect() -> ServerFigures:
+            return ServerFigures(self._state.num_in_flight, self._metrics.figures(), engine.metrics.figures())
+
+        team.figures.attach(collect)
 
     async def _wait_for_end(self, engine: AsyncLLM) -> bool:
         """Waits for a signal, or for the engine's death; returns whether it was a signal."""

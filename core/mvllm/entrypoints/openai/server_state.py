@@ -13,6 +13,7 @@ import time
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.openai.chat import ChatPrompts
 from mvllm.entrypoints.openai.errors import APIError
+from mvllm.entrypoints.openai.shared_figures import SharedFigures
 from mvllm.entrypoints.openai.text_work import TextWork
 
 
@@ -30,21 +31,23 @@ class ServerState:
 
     Args:
         heartbeat_timeout: Seconds without a sign of life after which the engine is taken for hung.
+        figures: Where it is told to others how many requests there are, for a server of several processes.
 
     Attributes:
         phase: Where the server is.
         started: Monotonic time of its start.
-        num_in_flight: Requests to the engine that have not been answered to the end.
+        num_in_flight: Requests to the engine that this process has not answered to the end.
         idle: Set while there are none.
     """
 
-    def __init__(self, heartbeat_timeout: float) -> None:
+    def __init__(self, heartbeat_timeout: float, figures: SharedFigures | None = None) -> None:
         self.phase = Phase.LOADING
         self.started = time.monotonic()
         self.num_in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
         self._heartbeat_timeout = heartbeat_timeout
+        self._figures = figures
         self._engine: AsyncLLM | None = None
         self._text_work: TextWork | None = None
         self._chat_prompts: ChatPrompts | None = None
@@ -90,12 +93,22 @@ class ServerState:
         """A request goes to the engine."""
         self.num_in_flight += 1
         self.idle.clear()
+        if self._figures is not None:
+            self._figures.touch()
 
     def leave(self) -> None:
         """It has been answered."""
         self.num_in_flight -= 1
         if self.num_in_flight == 0:
             self.idle.set()
+        if self._figures is not None:
+            self._figures.touch()
+
+    @property
+    def total_in_flight(self) -> int:
+        """Requests to the engine that have not been answered to the end, by any process of this server."""
+        elsewhere = 0 if self._figures is None else self._figures.in_flight_elsewhere()
+        return self.num_in_flight + elsewhere
 
     def liveness(self) -> str | None:
         """Why the process should be started anew; None while it should not. From memory, at once."""

@@ -66,7 +66,7 @@ class EventStream(Response):
     """Server-sent events, written as they come.
 
     Args:
-        events: What is written, up to DONE. Closed at the end, whatever the end is.
+        events: What is written; nothing comes behind DONE. Closed at the end, whatever the end is.
         send_timeout: Seconds that the client may leave a full buffer unread.
         on_end: Called at the end.
     """
@@ -105,11 +105,14 @@ class EventStream(Response):
         try:
             async with while_connected(receive), contextlib.aclosing(self._events) as events:
                 await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+                more = True
                 async for piece in events:
                     more = not piece.endswith(DONE)
                     self._waiting_since = loop.time()
                     await send({"type": "http.response.body", "body": piece, "more_body": more})
                     self._waiting_since = None
+                if more:
+                    await send({"type": "http.response.body", "body": b""})
         except ClientGone:
             logger.debug("A client left before the end of its stream.")
         except asyncio.CancelledError:

@@ -42,3 +42,17 @@ class UsageCounter:
             "completion_tokens": completion,
             "prompt_tokens_details": {"cached_tokens": self._cached},
         }
+
+    def as_response_json(self, num_reasoning_tokens: int) -> dict[str, Any]:
+        """The `usage` object of the Responses API.
+
+        Args:
+            num_reasoning_tokens: How many of the tokens wrote thoughts.
+        """
+        return {
+            "input_tokens": self._prompt,
+            "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": 0},
+            "output_tokens": self._completion,
+            "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
+            "total_tokens": self._prompt + self._completion,
+        }

@@ -60,18 +60,36 @@ class AnswerParser:
         """
         return any(marker in special_tokens for marker in self.markers)
 
-    def stream(self, prompt: str | None = None) -> AnswerStream:
+    def stream(self, prompt: str | None = None, calls: ToolStream | None = None) -> AnswerStream:
         """A reader for one sequence.
 
         Args:
             prompt: What the model continues, or just its end; see `ReasoningParser.stream`.
+            calls: Finds the calls in place of the parser; see `ToolChoice.stream`.
         """
+        if calls is None and self._tools is not None:
+            calls = self._tools.stream()
         return AnswerStream(
-            self._tools.stream() if self._tools is not None else None,
+            calls,
             self._reasoning.stream(prompt) if self._reasoning is not None else None,
             show_reasoning=self._show_reasoning,
             one_call=self._one_call,
         )
+
+    def thoughts_before(self, prompt: str | None) -> tuple[str | None, str] | None:
+        """What frames the thoughts of an answer to `prompt`; None where there are none, or nobody knows.
+
+        Returns:
+            What begins them, or None where the answer begins within them; and what ends them.
+        """
+        if self._reasoning is None or self._reasoning.tags is None:
+            return None
+        start, end = self._reasoning.tags
+        stream = self._reasoning.stream(prompt)
+        if stream.in_reasoning:
+            return None, end
+        stream.feed(start)
+        return (start, end) if stream.in_reasoning else None  # the prompt has closed them
 
     def parse(self, text: str, prompt: str | None = None) -> Parsed:
         """Reads a whole answer: what its pieces would add up to."""

@@ -180,6 +180,10 @@ class ReasoningParser(ABC):
     markers: ClassVar[tuple[str, ...]] = ()
     """Strings that frame thoughts; see `ToolParser.markers`."""
 
+    tags: ClassVar[tuple[str, str] | None] = None
+    """What opens and what closes the thoughts, where that is two fixed texts. An answer that must have a form then has
+    it behind its thoughts; otherwise there are no thoughts in such an answer."""
+
     @abstractmethod
     def stream(self, prompt: str | None = None) -> ReasoningStream:
         """A reader for one answer.

@@ -16,6 +16,7 @@ class DeepSeekR1ReasoningParser(ReasoningParser):
     """`<think>...</think>`, of which the first may be missing."""
 
     markers = (START, END)
+    tags = (START, END)
 
     def stream(self, prompt: str | None = None) -> ReasoningStream:
         return TaggedReasoning(START, END, opened=True, closed=ends_with_tag(prompt, END))

@@ -17,6 +17,7 @@ class Qwen3ReasoningParser(ReasoningParser):
     """`<think>...</think>`, if it begins so."""
 
     markers = (START, END)
+    tags = (START, END)
 
     def stream(self, prompt: str | None = None) -> ReasoningStream:
         return TaggedReasoning(START, END, opened=ends_with_tag(prompt, START), closed=ends_with_tag(prompt, END))

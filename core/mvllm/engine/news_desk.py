@@ -1,0 +1,211 @@
+"""What an engine core still has to tell its front ends: to each what is its own, and nothing where it is no news.
+
+A core with one front end follows no single request: whatever a step brings is for that one. With several, it knows
+whose each request is, from its coming to its end.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from queue import SimpleQueue
+
+import msgspec
+
+from mvllm.messages.core_protocol import CallResult, CoreNews
+from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
+
+NEWS_SECONDS = 0.1
+"""While there is work, a front end hears at least this often (or once per step) how far the core is."""
+
+Outbox = SimpleQueue[tuple[int, CoreNews] | None]
+"""News and whom they are for; None ends it."""
+
+LoadReport = Callable[[SchedulerStats, Sequence[int]], None]
+"""Told the scheduler's state, and the number of unfinished sequences of each front end."""
+
+
+class NewsDesk(ABC):
+    """Used by the core's own thread.
+
+    Args:
+        outbox: Where news go.
+    """
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+
+    @abstractmethod
+    def note_taken(self, source: int, number: int) -> None:
+        """A front end's command of this number has been taken."""
+
+    @abstractmethod
+    def begin(self, source: int, request_id: str) -> None:
+        """A request of a front end's has been queued."""
+
+    @abstractmethod
+    def refuse(self, source: int, output: EngineCoreOutput) -> None:
+        """A request has ended before it could begin."""
+
+    @abstractmethod
+    def answer(self, source: int, result: CallResult) -> None:
+        """A call has been answered."""
+
+    @abstractmethod
+    def own(self, source: int, request_ids: Sequence[str]) -> Sequence[str]:
+        """Those that a front end may abort; they count as ended."""
+
+    @abstractmethod
+    def drop(self, source: int) -> Sequence[str]:
+        """A front end has died. Returns the requests that it leaves behind; they count as ended."""
+
+    @abstractmethod
+    def tell(self, outputs: EngineCoreOutputs, *, is_busy: bool) -> None:
+        """Passes on what there is to tell.
+
+        Args:
+            outputs: Of one step.
+            is_busy: Whether the core has work left.
+        """
+
+
+class OneFrontEnd(NewsDesk):
+    """All news are for the one front end."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        super().__init__(outbox)
+        self._taken = 0
+        self._told_at = 0.0
+        self._refused: list[EngineCoreOutput] = []
+        self._results: list[CallResult] = []
+
+    def note_taken(self, source: int, number: int) -> None:
+        self._taken = number
+
+    def begin(self, source: int, request_id: str) -> None:
+        pass
+
+    def refuse(self, source: int, output: EngineCoreOutput) -> None:
+        self._refused.append(output)
+
+    def answer(self, source: int, result: CallResult) -> None:
+        self._results.append(result)
+
+    def own(self, source: int, request_ids: Sequence[str]) -> Sequence[str]:
+        return request_ids
+
+    def drop(self, source: int) -> Sequence[str]:
+        return ()
+
+    def tell(self, outputs: EngineCoreOutputs, *, is_busy: bool) -> None:
+        if self._refused:
+            outputs.outputs = self._refused + outputs.outputs
+            self._refused = []
+        now = time.monotonic()
+        if outputs.outputs or self._results or not is_busy or now - self._told_at >= NEWS_SECONDS:
+            self._outbox.put((0, CoreNews(self._taken, is_busy, outputs, self._results)))
+            self._results = []
+            self._told_at = now
+
+
+class _FrontEnd:
+    """What one of several is to be told."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.told_taken = 0
+        self.told_busy = False
+        self.told_at = 0.0
+        self.outputs: list[EngineCoreOutput] = []
+        self.results: list[CallResult] = []
+        self.unfinished: set[str] = set()
+        self.is_gone = False
+
+    def has_news(self, now: float) -> bool:
+        """Something has happened, or it has waited for long enough."""
+        if self.outputs or self.results:
+            return True
+        if not self.unfinished:  # it has nothing here: news are that all it said has been heard, and once
+            return self.told_busy or self.taken != self.told_taken
+        return now - self.told_at >= NEWS_SECONDS
+
+
+class SeveralFrontEnds(NewsDesk):
+    """Sorts news by whose they are.
+
+    Args:
+        count: How many front ends there are.
+        report: Told how much there is to do, now and then while there is, and when that ends.
+    """
+
+    def __init__(self, outbox: Outbox, count: int, report: LoadReport | None = None) -> None:
+        super().__init__(outbox)
+        self._front_ends = [_FrontEnd() for _ in range(count)]
+        self._owner: dict[str, _FrontEnd] = {}
+        self._report = report
+        self._reported_at = 0.0
+        self._reported_busy = False
+
+    def note_taken(self, source: int, number: int) -> None:
+        self._front_ends[source].taken = number
+
+    def begin(self, source: int, request_id: str) -> None:
+        front_end = self._front_ends[source]
+        self._owner[request_id] = front_end
+        front_end.unfinished.add(request_id)
+
+    def refuse(self, source: int, output: EngineCoreOutput) -> None:
+        self._front_ends[source].outputs.append(output)
+
+    def answer(self, source: int, result: CallResult) -> None:
+        self._front_ends[source].results.append(result)
+
+    def own(self, source: int, request_ids: Sequence[str]) -> Sequence[str]:
+        front_end = self._front_ends[source]
+        own = [request_id for request_id in request_ids if self._owner.get(request_id) is front_end]
+        self._forget(own)
+        return own
+
+    def drop(self, source: int) -> Sequence[str]:
+        front_end = self._front_ends[source]
+        front_end.is_gone = True
+        front_end.outputs.clear()
+        front_end.results.clear()
+        left = list(front_end.unfinished)
+        self._forget(left)
+        return left
+
+    def tell(self, outputs: EngineCoreOutputs, *, is_busy: bool) -> None:
+        for output in outputs.outputs:
+            owner = self._owner.get(output.request_id)
+            if owner is None:
+                continue  # it was aborted while this step was under way
+            owner.outputs.append(output)
+            if output.finish_reason is not None:
+                self._forget([output.request_id])
+        now = time.monotonic()
+        for index, front_end in enumerate(self._front_ends):
+            if not front_end.is_gone and front_end.has_news(now):
+                self._send(index, front_end, outputs, now)
+        if self._report is not None and outputs.stats is not None:
+            if now - self._reported_at >= NEWS_SECONDS or is_busy != self._reported_busy:
+                self._report(outputs.stats, [len(each.unfinished) for each in self._front_ends])
+                self._reported_at, self._reported_busy = now, is_busy
+
+    def _send(self, index: int, front_end: _FrontEnd, outputs: EngineCoreOutputs, now: float) -> None:
+        own = msgspec.structs.replace(outputs, outputs=front_end.outputs)
+        busy = bool(front_end.unfinished)
+        self._outbox.put((index, CoreNews(front_end.taken, busy, own, front_end.results)))
+        front_end.outputs, front_end.results = [], []
+        front_end.told_taken, front_end.told_busy, front_end.told_at = front_end.taken, busy, now
+
+    def _forget(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            front_end = self._owner.pop(request_id)
+            front_end.unfinished.discard(request_id)
+
+
+def make_desk(num_front_ends: int, outbox: Outbox, report: LoadReport | None = None) -> NewsDesk:
+    """The desk for a core with so many front ends."""
+    return OneFrontEnd(outbox) if num_front_ends == 1 else SeveralFrontEnds(outbox, num_front_ends, report)

@@ -1,0 +1,242 @@
+"""From a request of the Responses API to one for a chat completion: items become messages, tools take on their shape.
+
+    input           "text"  |  [message | reasoning | function_call | function_call_output, ...]
+                       │             └── an assistant's turn is several items, and one message ──┐
+    messages        instructions, the conversation so far, and these
+
+Whatever is refused is refused in the words of the request that was sent: `RENAMED` says what its fields are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mvllm.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest
+from mvllm.errors import RequestError
+from mvllm.messages.structured_outputs import MAX_NESTING
+
+RENAMED = {
+    "messages": "input",
+    "prompt": "input",
+    "response_format": "text",
+    "max_tokens": "max_output_tokens",
+}
+"""Fields of a chat completion request to those of a request for a response."""
+
+_SAME_NAMES = (
+    "model",
+    "stream",
+    "temperature",
+    "top_p",
+    "parallel_tool_calls",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "priority",
+    "cache_salt",
+    "structured_outputs",
+    "chat_template_kwargs",
+)
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""Kinds of parts that are texts, and where their text stands."""
+
+Message = dict[str, Any]
+
+
+def chat_request(request: ResponsesRequest, messages: Sequence[Message]) -> ChatCompletionRequest:
+    """The request for a chat completion that means the same.
+
+    Args:
+        messages: The conversation.
+
+    Raises:
+        RequestError: A field is not acceptable.
+    """
+    for name in ("tools", "text"):
+        if _nests_deeper(getattr(request, name), MAX_NESTING):  # it is a part of the answer, too
+            raise RequestError(f"{name} nests deeper than {MAX_NESTING} levels.", parameter=name)
+    effort = (request.reasoning or {}).get("effort")
+    if not isinstance(effort, str | None):
+        raise RequestError("reasoning.effort must be a text.", parameter="reasoning")
+    if request.instructions is not None:
+        messages = [{"role": "system", "content": request.instructions}, *messages]
+    return ChatCompletionRequest(
+        messages=list(messages),
+        max_tokens=request.max_output_tokens,
+        response_format=_response_format(request.text),
+        tools=None if request.tools is None else [_tool(i, tool) for i, tool in enumerate(request.tools)],
+        tool_choice=_tool_choice(request.tool_choice),
+        reasoning_effort=effort,
+        **{name: getattr(request, name) for name in _SAME_NAMES},
+    )
+
+
+def input_messages(value: str | Sequence[Mapping[str, Any]] | None) -> list[Message]:
+    """The messages that `input` stands for.
+
+    Raises:
+        RequestError: There is none, or an item is not acceptable.
+    """
+    if value is None:
+        raise RequestError("input is missing.", parameter="input")
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not value:
+        raise RequestError("input is an empty list.", parameter="input")
+    return as_messages(value)
+
+
+def as_messages(items: Iterable[Mapping[str, Any]]) -> list[Message]:
+    """Items as messages. Thoughts, text and calls of one assistant's turn are one message.
+
+    Raises:
+        RequestError: An item is not acceptable.
+    """
+    messages: list[Message] = []
+    turn: Message | None = None  # an assistant's message that calls may still be added to
+    thoughts: list[str] = []  # which belong to what comes next
+    for i, item in enumerate(items):
+        where = f"input[{i}]"
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            thoughts.append(_text_of_thoughts(where, item))
+            continue
+        if kind == "function_call_output":
+            messages.append(_output_of_call(where, item))
+            turn = None
+        elif kind == "function_call":
+            if turn is None or thoughts:
+                turn = {"role": "assistant", "content": None}
+                messages.append(turn)
+            turn.setdefault("tool_calls", []).append(_call(where, item))
+        elif kind == "message":
+            message = _message(where, item)
+            messages.append(message)
+            turn = message if message["role"] == "assistant" else None
+        else:
+            raise RequestError(
+                f"{where} has the type {ascii(kind)[:60]}; there are message, reasoning, function_call and "
+                "function_call_output.",
+                parameter="input",
+            )
+        if thoughts and turn is not None:
+            turn["reasoning"] = "\n".join(thoughts)
+        thoughts = []
+    return messages
+
+
+def _nests_deeper(value: object, levels: int) -> bool:
+    level = [value]
+    for _ in range(levels):
+        parents = [parent for parent in level if isinstance(parent, dict | list)]
+        level = [item for p in parents for item in (p.values() if isinstance(p, dict) else p)]
+        if not level:
+            return False
+    return True
+
+
+def _message(where: str, item: Mapping[str, Any]) -> Message:
+    role = item.get("role")
+    if role not in _ROLES:
+        raise RequestError(f"{where}.role must be one of {', '.join(_ROLES)}.", parameter="input")
+    # Templates know system, which says the same.
+    return {"role": "system" if role == "developer" else role, "content": _text(f"{where}.content", item, "content")}
+
+
+def _call(where: str, item: Mapping[str, Any]) -> Message:
+    function = {name: _string(where, item, name) for name in ("name", "arguments")}
+    return {"id": _string(where, item, "call_id"), "type": "function", "function": function}
+
+
+def _output_of_call(where: str, item: Mapping[str, Any]) -> Message:
+    call_id = _string(where, item, "call_id")
+    return {"role": "tool", "tool_call_id": call_id, "content": _text(f"{where}.output", item, "output")}
+
+
+def _text_of_thoughts(where: str, item: Mapping[str, Any]) -> str:
+    """The thoughts themselves, or else a summary of them."""
+    parts = item.get("content") or item.get("summary") or []
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise RequestError(f"{where}: content and summary must be lists of texts.", parameter="input")
+    return "\n".join(map(str, texts))
+
+
+def _text(where: str, item: Mapping[str, Any], field: str) -> str:
+    value = item.get(field)
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise RequestError(f"{where} must be a text or a list of text parts.", parameter="input")
+    texts = []
+    for i, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
+        if not isinstance(text, str):
+            raise RequestError(
+                f"{where}[{i}] must be a text part (input_text, output_text); this model takes no others.",
+                parameter="input",
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _string(where: str, item: Mapping[str, Any], field: str) -> str:
+    value = item.get(field)
+    if not isinstance(value, str):
+        raise RequestError(f"{where}.{field} must be a text.", parameter="input")
+    return value
+
+
+def _response_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What `text` says about the form of the answer."""
+    if text is None:
+        return None
+    if text.get("verbosity") not in (None, "medium"):
+        raise RequestError("text.verbosity is not supported: say in the instructions how long.", parameter="text")
+    form = text.get("format")
+    if form is None:
+        return None
+    kind = form.get("type") if isinstance(form, Mapping) else None
+    if kind not in ("text", "json_object", "json_schema"):
+        raise RequestError(
+            "text.format must be an object whose type is 'text', 'json_object' or 'json_schema'; "
+            f"found {ascii(kind)[:40]}.",
+            parameter="text",
+        )
+    if kind == "json_schema":
+        if form.get("schema") is None:
+            raise RequestError("text.format of type json_schema needs a schema.", parameter="text")
+        return {"type": kind, "json_schema": {"name": form.get("name"), "schema": form["schema"]}}
+    return {"type": kind}
+
+
+def _tool(i: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A function in the shape of chat completions, where it is an object within the tool."""
+    if tool.get("type") != "function":
+        raise RequestError(
+            f"tools[{i}] has the type {ascii(tool.get('type'))[:60]}; this server runs no tools of its own, so there "
+            "is 'function' only.",
+            parameter="tools",
+        )
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+
+
+def _tool_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
+    if choice is None or isinstance(choice, str):
+        return choice
+    if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+        raise RequestError(
+            'tool_choice must be "none", "auto", "required" or {"type": "function", "name": ...}.',
+            parameter="tool_choice",
+        )
+    return {"type": "function", "function": {"name": choice["name"]}}

@@ -1,0 +1,135 @@
+"""The Responses API as the real OpenAI SDK speaks it, against a real server: its text is that of a chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel, Field
+
+from tests.helpers.server import ServerProcess, wait_idle
+
+QUESTION = "What is the capital of Italy?"
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"days": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["days"],
+        "additionalProperties": False,
+    },
+}
+
+
+class City(BaseModel):
+    kind: Literal["town", "village"]
+    trams: int = Field(ge=0, le=9)
+
+
+@pytest.fixture(scope="module")
+def sdk(server: ServerProcess) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
+        yield sdk
+
+
+def chat(sdk: OpenAI, *messages: tuple[str, str], **more: Any) -> Any:
+    said = [{"role": role, "content": content} for role, content in messages]
+    return sdk.chat.completions.create(model="demo", messages=said, temperature=0, **more)  # type: ignore[call-overload]
+
+
+def test_a_response_says_what_a_chat_says_at_once_and_in_pieces(sdk: OpenAI) -> None:
+    expected = chat(sdk, ("system", "Be brief."), ("user", QUESTION))
+    ask: dict[str, Any] = {"model": "demo", "input": QUESTION, "instructions": "Be brief.", "temperature": 0}
+    answer = sdk.responses.create(**ask)
+    assert answer.output_text == expected.choices[0].message.content and answer.status == "completed"
+    assert answer.id.startswith("resp_") and answer.model == "demo" and answer.error is None
+    usage = answer.usage
+    assert usage is not None and usage.input_tokens == expected.usage.prompt_tokens
+    assert usage.output_tokens == expected.usage.completion_tokens
+    events = list(sdk.responses.create(**ask, stream=True))
+    kinds = [event.type for event in events]
+    pieces = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        *["response.output_text.delta"] * len(pieces),
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert "".join(pieces) == answer.output_text and len(pieces) > 1
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].response.output_text == answer.output_text  # type: ignore[union-attr]
+
+
+def test_a_model_of_pydantic_is_what_parse_returns(sdk: OpenAI) -> None:
+    ask: dict[str, Any] = {"model": "demo", "input": QUESTION, "max_output_tokens": 300, "text_format": City}
+    assert isinstance(sdk.responses.parse(**ask).output_parsed, City)
+    with sdk.responses.stream(**ask) as stream:
+        assert isinstance(stream.get_final_response().output_parsed, City)
+
+
+def test_one_that_is_cut_off_says_so(sdk: OpenAI) -> None:
+    answer = sdk.responses.create(model="demo", input="Tell me a story.", max_output_tokens=2, temperature=0)
+    assert answer.status == "incomplete" and answer.usage is not None and answer.usage.output_tokens == 2
+    assert answer.incomplete_details is not None and answer.incomplete_details.reason == "max_output_tokens"
+
+
+def test_a_conversation_goes_on_until_it_is_forgotten(sdk: OpenAI) -> None:
+    first = sdk.responses.create(model="demo", input=QUESTION, temperature=0)
+    second = sdk.responses.create(model="demo", input="And of France?", previous_response_id=first.id, temperature=0)
+    expected = chat(sdk, ("user", QUESTION), ("assistant", first.output_text), ("user", "And of France?"))
+    assert second.output_text == expected.choices[0].message.content and second.previous_response_id == first.id
+    assert sdk.responses.retrieve(first.id).output_text == first.output_text
+    sdk.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        sdk.responses.retrieve(first.id)
+    with pytest.raises(openai.BadRequestError) as caught:
+        sdk.responses.create(model="demo", input="x", previous_response_id=first.id)
+    assert caught.value.param == "previous_response_id"
+    # What came after it stands on its own.
+    assert sdk.responses.create(model="demo", input="x", previous_response_id=second.id, temperature=0).output_text
+
+
+def test_a_function_that_must_be_called(sdk: OpenAI) -> None:
+    answer = sdk.responses.create(  # type: ignore[call-overload]
+        model="demo",
+        input=QUESTION,
+        tools=[WEATHER],
+        tool_choice={"type": "function", "name": "weather"},
+        max_output_tokens=300,
+    )
+    [call] = answer.output
+    assert (call.type, call.name, set(json.loads(call.arguments))) == ("function_call", "weather", {"days"})
+
+
+def test_one_that_is_being_written_can_be_looked_at_and_cancelled(sdk: OpenAI, client: httpx.Client) -> None:
+    endless = {"ignore_eos": True, "min_tokens": 900}
+    stream = sdk.responses.create(
+        model="demo", input="Go on.", max_output_tokens=900, temperature=0, stream=True, extra_body=endless
+    )
+    found = iter(stream)
+    response_id = next(found).response.id  # type: ignore[union-attr]
+    assert sdk.responses.retrieve(response_id).status == "in_progress"
+    assert sdk.responses.cancel(response_id).status == "cancelled"
+    last = list(found)[-1]
+    assert last.type == "response.incomplete" and last.response.status == "cancelled"
+    assert sdk.responses.retrieve(response_id).status == "cancelled"
+    wait_idle(client)
+
+
+def test_a_form_that_cannot_be_had_is_an_error_by_its_name(sdk: OpenAI) -> None:
+    form: Any = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "made up"}}}
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as caught:
+            sdk.responses.create(model="demo", input="x", text=form, stream=stream)
+        assert caught.value.param == "text"

@@ -1,0 +1,293 @@
+"""Two API servers on one socket, two replicas, and the coordinator between them: one server, whoever answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.helpers.processes import assert_nothing_left, named, shared_memory_names, wait_until
+from tests.helpers.server import SMALL, ServerProcess, assert_idle, wait_idle
+
+ADMIN = {"MVLLM_ADMIN_API_KEY": "boss"}
+TWO_AND_TWO = ("--data-parallel-size", "2", "--api-server-count", "2")
+LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "temperature": 0, "stream": True}
+
+
+def process(server: ServerProcess, name: str) -> psutil.Process:
+    [found] = named(server.tag, name)
+    return found
+
+
+def clients_of_each(server: ServerProcess, stack: ExitStack, count: int = 2) -> list[httpx.Client]:
+    """For each API server a client with one connection, which is to that one: the others stood still as it was made."""
+    servers = [process(server, f"ApiServer_{index}") for index in range(count)]
+    clients = []
+    for one in servers:
+        client = stack.enter_context(server.client(limits=httpx.Limits(max_connections=1, keepalive_expiry=600)))
+        for other in servers:
+            if other != one:
+                other.suspend()
+        try:
+            assert client.get("/version").status_code == 200
+        finally:
+            for other in servers:
+                other.resume()
+        clients.append(client)
+    return clients
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """The last test of this module ends it by killing one of its processes."""
+    folder = tmp_path_factory.mktemp("several")
+    with ServerProcess(folder, "demo", "--port", "0", *TWO_AND_TWO, *SMALL, **ADMIN) as server:
+        yield server.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def both(server: ServerProcess) -> Iterator[list[httpx.Client]]:
+    with ExitStack() as stack:
+        yield clients_of_each(server, stack)
+
+
+def complete(client: httpx.Client, prompt: str, **more: object) -> dict:
+    answer = client.post("/v1/completions", json={"prompt": prompt, "temperature": 0, "max_tokens": 24, **more})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def counter(client: httpx.Client, name: str) -> float:
+    found = [line for line in client.get("/metrics").text.splitlines() if line.startswith(name)]
+    assert len(found) == 1, found
+    return float(found[0].split()[-1])
+
+
+def test_tokens_are_those_of_a_request_alone_whoever_answers(server: ServerProcess, both: list[httpx.Client]) -> None:
+    before = server.pids()
+    prompts = [f"{index} little dogs went to the river and" for index in range(12)]
+    alone = [complete(both[0], prompt)["choices"][0]["text"] for prompt in prompts]
+    assert [complete(both[1], prompt)["choices"][0]["text"] for prompt in prompts[:3]] == alone[:3]
+    cores = [process(server, f"EngineCore_DP{rank}") for rank in range(2)]
+    busy = [sum(core.cpu_times()[:2]) for core in cores]
+    ask = [(server, prompt) for prompt in prompts * 4]
+    with ThreadPoolExecutor(16) as pool, server.client() as anybody:  # over many connections, to both
+        together = list(pool.map(lambda each: complete(anybody, each[1])["choices"][0]["text"], ask))
+    assert together == alone * 4
+    assert all(sum(core.cpu_times()[:2]) > earlier for core, earlier in zip(cores, busy))
+    assert server.pids() == before
+
+
+def test_figures_are_those_of_all_whoever_is_asked(both: list[httpx.Client]) -> None:
+    names = ("mvllm:generation_tokens_total", "mvllm:e2e_request_latency_seconds_count")
+    completions = 'mvllm:http_requests_total{handler="/v1/completions",method="POST",status="2xx"}'
+    complete(both[0], "One")
+    for client in both:
+        wait_idle(client)
+    wait_until(lambda: [counter(both[0], name) for name in names] == [counter(both[1], name) for name in names], 60, "")
+    before = {name: counter(both[0], name) for name in (*names, completions)}
+    for index in range(5):
+        complete(both[index % 2], f"{index} is a number", max_tokens=7, ignore_eos=True)
+    for client in both:
+        wait_until(lambda client=client: counter(client, names[1]) - before[names[1]] == 5, 60, lambda: str(before))
+        wait_until(lambda client=client: counter(client, completions) - before[completions] == 5, 60, str(before))
+        assert counter(client, names[0]) - before[names[0]] == 35
+    blocks = [line for client in both for line in client.get("/metrics").text.splitlines() if "cache_config" in line]
+    assert len(set(blocks)) == 3 and len(blocks) == 6  # the same, with its two lines of comment
+
+
+def test_what_is_under_way_is_seen_by_both_and_counted_once(server: ServerProcess, both: list[httpx.Client]) -> None:
+    for client in both:
+        wait_idle(client)
+    with server.client() as third, third.stream("POST", "/v1/completions", json=LONG) as stream:
+        lines = stream.iter_lines()  # whose end would be the stream's
+        next(lines)
+        for client in both:
+            seen: list[tuple[int, int]] = []
+
+            def once(client: httpx.Client = client, seen: list = seen) -> bool:
+                load = client.get("/load").json()
+                seen.append((load["server_load"], load["num_requests_running"]))
+                return seen[-1] == (1, 1)
+
+            wait_until(once, 60, lambda seen=seen: str(seen[-9:]))
+            assert all(in_flight <= 1 and running <= 1 for in_flight, running in seen)
+    for client in both:
+        wait_idle(client)
+
+
+def test_one_request_id_at_both_at_once_is_two_requests(both: list[httpx.Client]) -> None:
+    prompts = ["A cat sat on", "The moon is a"]
+    alone = [complete(both[0], prompt)["choices"][0]["text"] for prompt in prompts]
+
+    def ask(index: int) -> str:
+        answer = both[index].post(
+            "/v1/completions",
+            json={"prompt": prompts[index], "temperature": 0, "max_tokens": 24},
+            headers={"X-Request-Id": "the-same"},
+        )
+        assert answer.headers["x-request-id"] == "the-same"
+        return str(answer.json()["choices"][0]["text"])
+
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            assert list(pool.map(ask, range(2))) == alone
+
+
+def test_asleep_at_one_is_asleep_at_both(both: list[httpx.Client]) -> None:
+    key = {"Authorization": "Bearer boss"}
+    assert both[0].post("/sleep", headers=key).json() == {"is_sleeping": True}
+    assert both[1].get("/is_sleeping", headers=key).json() == {"is_sleeping": True}
+    assert both[1].get("/health/ready").status_code == 503
+    assert both[1].post("/v1/completions", json={"prompt": "x"}).status_code == 503
+    assert both[1].post("/wake_up", headers=key).json() == {"is_sleeping": False}
+    assert both[0].get("/health/ready").status_code == 200
+    assert complete(both[0], "x")["choices"]
+
+
+def test_a_signal_to_the_group_reaches_the_started_process_alone(server: ServerProcess) -> None:
+    """As a terminal's Ctrl-C does: the others hear of it from their parent, in good order."""
+    children = server.pids() - {server.process.pid}
+    assert len(children) == 5 and all(os.getpgid(pid) == pid for pid in children)
+    assert os.getpgid(server.process.pid) == os.getpgid(0)
+
+
+def test_nobody_else_can_reach_more_than_the_port(server: ServerProcess) -> None:
+    """Of all sockets of all processes, one address listens on a network; the rest has no name in any folder."""
+    listening, unix = set(), set()
+    for pid in server.pids():
+        for connection in psutil.Process(pid).net_connections("all"):
+            if connection.family == socket.AF_UNIX:
+                unix.add(connection.laddr)
+            elif connection.status == psutil.CONN_LISTEN or connection.type == socket.SOCK_DGRAM:
+                listening.add((connection.laddr.ip, connection.laddr.port))
+    assert listening == {server.address}
+    assert any(name.startswith("@mvllm-") for name in unix)  # abstract: the kernel says who connects
+    assert all(not name or name.startswith("@") for name in unix), unix
+
+
+def test_at_rest_it_uses_less_than_a_hundredth_of_a_processor(server: ServerProcess, both: list[httpx.Client]) -> None:
+    for client in both:
+        wait_idle(client)
+    assert_idle(server)
+
+
+def test_a_dead_coordinator_is_the_servers_end(server: ServerProcess, both: list[httpx.Client]) -> None:
+    """Keep it last: it ends the server of this module."""
+    for rank in range(2):
+        process(server, f"EngineCore_DP{rank}").suspend()  # so that the request is under way
+    before = shared_memory_names()
+    with both[0].stream("POST", "/v1/completions", json=LONG) as stream:
+        process(server, "DPCoordinator").kill()
+        rest = [line for line in stream.iter_lines() if line.startswith("data: {")]
+    error = json.loads(rest[-1].removeprefix("data: "))["error"]
+    assert error["code"] == "engine_dead"
+    assert server.wait() == 1
+    assert "DPCoordinator" in server.log and "SIGKILL" in server.log
+    assert_nothing_left(server.tag, before)
+
+
+def test_when_an_api_server_dies_the_others_finish_what_they_have(tmp_path: Path) -> None:
+    """Its own requests are dropped, so that nothing computes for nobody meanwhile. The server ends, with status 1."""
+    before = shared_memory_names()
+    arguments = ("--port", "0", "--api-server-count", "2", "--shutdown-timeout", "300")
+    with ServerProcess(tmp_path, "demo", *arguments, *SMALL) as server, ExitStack() as stack:
+        clients = clients_of_each(server.wait_ready(), stack)
+        core = server.engine_core()
+        core.suspend()  # so that both are under way for as long as we look
+        asks = [{**LONG, "max_tokens": 40}, LONG]
+        streams = [
+            stack.enter_context(client.stream("POST", "/v1/completions", json=ask))
+            for client, ask in zip(clients, asks)
+        ]
+        process(server, "ApiServer_1").kill()
+        server.wait_for_log("The others finish what they have under way")
+        core.resume()
+        chunks = [json.loads(line[6:]) for line in streams[0].iter_lines() if line.startswith("data: {")]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        with pytest.raises(httpx.HTTPError):
+            list(streams[1].iter_lines())
+        assert server.wait() == 1
+    assert "ApiServer_1" in server.log and "SIGKILL" in server.log and "Traceback" not in server.log
+    assert_nothing_left(server.tag, before)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("victim", ["EngineCore_DP0", "EngineCore_DP1", "ApiServer_0", "the parent"])
+def test_each_process_that_is_killed_is_the_servers_end(tmp_path: Path, victim: str) -> None:
+    before = shared_memory_names()
+    with ServerProcess(tmp_path, "demo", "--port", "0", *TWO_AND_TWO, *SMALL) as server:
+        server.wait_ready()
+        with server.client() as client:
+            complete(client, "Once upon")
+        if victim == "the parent":
+            server.process.kill()
+        else:
+            process(server, victim).kill()
+        assert server.wait() == (-signal.SIGKILL if victim == "the parent" else 1)
+        assert victim == "the parent" or victim in server.log
+        assert_nothing_left(server.tag, before)
+
+
+@pytest.mark.exhaustive
+def test_sigterm_lets_all_of_them_finish(tmp_path: Path) -> None:
+    before = shared_memory_names()
+    path = tmp_path / "socket"
+    arguments = ("--uds", str(path), *TWO_AND_TWO, "--shutdown-timeout", "300", *SMALL)
+    with ServerProcess(tmp_path, "demo", *arguments) as server, ExitStack() as stack:
+        server.wait_ready()
+        transport = httpx.HTTPTransport(uds=str(path))
+        client = stack.enter_context(httpx.Client(transport=transport, base_url="http://server", timeout=120))
+        cores = [process(server, f"EngineCore_DP{rank}") for rank in range(2)]
+        for core in cores:
+            core.suspend()
+        streams = [stack.enter_context(client.stream("POST", "/v1/completions", json=LONG)) for _ in range(4)]
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: server.log.count("SIGTERM: no new requests") == 3, 60, lambda: server.log)
+        refused = client.post("/v1/completions", json={"prompt": "x"})
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+        for core in cores:
+            core.resume()
+        for stream in streams:
+            chunks = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
+            assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.wait() == 0, server.log
+    assert not path.exists()
+    assert_nothing_left(server.tag, before)
+
+
+@pytest.mark.exhaustive
+def test_a_hung_core_is_ended_by_its_parent_with_its_stacks(tmp_path: Path) -> None:
+    with (
+        ServerProcess(tmp_path, "demo", "--port", "0", *TWO_AND_TWO, "--step-timeout", "1", *SMALL) as server,
+        server.client() as client,
+    ):
+        server.wait_ready()
+        for rank in range(2):
+            process(server, f"EngineCore_DP{rank}").suspend()
+        answer = client.post("/v1/completions", json={"prompt": "x"})
+        assert answer.status_code == 500 and answer.json()["error"]["code"] == "engine_dead"
+        assert server.wait() == 1
+        assert "has given no sign of life" in server.log
+
+
+def test_what_cannot_be_served_is_explained_by_one_of_several_as_by_one(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with ServerProcess(tmp_path, "demo", "--port", port, "--api-server-count", "2", *SMALL) as server:
+            assert server.wait() == 1
+        assert "is taken by" in server.log and "Traceback" not in server.log
+    with ServerProcess(tmp_path, "demo", "--port", "0", "--api-server-count", "0", *SMALL) as server:
+        assert server.wait() == 1
+    assert "--api-server-count is 0" in server.log

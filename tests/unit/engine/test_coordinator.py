@@ -1,0 +1,158 @@
+"""The coordinator between engine cores and front ends, and the front ends' ends of it; real sockets, one process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from functools import partial
+
+import msgspec
+import pytest
+
+from mvllm.engine.coordination import Coordination
+from mvllm.engine.coordinator import Coordinator
+from mvllm.engine.datagrams import DatagramDoor, datagram_pair
+from mvllm.engine.replica_choice import ReplicaChoice
+from mvllm.messages.coordination import CoreLoad, Loads
+from mvllm.messages.requests import SchedulerStats
+
+PROMPT = list(range(100))
+
+
+class Net:
+    """Two cores and two front ends around a coordinator that runs in a thread."""
+
+    def __init__(self) -> None:
+        pairs = [[DatagramDoor(end) for end in datagram_pair()] for _ in range(4)]
+        self.cores = [pairs[0][0], pairs[1][0]]
+        self.fronts = [pairs[2][0], pairs[3][0]]
+        self._theirs = [pair[1] for pair in pairs]
+        self.coordinator = Coordinator(self._theirs[:2], self._theirs[2:])
+        self._is_ending = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while not self._is_ending:
+            self.coordinator.run_once()
+
+    def __enter__(self) -> Net:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self._is_ending = True
+        self.cores[0].send(CoreLoad(0, SchedulerStats(), []))  # wakes it up
+        self._thread.join(30)
+        for door in (*self._theirs, *self.cores, *self.fronts):
+            door.close()
+
+
+@pytest.fixture
+def net() -> Iterator[Net]:
+    with Net() as net:
+        yield net
+
+
+async def until(condition: object) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.005)
+
+
+def run(net: Net, work: object) -> None:
+    """`work` with two front ends: index 1 and 2, as cores count them."""
+
+    async def both() -> None:
+        loop = asyncio.get_running_loop()
+        fronts = [Coordination(door, index) for index, door in enumerate(net.fronts, 1)]
+        choices = [ReplicaChoice(2) for _ in fronts]
+        loads: list[list[CoreLoad]] = [[], []]
+        for front, choice, heard in zip(fronts, choices, loads):
+            front.attach(loop, choice, heard.extend)
+        await work(fronts, choices, loads)  # type: ignore[operator]
+        for front in fronts:
+            front.close()
+
+    asyncio.run(both())
+
+
+def test_each_front_end_hears_what_the_others_have_under_way(net: Net) -> None:
+    async def work(fronts: list[Coordination], choices: list[ReplicaChoice], loads: list[list[CoreLoad]]) -> None:
+        net.cores[0].send(CoreLoad(0, SchedulerStats(num_running=5), [0, 3, 2]))
+        await until(lambda: all(loads))
+        assert [choice.elsewhere for choice in choices] == [[2, 0], [3, 0]]
+        assert loads[0][-1].stats.num_running == 5
+        assert [choices[0].choose([index], None, 1) for index in range(2)] == [1, 1]  # the other has more to do
+        net.cores[0].send(CoreLoad(0, SchedulerStats(), [0, 0, 0]))
+        net.cores[1].send(CoreLoad(1, SchedulerStats(), [0, 2, 9]))
+        await until(lambda: choices[0].elsewhere == [0, 9])
+        await until(lambda: choices[1].elsewhere == [0, 2])
+
+    run(net, work)
+
+
+def test_a_prompt_goes_where_another_front_end_has_sent_its_beginning(net: Net) -> None:
+    async def work(fronts: list[Coordination], choices: list[ReplicaChoice], loads: list[list[CoreLoad]]) -> None:
+        one, other = choices
+        for salt in (None, "pepper"):
+            replica = one.choose(PROMPT, salt, 1)
+            one.end(replica)
+            fronts[0].tell_soon()
+            names = other._chunk_names(PROMPT, salt)
+            await until(partial(other._num_known, replica, names))
+            for _ in range(3):
+                assert other.choose(PROMPT, salt, 1) == replica
+                other.end(replica)
+        assert list(choices[0].take_sent()) == []  # it has been told
+
+    run(net, work)
+
+
+def test_sleep_is_answered_when_all_others_sleep(net: Net) -> None:
+    async def work(fronts: list[Coordination], choices: list[ReplicaChoice], loads: list[list[CoreLoad]]) -> None:
+        told: list[tuple[int, bool]] = []
+        for index, front in enumerate(fronts):
+            front.on_sleep = lambda is_sleeping, index=index: told.append((index, is_sleeping))  # type: ignore[misc]
+        async with asyncio.timeout(30):
+            await fronts[0].tell_sleep(True)
+            assert told == [(1, True)]
+            await asyncio.gather(fronts[0].tell_sleep(False), fronts[1].tell_sleep(False))  # at once, even so
+        assert sorted(told[1:]) == [(0, False), (1, False)]
+
+    run(net, work)
+
+
+def test_who_does_not_read_holds_nobody_up_and_hears_the_latest_later() -> None:
+    with Net() as net:
+        decoder = msgspec.msgpack.Decoder(Loads)
+
+        def newest(door: DatagramDoor) -> int:
+            count = -1
+            while (data := door.receive()) is not None:
+                count = decoder.decode(data).loads[-1].stats.num_running
+            return count
+
+        async def work() -> None:
+            for count in range(200):  # more than its socket holds, had each been published
+                while not net.cores[0].send(CoreLoad(0, SchedulerStats(num_running=count), [0, 1, 1])):
+                    await asyncio.sleep(0.01)
+            for door in net.fronts:
+                await until(lambda door=door: newest(door) == 199)  # type: ignore[misc]
+
+        asyncio.run(work())
+
+
+def test_names_of_beginnings_are_the_same_in_every_process() -> None:
+    import os
+    import subprocess
+    import sys
+
+    code = "from mvllm.engine.replica_choice import ReplicaChoice as R; print(R(2)._chunk_names(range(200), 'salt'))"
+    names = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(names) == 1 and names != {b""}

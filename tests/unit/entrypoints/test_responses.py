@@ -1,0 +1,279 @@
+"""Responses: thoughts, text and calls become items; items become messages; and what is kept is bounded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mvllm.entrypoints.openai.errors import APIError
+from mvllm.entrypoints.openai.response_input import as_messages
+from mvllm.entrypoints.openai.response_store import ResponseStore, StoredResponse
+from mvllm.errors import RequestError
+from mvllm.messages.requests import FinishReason
+from tests.unit.entrypoints.builders import TOKENIZER, save_model_folder
+from tests.unit.entrypoints.scripted import TEMPLATE, Server
+
+PATH = "/v1/responses"
+TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+THOUGHT = "<think>It may rain.</think>"
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+ASK: dict[str, Any] = {"input": "What is the weather?", "tools": [TOOL]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model_folder(tmp_path_factory.mktemp("model"), TEMPLATE)
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The events of a stream; what their first line says, they are."""
+    found = []
+    for block in text.split("\n\n")[:-1]:
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        found.append(event)
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def without_ids(value: Any) -> Any:
+    if isinstance(value, dict):
+        hidden = ("id", "item_id", "call_id", "created_at")
+        return {key: without_ids(inner) for key, inner in value.items() if key not in hidden}
+    return [without_ids(inner) for inner in value] if isinstance(value, list) else value
+
+
+def test_thoughts_text_and_a_call_are_three_items(folder: str) -> None:
+    server = Server(folder, f"{THOUGHT}Let me see.{CALL}")
+    answer = server.post(ASK, PATH).json()
+    assert answer["status"] == "completed" and answer["object"] == "response"
+    thought, message, call = answer["output"]
+    assert thought["type"] == "reasoning" and thought["content"] == [{"type": "reasoning_text", "text": "It may rain."}]
+    assert message["content"] == [{"type": "output_text", "text": "Let me see.", "annotations": [], "logprobs": []}]
+    assert (call["type"], call["name"], call["arguments"]) == ("function_call", "weather", '{"city": "Paris"}')
+    assert call["call_id"].startswith("call_") and call["id"].startswith("fc_")
+    assert {item["status"] for item in answer["output"]} == {"completed"}
+    usage = answer["usage"]
+    assert usage["output_tokens_details"]["reasoning_tokens"] == len(
+        TOKENIZER.encode(THOUGHT, add_special_tokens=False)
+    )
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert server.core.prompts == ["user: What is the weather?weather "]
+
+
+def test_a_stream_tells_of_the_same_items_in_the_order_of_the_api(folder: str) -> None:
+    server = Server(folder, f"{THOUGHT}Let me see.{CALL}")
+    whole, streamed = (server.post({**ASK, "stream": stream}, PATH) for stream in (False, True))
+    found = events(streamed.text)
+    kinds = [event["type"].removeprefix("response.") for event in found]
+    deltas = [kind for kind in kinds if kind.endswith(".delta")]
+    assert [kind for kind in kinds if kind not in deltas] == [
+        "created",
+        "in_progress",
+        *("output_item.added", "content_part.added", "reasoning_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.done", "output_item.done"),
+        "completed",
+    ]
+    assert found[0]["response"]["status"] == found[1]["response"]["status"] == "in_progress"
+    final = found[-1]["response"]
+    assert without_ids(final) == without_ids(whole.json())
+    for index, item in enumerate(final["output"]):
+        mine = [event for event in found if event.get("output_index") == index]
+        text = "".join(event["delta"] for event in mine if event["type"].endswith(".delta"))
+        assert text == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
+        assert {event["item_id"] for event in mine if "item_id" in event} == {item["id"]}
+        assert mine[-1]["item"] == item
+    assert len(deltas) > 6  # piece by piece
+
+
+def test_one_that_is_cut_off_within_its_thoughts(folder: str) -> None:
+    server = Server(folder, "<think>It may", FinishReason.LENGTH)
+    answer = server.post(ASK, PATH).json()
+    assert answer["status"] == "incomplete" and answer["incomplete_details"] == {"reason": "max_output_tokens"}
+    [thought] = answer["output"]
+    assert (thought["type"], thought["status"]) == ("reasoning", "incomplete")
+    usage = answer["usage"]
+    assert usage["output_tokens_details"]["reasoning_tokens"] == usage["output_tokens"] > 0
+    assert events(server.post({**ASK, "stream": True}, PATH).text)[-1]["type"] == "response.incomplete"
+
+
+@pytest.mark.parametrize("written", ["", " ", "\n"])
+def test_an_answer_of_nothing_is_a_message(folder: str, written: str) -> None:
+    answer = Server(folder, written, reasoning_parser=None).post(ASK, PATH).json()
+    [item] = answer["output"]
+    assert item["type"] == "message" and item["content"][0]["text"] == written
+
+
+def test_a_conversation_goes_on_with_all_that_was_said(folder: str) -> None:
+    server = Server(folder, f"{THOUGHT}{CALL}")
+    result = {"type": "function_call_output", "call_id": "any", "output": "sunny"}
+    first, second, _ = server.talk(
+        ("POST", PATH, {**ASK, "instructions": "Be short."}),
+        ("POST", PATH, {**ASK, "input": [result], "previous_response_id": "{id}"}),
+        ("POST", PATH, {"input": "Thanks.", "previous_response_id": "{id}"}),
+    )
+    assert first.status_code == second.status_code == 200
+    assert server.core.prompts[0] == "system: Be short.user: What is the weather?weather "
+    # Instructions are of one turn. The template shows the arguments of calls.
+    assert server.core.prompts[1] == "user: What is the weather?assistant: Paristool: sunnyweather "
+    last = "user: What is the weather?assistant: Paristool: sunnyassistant: Parisuser: Thanks."
+    assert server.core.prompts[2] == last
+
+
+def test_what_is_stored_is_given_back_until_it_is_deleted(folder: str) -> None:
+    server = Server(folder, "Hello.")
+    made, shown, again, gone, missing, late = server.talk(
+        ("POST", PATH, {**ASK, "metadata": {"a": "b"}}),
+        ("GET", f"{PATH}/{{id}}", None),
+        ("GET", f"{PATH}/{{id}}?stream=false", None),
+        ("DELETE", f"{PATH}/{{id}}", None),
+        ("GET", f"{PATH}/{{id}}", None),
+        ("POST", PATH, {**ASK, "previous_response_id": "resp_0"}),
+    )
+    assert (
+        shown.json() == again.json() == made.json()
+        and made.json()["store"] is True
+        and made.json()["metadata"] == {"a": "b"}
+    )
+    assert gone.json() == {"id": made.json()["id"], "object": "response", "deleted": True}
+    assert missing.status_code == 404 and missing.json()["error"]["code"] == "response_not_found"
+    error = late.json()["error"]
+    assert late.status_code == 400 and error["param"] == "previous_response_id"
+    assert error["code"] == "previous_response_not_found"
+
+
+def test_a_response_that_was_given_is_not_streamed_again(folder: str) -> None:
+    _, answer = Server(folder, "Hello.").talk(("POST", PATH, ASK), ("GET", f"{PATH}/{{id}}?stream=true", None))
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "stream"
+
+
+def test_one_that_has_ended_cannot_be_cancelled(folder: str) -> None:
+    _, answer = Server(folder, "Hello.").talk(("POST", PATH, ASK), ("POST", f"{PATH}/{{id}}/cancel", None))
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "response_ended"
+
+
+@pytest.mark.parametrize("off", ["by the request", "by the server"])
+def test_nothing_is_kept_where_nothing_is_wanted(folder: str, off: str) -> None:
+    server = Server(folder, "Hello.")
+    if off == "by the server":
+        server.settings = replace(server.settings, max_stored_responses=0)
+    ask = {**ASK, "store": False} if off == "by the request" else ASK
+    made, shown = server.talk(("POST", PATH, ask), ("GET", f"{PATH}/{{id}}", None))
+    assert made.json()["store"] is False and shown.status_code == 404
+
+
+def test_a_parsed_form_is_asked_for_in_text_and_refused_by_that_name(folder: str) -> None:
+    server = Server(folder, "Hello.")
+    for text in (
+        {"format": {"type": "made up"}},
+        {"format": {"type": "json_schema"}},
+        {"format": {"type": "json_schema", "schema": 5}},
+        {"format": "json"},
+        {"verbosity": "high"},
+    ):
+        error = server.post({**ASK, "tools": None, "text": text}, PATH)
+        assert error.status_code == 400 and error.json()["error"]["param"] == "text", text
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"input": None}, "input"),
+    ({"input": []}, "input"),
+    ({"input": [{"role": "user"}]}, "input"),
+    ({"input": [{"role": "nobody", "content": "x"}]}, "input"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+    ({"input": [{"type": "function_call", "name": "x", "arguments": "{}"}]}, "input"),
+    ({"input": [{"type": "reasoning", "content": [{"text": 5}]}]}, "input"),
+    ({"input": "word " * 400}, "input"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"temperature": -1}, "temperature"),
+    ({"tools": [{"type": "web_search"}]}, "tools"),
+    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    ({"tool_choice": "required", "tools": None}, "tool_choice"),
+    ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"background": True}, "background"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+    ({"reasoning": {"effort": 5}}, "reasoning"),
+    ({"text": {"format": {"type": "text", "extra": json.loads('{"a":' * 200 + "1" + "}" * 200)}}}, "text"),
+    ({"tools": [{**TOOL, "parameters": json.loads('{"a":' * 200 + "1" + "}" * 200)}]}, "tools"),
+]
+
+
+def test_what_is_not_acceptable_is_refused_in_the_requests_own_words(folder: str) -> None:
+    bodies = [{**ASK, **more, "stream": stream} for stream in (False, True) for more, _ in REFUSED]
+    answers = Server(folder, "Hello.").talk(*(("POST", PATH, body) for body in bodies))
+    for answer, body, (_, param) in zip(answers, bodies, [*REFUSED, *REFUSED], strict=True):
+        assert answer.status_code == 400, (body, answer.text)
+        assert answer.json()["error"]["param"] == param, (body, answer.text)
+
+
+def test_hints_and_names_for_somebody_elses_books_do_no_harm(folder: str) -> None:
+    hints = {
+        "include": ["reasoning.encrypted_content"],
+        "service_tier": "auto",
+        "prompt_cache_key": "k",
+        "user": "u",
+        "truncation": "disabled",
+        "stream_options": {"include_obfuscation": False},
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+    }
+    assert Server(folder, "Hello.").post({**ASK, **hints}, PATH).json()["status"] == "completed"
+
+
+def test_items_of_one_turn_are_one_message() -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    items = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+        {"type": "message", "role": "user", "content": "hello"},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "wait"}]},
+        call,
+        {**call, "call_id": "c2"},
+        {"type": "function_call_output", "call_id": "c1", "output": "1"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "2"}]},
+        {**call, "call_id": "c3"},
+    ]
+    system, user, turn, one, two, again = as_messages(items)
+    assert system == {"role": "system", "content": "a\nb"} and user == {"role": "user", "content": "hello"}
+    assert (turn["content"], turn["reasoning"]) == ("wait", "hm")
+    assert [each["id"] for each in turn["tool_calls"]] == ["c1", "c2"]
+    assert turn["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+    assert one == {"role": "tool", "tool_call_id": "c1", "content": "1"} and two["content"] == "2"
+    assert again["content"] is None and again["tool_calls"][0]["id"] == "c3" and "reasoning" not in again
+    with pytest.raises(RequestError, match=r"input\[0\] has the type 'mcp_call'"):
+        as_messages([{"type": "mcp_call"}])
+
+
+class TestStore:
+    def test_those_used_longest_ago_go_first(self) -> None:
+        store = ResponseStore(2, 1 << 20)
+        for name in ("a", "b"):
+            store.end(name, StoredResponse(name.encode(), b"[]"))
+        assert store.body("a") == b"a"
+        store.end("c", StoredResponse(b"c", b"[]"))
+        assert (store.body("a"), store.body("c"), len(store)) == (b"a", b"c", 2)
+        with pytest.raises(APIError):
+            store.body("b")
+
+    def test_bytes_are_bounded_and_what_is_too_large_pushes_nobody_out(self) -> None:
+        store = ResponseStore(1000, 10_000)
+        store.end("small", StoredResponse(b"x", b"[]"))
+        store.end("huge", StoredResponse(b"x" * 20_000, b"[]"))
+        assert len(store) == 1 and store.num_bytes < 10_000
+        for i in range(50):
+            store.end(str(i), StoredResponse(b"x" * 1000, b"[]"))
+            assert store.num_bytes <= 10_000
+        for name in [str(i) for i in range(50)]:
+            try:
+                store.delete(name)
+            except APIError as e:
+                assert e.status == 404  # pushed out before
+        assert (len(store), store.num_bytes) == (0, 0)
