@@ -371,7 +371,9 @@ def test(arguments: list[str], *, fast: bool, everything: bool = False) -> int:
     setup()
     lint_status = lint()
     chosen = any(not argument.startswith("-") and (ROOT / argument.split("::")[0]).exists() for argument in arguments)
-    what = arguments if chosen else ["--ignore=tests/perf", *arguments]  # pytest's own `testpaths` say where
+    what = (
+        arguments if chosen else ["--ignore=tests/perf", "--ignore=tests/clients", *arguments]
+    )  # pytest's own `testpaths` say where
     if fast:
         what = [*what, "--ignore=tests/e2e", "--ignore=tests/packaging"]
     workers = str(max(2, min(8, os.cpu_count() or 2)))

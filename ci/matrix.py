@@ -28,10 +28,11 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "ci" / "matrix.toml"
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 CONSTRAINTS = ROOT / "ci" / "constraints" / "cpu.txt"
+CLIENTS = ROOT / "ci" / "constraints" / "clients.txt"
 LANES = ROOT / "build" / "lanes"
 NOT_RUN = 77
 HOSTED = ("ubuntu-latest",)
-DOES = ("gate", "tests", "brain", "conform", "template")
+DOES = ("gate", "tests", "brain", "conform", "template", "clients")
 
 
 class TableError(Exception):
@@ -138,6 +139,13 @@ def commands_of(lane: Lane) -> list[list[str]]:
         return [[interpreter, "ci/dev.py", "test", "--all"]]
     folder = LANES / lane.name
     python, mvllm = str(folder / "bin" / "python"), str(folder / "bin" / "mvllm")
+    if lane.does == "clients":  # theirs is not the environment that the server and the tests run in
+        return [
+            [interpreter, "ci/dev.py", "setup"],
+            [interpreter, "-m", "venv", "--clear", str(folder)],
+            [python, "-m", "pip", "install", "-q", "--progress-bar", "off", "-r", str(CLIENTS)],
+            [str(ROOT / ".venv" / "bin" / "python"), "-m", "pytest", "-q", "tests/clients"],
+        ]
     reports = folder / "reports"
     # The pins are for one torch; a lane with another takes the rest of them.
     constraints = str(folder / "constraints.txt")

@@ -36,6 +36,7 @@ from mvllm.engine.request_stream import RequestStream
 from mvllm.engine.sleep import check_sleep_level, check_tags
 from mvllm.engine.stats_line import StatsLine
 from mvllm.engine.tokenizer import Tokenizer
+from mvllm.engine.tracing import Tracer
 from mvllm.errors import EngineDeadError, EngineSleepingError, QueueFullError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
@@ -70,6 +71,7 @@ class AsyncLLM:
         config: The configuration the engine runs with.
         input_processor, pooling_input_processor: The validators of requests.
         metrics: Counts and times since the start, for `mvllm.engine.prometheus`.
+        tracer: Writes spans of requests, if one is set; to be set before the first request, and closed by who set it.
 
     Raises:
         PlatformError, ConfigError, ModelError: The engine cannot be started as asked. Nothing stays behind.
@@ -108,6 +110,7 @@ class AsyncLLM:
         self._sleep_lock = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self.tracer: Tracer | None = None
         self._stats_line = StatsLine(lambda: self.load, lambda: self.stats) if log_stats else None
 
     @classmethod
@@ -527,6 +530,8 @@ class AsyncLLM:
         self._by_id.setdefault(state.request_id, []).append(state)
         self._num_sequences += len(children)
         self._num_prompt_tokens += state.num_prompt_tokens
+        if self.tracer is not None:
+            self.tracer.begin(state)
         self._client.add_requests(children)
         if self._stats_line is not None:
             self._stats_line.wake()
@@ -583,7 +588,7 @@ class AsyncLLM:
         self.metrics.finish(state)
         self._forget(state)
 
-    def _forget(self, state: RequestState) -> None:
+    def _forget(self, state: RequestState, error: EngineDeadError | None = None) -> None:
         del self._streams[state]
         same_id = self._by_id[state.request_id]
         same_id.remove(state)
@@ -591,6 +596,8 @@ class AsyncLLM:
             del self._by_id[state.request_id]
         self._num_sequences -= len(state.sequences)
         self._num_prompt_tokens -= state.num_prompt_tokens
+        if self.tracer is not None:
+            self.tracer.end(state, error)
 
     def _die(self, error: EngineDeadError) -> None:
         if self._dead is None and not self._is_closed:
@@ -601,7 +608,7 @@ class AsyncLLM:
     def _fail_all(self, error: EngineDeadError) -> None:
         for state, stream in list(self._streams.items()):
             self._output_processor.abort_requests([state.key])
-            self._forget(state)
+            self._forget(state, error)
             stream.fail(error)
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:

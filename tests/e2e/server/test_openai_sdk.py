@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any, Literal
 
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel
 
 from mvllm import LLM, SamplingParams
 from tests.helpers.server import ServerProcess
@@ -16,6 +18,11 @@ PROMPTS = ["Once upon a time", "The capital of France is", "A dog named", "Tell 
 QUESTION = [{"role": "user", "content": "What is the capital of Italy?"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 AS_SENT = {"temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
+
+
+class City(BaseModel):
+    kind: Literal["town", "village"]
+    is_big: bool
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +112,47 @@ def test_chat_logprobs(sdk: OpenAI) -> None:
     assert text.decode() == answer.choices[0].message.content
     pieces = [chunk.choices[0].logprobs for chunk in sdk.chat.completions.create(**ask, stream=True)]
     assert [e for piece in pieces if piece is not None for e in piece.content] == content
+
+
+def test_tools_are_called_and_answered(sdk: OpenAI) -> None:
+    """At once and in pieces, put together by the SDK itself; what was called goes back with the tool's answer."""
+    ask: dict[str, Any] = {"model": "demo", "messages": QUESTION, "temperature": 0, "max_tokens": 600}
+    tools = {"tools": [openai.pydantic_function_tool(City)], "tool_choice": "required", "parallel_tool_calls": False}
+    answer = sdk.chat.completions.parse(**ask, **tools)
+    [call] = answer.choices[0].message.tool_calls
+    assert answer.choices[0].finish_reason == "tool_calls" and isinstance(call.function.parsed_arguments, City)
+    with sdk.chat.completions.stream(**ask, **tools) as stream:
+        kinds = [event.type for event in stream]
+        [streamed] = stream.get_final_completion().choices[0].message.tool_calls
+    assert streamed.function.arguments == call.function.arguments
+    assert "tool_calls.function.arguments.done" in kinds and streamed.function.name == "City"
+    called = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [call.model_dump(exclude={"function": {"parsed_arguments"}})],
+    }
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Rome"}
+    turns = [*QUESTION, called, result, *QUESTION]
+    after = sdk.chat.completions.create(**{**ask, "messages": turns, "max_tokens": 8})
+    assert after.choices[0].finish_reason in ("stop", "length")
+    assert after.usage.prompt_tokens > 2 * answer.usage.prompt_tokens
+
+
+def test_the_async_sdk_parses_and_streams(server: ServerProcess, llm: LLM) -> None:
+    [expected] = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=None), use_tqdm=False)
+    ask: dict[str, Any] = {"model": "demo", "messages": QUESTION, "temperature": 0}
+
+    async def run() -> tuple[object, str | None]:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
+            parsed = await sdk.chat.completions.parse(**ask, max_tokens=600, response_format=City)
+            async with sdk.chat.completions.stream(**ask) as stream:
+                async for _ in stream:
+                    pass
+                final = await stream.get_final_completion()
+            return parsed.choices[0].message.parsed, final.choices[0].message.content
+
+    city, text = asyncio.run(run())
+    assert isinstance(city, City) and text == expected.outputs[0].text
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PREFIX",
         help="Show every metric of the engine under this prefix, too, for dashboards made for another engine.",
     )
+    where.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="Send spans of requests to this collector (OpenTelemetry, OTLP over HTTP), such as "
+        "http://localhost:4318/v1/traces. Needs the extra otel. Default: none are made.",
+    )
 
     access = parser.add_argument_group("access")
     _add_keys(access, "api-key", "Key that requests must carry; may be given several times.", KEY_VARIABLE)
@@ -274,6 +280,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         http_plugins=tuple(args.http_plugins),
         docs=args.docs,
         metrics_prefixes=prefixes,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
     )
 
 

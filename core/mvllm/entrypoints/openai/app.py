@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp
 
+from mvllm.engine.tracing import Tracer
 from mvllm.entrypoints.openai.bodies import BodyReader
 from mvllm.entrypoints.openai.errors import APIError, as_api_error, error_response
 from mvllm.entrypoints.openai.gate import Gate
@@ -24,13 +25,22 @@ from mvllm.entrypoints.openai.served_models import ServedModels
 from mvllm.entrypoints.openai.server_state import ServerState
 from mvllm.entrypoints.openai.settings import ServerSettings
 from mvllm.entrypoints.openai.streams import CLIENT_GONE, ClientGone
+from mvllm.entrypoints.openai.traced import Traced
 from mvllm.errors import MvllmError
 from mvllm.version import __version__
 
 
-def build_app(state: ServerState, models: ServedModels, metrics: HTTPMetrics, settings: ServerSettings) -> ASGIApp:
+def build_app(
+    state: ServerState,
+    models: ServedModels,
+    metrics: HTTPMetrics,
+    settings: ServerSettings,
+    tracer: Tracer | None = None,
+) -> ASGIApp:
     """The application, as a server runs it."""
-    app = build_routes(state, models, metrics, settings)
+    app: ASGIApp = build_routes(state, models, metrics, settings)
+    if tracer is not None:
+        app = Traced(app, tracer)
     keys = Keys(settings.api_keys, settings.admin_api_keys)
     gate: ASGIApp = Gate(app, keys, metrics.observe, access_log=settings.access_log)
     if settings.allowed_origins:

@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.prometheus import EngineCollector
+from mvllm.engine.tracing import Tracer
 from mvllm.entrypoints.early_signals import end_now
 from mvllm.entrypoints.openai.app import build_app
 from mvllm.entrypoints.openai.chat import ChatPrompts
@@ -216,7 +217,9 @@ class Server:
         else:
             self._state = ServerState(settings.heartbeat_timeout, team.figures)
             self._metrics = HTTPMetrics(registry, elsewhere=team.figures.http_elsewhere, changed=team.figures.touch)
-        app = build_app(self._state, self._models, self._metrics, settings)
+        endpoint = settings.otlp_traces_endpoint
+        self._tracer = Tracer(endpoint, self._models.name) if endpoint is not None else None
+        app = build_app(self._state, self._models, self._metrics, settings, self._tracer)
         config: dict[str, Any] = {"app": app, "timeout_graceful_shutdown": 2, **protocol_settings()}
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # anybody can send what is no HTTP
         self._http = _HTTP(uvicorn.Config(**config), is_shared=team is not None)
@@ -237,6 +240,8 @@ class Server:
             await asyncio.wait([serving], timeout=_LAST_ANSWERS_SECONDS)
             if engine is not None:
                 engine.shutdown()
+            if self._tracer is not None:
+                self._tracer.close()
         return status
 
     # --- its start
@@ -293,6 +298,7 @@ class Server:
         self._registry.register(
             EngineCollector(engine, model_name=self._models.name, prefixes=settings.metrics_prefixes)
         )
+        engine.tracer = self._tracer
         state.ready(engine, text_work, prompts)
         if self._team is None:
             seconds = time.monotonic() - state.started

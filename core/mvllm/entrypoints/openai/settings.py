@@ -29,6 +29,7 @@ class ServerSettings:
         shutdown_timeout: Seconds that requests under way get after SIGTERM.
         access_log: Whether each answer gets a line in the log.
         metrics_prefixes: What names of metrics begin with; with several, each is shown under all.
+        otlp_traces_endpoint: URL of the collector that gets spans of requests; None for none.
         max_stored_responses: Responses of `/v1/responses` that are kept to be asked for and gone on with; 0 for none.
         max_stored_bytes: How many bytes they may take together.
         http_plugins: Names of plugins whose routes are added, under `/plugins/<name>`.
@@ -53,6 +54,7 @@ class ServerSettings:
     shutdown_timeout: float = 30.0
     access_log: bool = True
     metrics_prefixes: tuple[str, ...] = ("mvllm:",)
+    otlp_traces_endpoint: str | None = None
     max_stored_responses: int = 1000
     max_stored_bytes: int = 64 << 20
     http_plugins: tuple[str, ...] = ()

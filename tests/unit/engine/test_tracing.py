@@ -1,0 +1,158 @@
+"""Spans of requests as they are written; that a collector gets them is in tests/e2e/server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from mvllm import SamplingParams
+from mvllm.engine.input_processor import ProcessedRequest
+from mvllm.engine.output_processor import OutputProcessor, RequestState
+from mvllm.engine.parallel_sampling import CoreIds, fan_out
+from mvllm.engine.tracing import Tracer, traces_endpoint
+from mvllm.errors import ConfigError, EngineDeadError
+from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+
+NOBODY = "http://127.0.0.1:9/v1/traces"
+
+
+@pytest.fixture
+def tracer() -> Iterator[Tracer]:
+    tracer = Tracer(NOBODY, "small")
+    yield tracer
+    tracer.close()
+
+
+@pytest.fixture
+def written(tracer: Tracer) -> InMemorySpanExporter:
+    exporter = InMemorySpanExporter()
+    tracer.otel.provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return exporter
+
+
+class Run:
+    """A request that arrived a while ago."""
+
+    def __init__(self, **params: object) -> None:
+        self.arrived = time.monotonic() - 10
+        core = EngineCoreRequest(
+            request_id="r",
+            prompt_token_ids=[1, 2, 3],
+            sampling_params=SamplingParams(**params),  # type: ignore[arg-type]
+            arrival_time=self.arrived,
+        )
+        self.children = fan_out(core, CoreIds())
+        self.processor = OutputProcessor(None)
+        request = ProcessedRequest(None, core.sampling_params, core)
+        self.state: RequestState = self.processor.add_request(request, self.children)
+
+    def step(self, ids: list[int], finish: FinishReason | None = None, scheduled: float = 0.0) -> None:
+        output = EngineCoreOutput(self.children[0].request_id, ids, finish)
+        output.scheduled_time = scheduled
+        self.processor.take(EngineCoreOutputs(outputs=[output]))
+
+
+def named(written: InMemorySpanExporter) -> dict[str, tuple[float, dict[str, object]]]:
+    """By name, the seconds that each span took and its attributes."""
+    spans = written.get_finished_spans()
+    return {s.name: ((s.end_time - s.start_time) / 1e9, dict(s.attributes or {})) for s in spans}  # type: ignore
+
+
+def test_parts_have_the_times_at_which_things_happened(tracer: Tracer, written: InMemorySpanExporter) -> None:
+    run = Run(max_tokens=5)
+    tracer.begin(run.state)
+    run.step([7], scheduled=run.arrived + 4)
+    run.step([8], FinishReason.STOP)
+    assert not written.get_finished_spans()
+    tracer.end(run.state)
+    spans = named(written)
+    assert list(spans) == ["queue", "prefill", "decode", "text_completion small"]
+    assert spans["queue"][0] == pytest.approx(4, abs=1e-3) and spans["prefill"][0] == pytest.approx(6, abs=1)
+    seconds, facts = spans["text_completion small"]
+    assert facts["gen_ai.latency.e2e"] == pytest.approx(seconds, abs=1e-3)
+    assert facts["gen_ai.response.finish_reasons"] == ("stop",)
+    assert (facts["gen_ai.usage.input_tokens"], facts["gen_ai.usage.output_tokens"]) == (3, 2)
+
+
+def test_a_request_that_was_never_scheduled_only_waited(tracer: Tracer, written: InMemorySpanExporter) -> None:
+    run = Run(n=2)
+    tracer.begin(run.state)
+    tracer.end(run.state)
+    spans = named(written)
+    assert list(spans) == ["queue", "text_completion small"]
+    assert spans["queue"][0] == pytest.approx(10, abs=1)
+    assert spans["text_completion small"][1]["gen_ai.response.finish_reasons"] == ("abort", "abort")
+
+
+def test_what_the_engine_could_not_finish_is_an_error(tracer: Tracer, written: InMemorySpanExporter) -> None:
+    failed, died = Run(), Run()
+    for run in (failed, died):
+        tracer.begin(run.state)
+    failed.step([], FinishReason.ERROR, scheduled=failed.arrived + 1)
+    tracer.end(failed.state)
+    tracer.end(died.state, EngineDeadError("It has stopped."))
+    roots = [span for span in written.get_finished_spans() if span.name == "text_completion small"]
+    assert [span.status.status_code for span in roots] == [trace.StatusCode.ERROR] * 2
+    assert all(span.attributes and span.attributes["error.type"] == "engine_error" for span in roots)
+
+
+def test_a_request_belongs_to_the_span_that_was_current_when_it_came(
+    tracer: Tracer, written: InMemorySpanExporter
+) -> None:
+    run = Run()
+    with tracer.otel.tracer.start_as_current_span("theirs") as theirs:
+        tracer.begin(run.state)
+    tracer.end(run.state)
+    [span] = [span for span in written.get_finished_spans() if span.name == "text_completion small"]
+    assert span.parent is not None and span.parent.span_id == theirs.get_span_context().span_id
+
+
+def test_a_request_ends_once(tracer: Tracer, written: InMemorySpanExporter) -> None:
+    run = Run()
+    tracer.end(run.state)
+    assert not written.get_finished_spans()
+    tracer.begin(run.state)
+    for _ in range(2):
+        tracer.end(run.state)
+    assert len(written.get_finished_spans()) == 2
+
+
+def test_a_tracer_that_fails_says_so_once_and_stops_nobody(tracer: Tracer, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("mvllm.engine.tracing._facts", lambda *_: 1 / 0)
+    monkeypatch.setattr("mvllm.engine.tracing.logger.error", lambda text, **_: said.append(text))
+    for _ in range(2):
+        run = Run()
+        tracer.begin(run.state)
+        tracer.end(run.state)
+    assert said == ["Spans of requests cannot be written; no more are."]
+
+
+def test_a_process_that_has_its_own_set_up_keeps_it(tracer: Tracer) -> None:
+    assert trace.get_tracer_provider() is not tracer.otel.provider
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ("http://localhost:4318", "http://localhost:4318/v1/traces"),
+        ("https://collector/", "https://collector/v1/traces"),
+        ("http://[::1]:4318/v1/traces", "http://[::1]:4318/v1/traces"),
+        ("http://collector/of/mine", "http://collector/of/mine"),
+    ],
+)
+def test_endpoints(given: str, used: str) -> None:
+    assert traces_endpoint(given) == used
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", "localhost:4317", "grpc://localhost:4317", "http://", "http://a:b/", "/v1/traces"]
+)
+def test_what_is_no_endpoint_is_refused(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="OTLP over HTTP"):
+        traces_endpoint(wrong)
