@@ -73,3 +73,27 @@ def test_serving_takes_no_more_than_promised_beside_weights_and_cache(tmp_path):
     assert beside - found["begun"] <= OURS, f"{split}; an interpreter with torch had taken {found['begun']:,}"
     if found["begun"] <= PROMISED - OURS:  # a torch that is no larger than the one this was measured with
         assert beside <= PROMISED, split
+
+
+LET_GO = """
+import re
+from pathlib import Path
+import torch
+from mvllm_cpu import memory
+
+def code():
+    return int(re.search(r"RssFile:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+x = torch.arange(6.0).view(2, 3)
+expected, before = (x @ x.T).tolist(), code()
+memory.give_back_code()
+print(before, code(), (x @ x.T).tolist() == expected)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="mappings are read from /proc")
+def test_code_that_is_not_run_again_takes_no_memory_and_the_rest_comes_back():
+    done = subprocess.run([sys.executable, "-c", LET_GO], capture_output=True, text=True, check=True, timeout=120)
+    before, after, same = done.stdout.split()
+    assert same == "True"
+    assert int(after) < int(before) // 2

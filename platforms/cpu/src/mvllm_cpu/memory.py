@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import re
+from pathlib import Path
 
 import torch
 
@@ -14,6 +16,11 @@ HUGE_PAGE = 2 << 20
 """What one translation of an address may cover, where the kernel plays along: 512 times the usual page."""
 
 POOL_BYTES = 8 << 20
+
+LARGE_CODE = 1 << 20
+"""Bytes of a library's code below which letting go of it gains nothing."""
+
+_MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ (\d+)")
 
 
 class Pool:
@@ -81,3 +88,21 @@ def give_back() -> None:
     """Returns what the C library's allocator holds and nobody uses to the system, where it knows how to."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def give_back_code() -> None:
+    """Lets go of libraries' code: of what importing them has run, little is ever run again.
+
+    What is run again comes back from the page cache. Only code that lies in memory as it lies in its file is let go:
+    what a debugger or a linker has changed stays.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        advise = ctypes.CDLL(None).madvise
+        begin = size = 0
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if found := _MAPPING.match(line):
+                begin, end = int(found[1], 16), int(found[2], 16)
+                is_code = found[3] == "r-xp" and found[4] != "0"  # with a file's number behind it
+                size = end - begin if is_code and end - begin >= LARGE_CODE else 0
+            elif size and line.startswith("Anonymous:") and line.split()[1] == "0":
+                advise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED)

@@ -62,6 +62,7 @@ class CPURuntime(DeviceRuntime):
 
     def end_warm_up(self) -> None:
         self.release_cached_memory()  # what importing and loading have left
+        memory.give_back_code()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         try:
