@@ -1,0 +1,47 @@
+"""Schemathesis, over the whole description of the API and without exclusions, finds no fault of the server's.
+
+It is started as its users start it: it makes requests that the description permits, ones that it does not, every bound
+of every field, and sequences of them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.clients.conftest import KEY, RunClient
+from tests.helpers.server import SMALL, ServerProcess
+
+ADMIN = "an-administrator"
+START = "from schemathesis.cli import schemathesis; schemathesis()"
+
+
+def examine(run_client: RunClient, server: ServerProcess, key: str, max_examples: int, *more: str) -> str:
+    """Runs schemathesis against a server; returns what it has to say."""
+    options = [
+        *("--checks", "not_a_server_error", "--max-examples", str(max_examples), "--request-timeout", "300"),
+        *("--seed", "1", "--no-color", "--suppress-health-check", "all", "--continue-on-failure"),
+        *("--header", f"Authorization: Bearer {key}", *more),
+    ]
+    return run_client("-c", START, "run", f"{server.url}/openapi.json", *options).stdout
+
+
+@pytest.mark.timeout(600)
+def test_no_operation_fails(run_client: RunClient, server: ServerProcess) -> None:
+    assert "No issues found" in examine(run_client, server, KEY, 10)
+    with server.client(headers={"Authorization": f"Bearer {KEY}"}) as client:
+        assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.timeout(600)
+def test_no_operation_of_administrators_fails(run_client: RunClient, tmp_path: Path) -> None:
+    """A server of its own, since they put it to sleep, in which state it takes no requests (503)."""
+    with ServerProcess(tmp_path, "demo", "--port", "0", *SMALL, MVLLM_ADMIN_API_KEY=ADMIN) as server:
+        server.wait_ready()
+        pids = server.pids()
+        assert "No issues found" in examine(run_client, server, ADMIN, 10, "--include-tag", "admin")
+        with server.client(headers={"Authorization": f"Bearer {ADMIN}"}) as client:
+            assert client.post("/wake_up").status_code == 200
+            assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+        assert server.pids() == pids
