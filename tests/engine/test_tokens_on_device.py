@@ -126,7 +126,7 @@ def test_only_a_batch_with_penalties_waits_and_does_so_while_the_device_computes
         pytest.param("uni", {**TIGHT, "enable_chunked_prefill": False}, marks=pytest.mark.exhaustive),
         ("uni", {"max_num_batched_tokens": 33, "scheduling_policy": "priority", **TIGHT}),
         ("mp-tp2", {"max_num_batched_tokens": 33, **TIGHT}),
-        ("mp-pp2", {"max_num_batched_tokens": 33}),
+        pytest.param("mp-pp2", {"max_num_batched_tokens": 33}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_token_is_the_same(make: MakeLLM, executor: str, settings: dict[str, Any]) -> None:
