@@ -46,6 +46,8 @@ class Link(Protocol):
     @property
     def activity(self) -> Activity: ...
     @property
+    def seconds_for_others(self) -> float: ...
+    @property
     def end_fd(self) -> int: ...
     def launch(self) -> None: ...
     def wait_ready(self) -> tuple[CoreReady, dict[str, float]]: ...
@@ -147,7 +149,7 @@ class AsyncMPClient:
     def heartbeat_age(self) -> float:
         """For how many seconds the core has given no sign of life although it has something to do; 0 if it has not."""
         if not self._is_busy and self._taken == self._channel.num_sent:
-            return 0.0
+            return self._link.seconds_for_others
         # A step that is late or a core that does not even begin one: whichever began later counts.
         return min(time.monotonic() - self._heard_at, self._link.activity.seconds)
 

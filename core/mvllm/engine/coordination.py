@@ -56,6 +56,7 @@ class Coordination:
             on_loads: Told what cores have to do.
         """
         self._loop, self._choice, self._on_loads = loop, choice, on_loads
+        choice.is_told = True
         loop.add_reader(self._door.fd, self._read)
         self._read()
 
@@ -93,6 +94,11 @@ class Coordination:
             for start in range(0, len(names), NAMES_AT_ONCE):
                 self._door.send(SentPrefixes(replica, names[start : start + NAMES_AT_ONCE]))
 
+    def _answer(self, done: SleepDone) -> None:
+        """Sends it, later where there is no room now: somebody waits for it."""
+        if not self._door.send(done) and self._loop is not None:
+            self._loop.call_later(TELL_SECONDS, self._answer, done)
+
     def _read(self) -> None:
         while self._loop is not None and (data := self._door.receive()) is not None:
             try:
@@ -112,7 +118,7 @@ class Coordination:
                 self._choice.learn(message.rank, message.names)
             case Sleep():
                 self.on_sleep(message.is_sleeping)
-                self._door.send(SleepDone(message.id))
+                self._answer(SleepDone(message.id))
             case SleepDone():
                 with contextlib.suppress(KeyError, asyncio.InvalidStateError):
                     self._asked[message.id].set_result(None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import select
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -93,6 +94,8 @@ class Coordinator:
             self._poll.register(door.fd, select.POLLIN)
         self._loads: dict[int, CoreLoad] = {}
         self._not_told: list[set[int]] = [set() for _ in front_ends]  # ranks whose load each does not know
+        self._due: list[deque[Sleep | SleepDone]] = [deque() for _ in front_ends]  # that had no room and must arrive
+        self._gone: set[int] = set()  # front ends that have ended
         self._published_at = 0.0
         self._asked: dict[tuple[int, int], set[int]] = {}  # who asked for sleep, and who has not answered
         self._forwarded: dict[int, tuple[int, int]] = {}
@@ -105,6 +108,8 @@ class Coordinator:
         timeout = None
         if any(self._not_told):
             timeout = max(0.0, self._published_at + PUBLISH_SECONDS - time.monotonic()) * 1e3
+        elif any(self._due):
+            timeout = PUBLISH_SECONDS * 1e3
         for fd, event in self._poll.poll(timeout):
             if event & ~select.POLLIN:
                 self._poll.unregister(fd)  # its other end is gone; whoever started us knows what that means
@@ -112,6 +117,10 @@ class Coordinator:
                 self._read_core(core)
             else:
                 self._read_front_end(self._index[fd])
+                if event & ~select.POLLIN:
+                    self._note_gone(self._index[fd])
+        for index in range(len(self._due)):
+            self._deliver(index)
         if any(self._not_told) and time.monotonic() - self._published_at >= PUBLISH_SECONDS:
             self._publish()
 
@@ -119,8 +128,9 @@ class Coordinator:
         while (data := core.receive()) is not None:
             load = self._load.decode(data)
             self._loads[load.rank] = load
-            for ranks in self._not_told:
-                ranks.add(load.rank)
+            for index, ranks in enumerate(self._not_told):
+                if index not in self._gone:
+                    ranks.add(load.rank)
 
     def _publish(self) -> None:
         self._published_at = time.monotonic()
@@ -147,10 +157,10 @@ class Coordinator:
         number = self._num_forwarded
         asker = (source, message.id)
         self._forwarded[number] = asker
-        others = (index for index in range(len(self._front_ends)) if index != source)
-        self._asked[asker] = {
-            index for index in others if self._front_ends[index].send(Sleep(number, message.is_sleeping))
-        }
+        others = set(range(len(self._front_ends))) - self._gone - {source}
+        self._asked[asker] = others
+        for index in others:
+            self._due[index].append(Sleep(number, message.is_sleeping))
         self._answer_if_done(number)
 
     def _note_done(self, source: int, number: int) -> None:
@@ -163,7 +173,22 @@ class Coordinator:
         source, id_ = asker = self._forwarded[number]
         if not self._asked[asker]:
             del self._forwarded[number], self._asked[asker]
-            self._front_ends[source].send(SleepDone(id_))
+            if source not in self._gone:
+                self._due[source].append(SleepDone(id_))
+
+    def _deliver(self, index: int) -> None:
+        """Sends what is due to a front end, as far as there is room."""
+        due, door = self._due[index], self._front_ends[index]
+        while due and door.send(due[0]):
+            due.popleft()
+
+    def _note_gone(self, index: int) -> None:
+        """Nobody waits for a front end that has ended."""
+        self._gone.add(index)
+        self._due[index].clear()
+        self._not_told[index].clear()
+        for number in list(self._forwarded):
+            self._note_done(index, number)
 
 
 def main() -> None:

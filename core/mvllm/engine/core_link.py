@@ -75,6 +75,11 @@ class CoreLink:
         return self.process.activity
 
     @property
+    def seconds_for_others(self) -> float:
+        """None: it works for this front end alone."""
+        return 0.0
+
+    @property
     def end_fd(self) -> int:
         """Readable for good once the core can no longer be used."""
         return self.process.stop.fd

@@ -116,7 +116,8 @@ class EngineCoreProc:
             self._desk.note_taken(source, number)
             if isinstance(command, StopCore):
                 return False
-            self._take(source, command)
+            if not self._desk.is_gone(source):
+                self._take(source, command)
         return True
 
     def _take(self, source: int, command: Command) -> None:

@@ -72,6 +72,14 @@ class JoinedCore:
         return self._board.read(0)
 
     @property
+    def seconds_for_others(self) -> float:
+        """For how long it has been at a step, whosever requests that is for; 0 where it is at none."""
+        if not self._is_open:
+            return 0.0
+        activity = self.activity
+        return 0.0 if activity.step is None else activity.seconds
+
+    @property
     def end_fd(self) -> int:
         """Readable for good once the core can no longer be used."""
         return self._stop.fd

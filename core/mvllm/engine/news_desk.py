@@ -60,6 +60,10 @@ class NewsDesk(ABC):
     def drop(self, source: int) -> Sequence[str]:
         """A front end has died. Returns the requests that it leaves behind; they count as ended."""
 
+    def is_gone(self, source: int) -> bool:
+        """Whether a front end has died: what it said last may still come, after the news of its death."""
+        return False
+
     @abstractmethod
     def tell(self, outputs: EngineCoreOutputs, *, is_busy: bool) -> None:
         """Passes on what there is to tell.
@@ -163,7 +167,8 @@ class SeveralFrontEnds(NewsDesk):
 
     def own(self, source: int, request_ids: Sequence[str]) -> Sequence[str]:
         front_end = self._front_ends[source]
-        own = [request_id for request_id in request_ids if self._owner.get(request_id) is front_end]
+        named = dict.fromkeys(request_ids)  # whoever names one twice means it once
+        own = [request_id for request_id in named if self._owner.get(request_id) is front_end]
         self._forget(own)
         return own
 
@@ -175,6 +180,9 @@ class SeveralFrontEnds(NewsDesk):
         left = list(front_end.unfinished)
         self._forget(left)
         return left
+
+    def is_gone(self, source: int) -> bool:
+        return self._front_ends[source].is_gone
 
     def tell(self, outputs: EngineCoreOutputs, *, is_busy: bool) -> None:
         for output in outputs.outputs:

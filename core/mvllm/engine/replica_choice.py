@@ -27,12 +27,14 @@ class ReplicaChoice:
         chunk: Tokens per chunk.
         loads: Sequences under way, by replica.
         elsewhere: Those of other front ends, as last told.
+        is_told: Whether `take_sent` is called; without other front ends, nobody wants to know.
     """
 
     def __init__(self, num_replicas: int, chunk: int = 64) -> None:
         self.loads = [0] * num_replicas
         self.elsewhere = [0] * num_replicas
         self.chunk = chunk
+        self.is_told = False
         self._names: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]
         self._sent: list[dict[int, None]] = [{} for _ in range(num_replicas)]
         self._turn = 0
@@ -54,7 +56,8 @@ class ReplicaChoice:
             if load <= limit and (known := self._num_known(replica, names)) > longest:
                 best, longest = replica, known
         self.loads[best] += num_sequences
-        self._sent[best].update(dict.fromkeys(names[self._num_known(best, names) :]))
+        if self.is_told:
+            self._sent[best].update(dict.fromkeys(names[self._num_known(best, names) :]))
         self.learn(best, names)
         return best
 

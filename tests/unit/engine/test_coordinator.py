@@ -14,7 +14,7 @@ from mvllm.engine.coordination import Coordination
 from mvllm.engine.coordinator import Coordinator
 from mvllm.engine.datagrams import DatagramDoor, datagram_pair
 from mvllm.engine.replica_choice import ReplicaChoice
-from mvllm.messages.coordination import CoreLoad, Loads
+from mvllm.messages.coordination import CoreLoad, Loads, SentPrefixes, Sleep, SleepDone, ToFrontEnd
 from mvllm.messages.requests import SchedulerStats
 
 PROMPT = list(range(100))
@@ -141,6 +141,45 @@ def test_who_does_not_read_holds_nobody_up_and_hears_the_latest_later() -> None:
                 await until(lambda door=door: newest(door) == 199)  # type: ignore[misc]
 
         asyncio.run(work())
+
+
+def told(door: DatagramDoor) -> list[ToFrontEnd]:
+    decoder: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToFrontEnd)
+    return [decoder.decode(data) for data in iter(door.receive, None)]
+
+
+def ask_one_without_room(net: Net) -> None:
+    """The first front end asks the second for sleep, whose socket is full."""
+    count = 0
+    while net._theirs[3].send(SentPrefixes(0, [1 << 60] * 5000)):
+        count += 1
+    assert count > 0
+    net.fronts[0].send(Sleep(7, True))
+    net.coordinator.run_once()
+
+
+def test_sleep_reaches_who_has_no_room_for_it_before_it_is_answered() -> None:
+    net = Net()
+    ask_one_without_room(net)
+    assert told(net.fronts[0]) == []
+    assert all(isinstance(message, SentPrefixes) for message in told(net.fronts[1]))
+    net.coordinator.run_once()
+    [sleep] = told(net.fronts[1])
+    assert isinstance(sleep, Sleep) and sleep.is_sleeping
+    net.fronts[1].send(SleepDone(sleep.id))
+    net.coordinator.run_once()
+    assert told(net.fronts[0]) == [SleepDone(7)]
+
+
+def test_nobody_waits_for_the_sleep_of_a_front_end_that_has_ended() -> None:
+    net = Net()
+    ask_one_without_room(net)
+    net.fronts[1].close()
+    net.coordinator.run_once()
+    assert told(net.fronts[0]) == [SleepDone(7)]
+    net.fronts[0].send(Sleep(8, False))
+    net.coordinator.run_once()
+    assert told(net.fronts[0]) == [SleepDone(8)]
 
 
 def test_names_of_beginnings_are_the_same_in_every_process() -> None:

@@ -16,7 +16,7 @@ from mvllm.engine.core_process import EngineCoreProc
 from mvllm.engine.news_desk import make_desk
 from mvllm.errors import ConfigError, EngineDeadError, RequestError
 from mvllm.executor.status_board import IDLE, StatusBoard
-from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallCore, CoreNews, StopCore
+from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallCore, CoreNews, DropFrontEnd, StopCore
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
 from mvllm.messages.sampling_params import SamplingParams
 
@@ -135,6 +135,17 @@ def test_a_core_without_work_says_so(loop):
     loop.inbox.put(STOP)
     thread.join(30)
     assert loop.board.read(0).text == IDLE
+
+
+def test_what_a_dead_front_end_said_last_is_not_begun_though_it_comes_after_its_death(loop):
+    proc = EngineCoreProc("EngineCore", loop, loop.inbox, make_desk(3, loop.outbox), loop.board)
+    loop.at_step[1] = [STOP]
+    for item in ((2, 1, add("a")), (0, 1, DropFrontEnd(2)), (2, 2, add("b")), (1, 1, add("c"))):
+        loop.inbox.put(item)
+    proc.run_busy_loop()
+    assert loop.steps == [["c"]] * 2
+    told = [loop.outbox.get() for _ in range(loop.outbox.qsize())]
+    assert {target for target, _ in told} <= {0, 1}
 
 
 def test_calls_are_answered_and_their_errors_travel(loop):

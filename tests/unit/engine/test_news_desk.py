@@ -67,7 +67,7 @@ def test_each_hears_of_its_own_requests_and_of_their_end(desk: Desk) -> None:
 def test_nobody_can_end_what_is_anothers(desk: Desk) -> None:
     desk.desk.begin(1, "a")
     assert desk.desk.own(2, ["a", "unknown"]) == []
-    assert desk.desk.own(1, ["a"]) == ["a"]
+    assert desk.desk.own(1, ["a", "a"]) == ["a"]
     assert desk.step(token("a")) == {}  # it was under way: nobody waits for it
 
 
@@ -76,6 +76,7 @@ def test_what_a_dead_front_end_leaves_is_dropped_and_it_is_told_nothing(desk: De
     desk.desk.begin(1, "b")
     desk.desk.begin(2, "c")
     assert sorted(desk.desk.drop(1)) == ["a", "b"]
+    assert [desk.desk.is_gone(source) for source in range(3)] == [False, True, False]
     desk.desk.answer(1, CallResult(1, True))
     assert list(desk.step(token("a"), token("c"))) == [2]
     assert desk.reports[-1] == (1, [0, 0, 1])

@@ -74,4 +74,5 @@ def test_what_is_remembered_is_bounded():
     for _ in range(2000):
         choice.end(choice.choose([rng.randrange(1000) for _ in range(64)], None, 1))
     assert max(len(names) for names in choice._names) <= 16384
+    assert not any(choice._sent)  # nobody is to be told
     assert choice.loads == [0, 0]

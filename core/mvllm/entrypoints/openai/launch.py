@@ -264,7 +264,8 @@ class _Crew:
         for link in self._links:
             with contextlib.suppress(Exception):  # a core that is gone has dropped them
                 link.send(DropFrontEnd(index + 1))
-        self._drain(signal.SIGTERM)
+        if not self._is_ending:  # those that end already would take it for a second signal, and abort what they have
+            self._drain(signal.SIGTERM)
         return True
 
     def end(self) -> None:
