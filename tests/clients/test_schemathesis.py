@@ -6,6 +6,7 @@ of every field, and sequences of them.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ START = "from schemathesis.cli import schemathesis; schemathesis()"
 
 
 def examine(run_client: RunClient, server: ServerProcess, key: str, max_examples: int, *more: str) -> str:
-    """Runs schemathesis against a server; returns what it has to say."""
+    """Runs schemathesis against a server; returns what it has to say. A failure is its exit status."""
     options = [
         *("--checks", "not_a_server_error", "--max-examples", str(max_examples), "--request-timeout", "300"),
         *("--seed", "1", "--no-color", "--suppress-health-check", "all", "--continue-on-failure"),
@@ -29,7 +30,8 @@ def examine(run_client: RunClient, server: ServerProcess, key: str, max_examples
 
 @pytest.mark.timeout(600)
 def test_no_operation_fails(run_client: RunClient, server: ServerProcess) -> None:
-    assert "No issues found" in examine(run_client, server, KEY, 10)
+    said = examine(run_client, server, KEY, 10)
+    assert re.search(r"[0-9]{3,} generated, [0-9]{3,} passed$", said, re.M), said
     with server.client(headers={"Authorization": f"Bearer {KEY}"}) as client:
         assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
 
@@ -40,7 +42,7 @@ def test_no_operation_of_administrators_fails(run_client: RunClient, tmp_path: P
     with ServerProcess(tmp_path, "demo", "--port", "0", *SMALL, MVLLM_ADMIN_API_KEY=ADMIN) as server:
         server.wait_ready()
         pids = server.pids()
-        assert "No issues found" in examine(run_client, server, ADMIN, 10, "--include-tag", "admin")
+        examine(run_client, server, ADMIN, 10, "--include-tag", "admin")
         with server.client(headers={"Authorization": f"Bearer {ADMIN}"}) as client:
             assert client.post("/wake_up").status_code == 200
             assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
