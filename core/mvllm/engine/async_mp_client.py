@@ -19,8 +19,10 @@ import zmq
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.core_channel import FrontChannel
 from mvllm.engine.core_failure import core_exception
+from mvllm.engine.core_launch import SLACK_SECONDS
 from mvllm.engine.core_start import CoreReady
 from mvllm.engine.kv_sizing import CacheSummary
+from mvllm.engine.sleep import CALLS
 from mvllm.errors import EngineDeadError
 from mvllm.executor.status_board import Activity
 from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallCore, Command, CoreNews
@@ -273,9 +275,12 @@ class AsyncMPClient:
         assert self._loop is not None
         self._watch = None
         limit, age = self._link.silence_limit, self.heartbeat_age
+        if self._link.activity.text in CALLS:  # the weights may be read again
+            limit = max(limit, self.config.parallel.start_timeout + SLACK_SECONDS)
         if age < limit:
             if self._is_busy or self._taken != self._channel.num_sent:
-                self._watch = self._loop.call_later(limit - age, self._look_for_life)
+                soon = min(limit - age, self._link.silence_limit)  # what comes next may be a step
+                self._watch = self._loop.call_later(soon, self._look_for_life)
             return
         self._loop.run_in_executor(None, self._link.give_up)
 

@@ -12,6 +12,9 @@ from mvllm.errors import RequestError
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
+CALLS = frozenset({"sleep", "wake_up"})
+"""The core's methods that may take as long as its start: no step has to be over by then."""
+
 TAGS = (WEIGHTS, KV_CACHE)
 """In the order in which they are claimed again."""
 

@@ -17,8 +17,10 @@ import zmq
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.core_failure import core_exception
+from mvllm.engine.core_launch import SLACK_SECONDS
 from mvllm.engine.core_link import CoreLink, milliseconds
 from mvllm.engine.kv_sizing import CacheSummary
+from mvllm.engine.sleep import CALLS
 from mvllm.errors import EngineDeadError
 from mvllm.executor.message_queue.notifier import make_notifier
 from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallCore, CallResult, Command, CoreNews
@@ -187,14 +189,16 @@ class SyncMPClient:
         Args:
             started: When the caller began to wait, by the monotonic clock.
         """
-        limit = self._link.silence_limit
         while True:
             news = self._channel.receive()
             if news is not None:
                 self._take(news)
                 return True
             # A step that is late or a core that does not even begin one: whichever began later counts.
-            stalled = min(time.monotonic() - started, self._process.activity.seconds)
+            activity, limit = self._process.activity, self._link.silence_limit
+            if activity.text in CALLS:  # the weights may be read again
+                limit = max(limit, self.config.parallel.start_timeout + SLACK_SECONDS)
+            stalled = min(time.monotonic() - started, activity.seconds)
             if stalled >= limit:
                 raise self._link.settle(self._process.stuck(limit, "has given no sign of life"))
             ready = {socket for socket, _ in self._poller.poll(milliseconds(limit - stalled))}

@@ -26,7 +26,7 @@ MAX_TAG = 64
 """What begins or ends thoughts, as UTF-8."""
 
 MAX_TAGS = 128
-"""Structures of a structural tag."""
+"""Structures of a structural tag, and its triggers."""
 
 FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _NAME = "structured_outputs"
@@ -193,16 +193,23 @@ def _structural_tag_text(value: object) -> str:
     triggers = value.get("triggers") if isinstance(value, dict) else None
     if not isinstance(structures, list) or not 0 < len(structures) <= MAX_TAGS:
         _refuse(f"structural_tag needs a list of 1 to {MAX_TAGS} structures")
+    if isinstance(triggers, list) and len(triggers) > MAX_TAGS:  # each structure is compared with each of them
+        _refuse(f"structural_tag may have {MAX_TAGS} triggers; found {len(triggers)}")
     if not isinstance(triggers, list) or not all(isinstance(text, str) and text for text in triggers):
         _refuse("structural_tag needs a list of triggers, which are texts")
     tags = []
+    size = 0
     for i, tag in enumerate(structures):
         begin, end, schema = map(tag.get, ("begin", "end", "schema")) if isinstance(tag, dict) else (None,) * 3
         if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, dict):
             _refuse(f"structural_tag: structure {i} needs a begin, a schema (an object) and an end")
         if not any(begin.startswith(trigger) for trigger in triggers):
             _refuse(f"structural_tag: structure {i} begins with none of the triggers")
-        tags.append({"begin": begin, "schema": json.loads(_schema_text(schema)), "end": end})
+        schema_text = _schema_text(schema)
+        size += len(schema_text)
+        if size > MAX_GRAMMAR_BYTES:  # before the others are looked at
+            _refuse(f"structural_tag has more than {MAX_GRAMMAR_BYTES} characters, which is more than is taken")
+        tags.append({"begin": begin, "schema": json.loads(schema_text), "end": end})
     text = json.dumps({"structures": tags, "triggers": triggers}, ensure_ascii=False, separators=(",", ":"))
     return _check_text("structural_tag", text)
 

@@ -125,6 +125,20 @@ def test_a_conversation_goes_on_with_all_that_was_said(folder: str) -> None:
     assert server.core.prompts[2] == last
 
 
+def test_what_was_said_under_a_salt_stays_under_it(folder: str) -> None:
+    server = Server(folder, "Hello.")
+    on = {"input": "Thanks.", "previous_response_id": "{id}"}
+    answers = server.talk(
+        ("POST", PATH, {**ASK, "cache_salt": "mine"}),
+        ("POST", PATH, on),
+        ("POST", PATH, on),
+        ("POST", PATH, {**on, "cache_salt": "other"}),
+        ("POST", PATH, ASK),
+    )
+    assert {answer.status_code for answer in answers} == {200}
+    assert [request.cache_salt for request in server.core.requests] == ["mine", "mine", "mine", "other", None]
+
+
 def test_what_is_stored_is_given_back_until_it_is_deleted(folder: str) -> None:
     server = Server(folder, "Hello.")
     made, shown, again, gone, missing, late = server.talk(
@@ -195,6 +209,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools"),
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     ({"tool_choice": "required", "tools": None}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "name": "weather", "x": json.loads("[" * 200 + "]" * 200)}}, "tool_choice"),
     ({"include": ["message.output_text.logprobs"]}, "include"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"truncation": "auto"}, "truncation"),

@@ -41,6 +41,11 @@ def nested(depth: int) -> str:
         ({"structural_tag": {"structures": [{}], "triggers": ["<"]}}, "structure 0 needs"),
         ({"structural_tag": {"structures": [TAG], "triggers": [""]}}, "triggers"),
         ({"structural_tag": {"structures": [TAG], "triggers": ["["]}}, "none of the triggers"),
+        ({"structural_tag": {"structures": [TAG] * 128, "triggers": ["["] * 200 + ["<"]}}, "128 triggers"),
+        (
+            {"structural_tag": {"structures": [{**TAG, "schema": {"x": "y" * 9000}}] * 99, "triggers": ["<"]}},
+            "has more",
+        ),
         ({"structural_tag": {"structures": [{**TAG, "schema": 5}], "triggers": ["<"]}}, "structure 0 needs"),
         ({"regex": ""}, "regex is empty"),
         ({"regex": 5}, "regex must be a text"),

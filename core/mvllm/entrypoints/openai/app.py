@@ -119,7 +119,9 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if error.status_code == 404:
+    if isinstance(error.__cause__, APIError):  # which knows more, such as that the connection is of no further use
+        return error_response(error.__cause__)
+    if error.status_code == 404 and error.detail == "Not Found":  # not one that a plugin explains
         return error_response(APIError(404, "There is nothing at this path.", code="unknown_path"))
     if error.status_code == 405:
         response = error_response(APIError(405, "This path does not take this method.", code="method_not_allowed"))

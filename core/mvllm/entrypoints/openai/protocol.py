@@ -158,6 +158,7 @@ class ResponsesRequest(ModelRequest, kw_only=True):
         instructions: A system message before everything else; not kept for later turns.
         previous_response_id: Go on with the conversation that this response ended.
         store: Whether the response can be asked for, and gone on with, later.
+        cache_salt: By default that of the response that is gone on with.
     """
 
     input: str | list[dict[str, Any]] | None = None

@@ -61,7 +61,7 @@ def chat_request(request: ResponsesRequest, messages: Sequence[Message]) -> Chat
     Raises:
         RequestError: A field is not acceptable.
     """
-    for name in ("tools", "text"):
+    for name in ("tools", "tool_choice", "text"):
         if _nests_deeper(getattr(request, name), MAX_NESTING):  # it is a part of the answer, too
             raise RequestError(f"{name} nests deeper than {MAX_NESTING} levels.", parameter=name)
     effort = (request.reasoning or {}).get("effort")

@@ -39,10 +39,12 @@ class StoredResponse:
     Attributes:
         body: As it was given.
         conversation: The messages up to its end, as JSON; without the instructions, which are of one turn only.
+        cache_salt: Of its request: with whom the conversation's cached blocks are shared.
     """
 
     body: bytes
     conversation: bytes
+    cache_salt: str | None = None
 
     @property
     def size(self) -> int:
@@ -120,6 +122,10 @@ class ResponseStore:
             why = "is not known here; the server keeps some, and those used longest ago are dropped first"
             raise _not_previous(why if self.keeps_any else "is not known: this server keeps none") from None
         return msgspec.json.decode(found.conversation, type=list[Message])
+
+    def cache_salt(self, response_id: str | None) -> str | None:
+        """The salt of a response that `conversation` has found; None where it had none, or there is no such one."""
+        return None if response_id is None else self._find(response_id).cache_salt
 
     def cancel(self, response_id: str) -> bytes:
         """Ends a response that is being written; returns what there is of it.

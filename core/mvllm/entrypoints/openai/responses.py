@@ -12,6 +12,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.openai.chat import ChatPrompts, ChatTurn
 from mvllm.entrypoints.openai.errors import as_api_error
@@ -50,6 +52,9 @@ class ResponseCall(ChatTurn):
         self._store = store
         with _own_names():
             self._messages = [*store.conversation(request.previous_response_id), *input_messages(request.input)]
+            if request.cache_salt is None:  # what was said under a salt stays under it
+                salt = store.cache_salt(request.previous_response_id)
+                request = msgspec.structs.replace(request, cache_salt=salt)
             super().__init__(engine, prompts, model, chat_request(request, self._messages), "resp_")
         self._is_stored = request.store is not False and store.keeps_any
         self._events = EventWriter()
@@ -179,7 +184,7 @@ class ResponseCall(ChatTurn):
         """Stores what has become of the response."""
         if self._is_stored:
             conversation = encode([*self._messages, *as_messages(self._items.items)])
-            self._store.end(self._id, StoredResponse(self.snapshot(), conversation))
+            self._store.end(self._id, StoredResponse(self.snapshot(), conversation, self._request.cache_salt))
 
     def _count_thoughts(self, token_ids: Sequence[int], prompt: str | None) -> int:
         """How many tokens it took until the thoughts had come to their end."""

@@ -1,0 +1,52 @@
+"""When an engine core that is silent is taken for hung."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from mvllm.engine.async_mp_client import AsyncMPClient
+from mvllm.executor.status_board import Activity
+
+
+class Loop:
+    """Notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.later: list[float] = []
+        self.ordered: list[Any] = []
+
+    def call_later(self, seconds: float, callback: Any) -> None:
+        self.later.append(seconds)
+
+    def run_in_executor(self, executor: None, work: Any) -> None:
+        self.ordered.append(work)
+
+
+def look(activity: str, seconds: float) -> Loop:
+    """What a front end does that has waited for as long as its core has been doing this, after a look."""
+    loop = Loop()
+    link = SimpleNamespace(
+        channel=SimpleNamespace(num_sent=1),
+        silence_limit=315.0,
+        activity=Activity(activity, None, 0, seconds),
+        give_up=lambda: None,
+    )
+    config = SimpleNamespace(parallel=SimpleNamespace(start_timeout=1800.0))
+    client: Any = AsyncMPClient(config, link, "a platform")  # type: ignore[arg-type]
+    client._loop, client._heard_at = loop, time.monotonic() - seconds
+    client._look_for_life()
+    return loop
+
+
+def test_waking_up_may_take_as_long_as_a_start() -> None:
+    loop = look("wake_up", 400.0)  # weights are read from a slow disk
+    assert not loop.ordered and loop.later == [315.0]  # a step that follows is looked after as ever
+    assert look("wake_up", 1900.0).ordered
+
+
+def test_a_step_may_not() -> None:
+    assert look("execution", 400.0).ordered
+    loop = look("execution", 300.0)
+    assert not loop.ordered and 0 < loop.later[0] <= 15.0

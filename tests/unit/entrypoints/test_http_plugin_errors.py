@@ -1,0 +1,49 @@
+"""Errors of a plugin's routes: what they say gets out, and a body beyond the limit ends the connection."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from mvllm.entrypoints.openai.app import _add_handlers
+from mvllm.entrypoints.openai.bodies import BodyReader
+from mvllm.entrypoints.openai.http_plugins import LoadedPlugin
+from mvllm.platform.discovery import PluginSource
+
+
+def ask(method: str, path: str, **more: Any) -> httpx.Response:
+    plugin, app = _add_handlers(FastAPI()), _add_handlers(FastAPI())
+
+    async def save(request: Request) -> Any:
+        return await request.json()
+
+    async def find() -> None:
+        raise HTTPException(404, "There is no such document.")
+
+    plugin.add_api_route("/save", save, methods=["POST"])
+    plugin.add_api_route("/find", find, methods=["GET"])
+    loaded = LoadedPlugin("p", PluginSource("p", "p:make_router", "acme", "1"), plugin)
+    app.mount(loaded.prefix, loaded.guarded(BodyReader(100, 5.0)))
+
+    async def run() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+            return await client.request(method, f"/plugins/p/{path}", **more)
+
+    return asyncio.run(run())
+
+
+def test_a_body_that_is_too_long_ends_the_connection() -> None:
+    assert ask("POST", "save", json=[1]).json() == [1]
+    answer = ask("POST", "save", json=["x" * 200])
+    assert answer.status_code == 413 and "100 bytes" in answer.json()["error"]["message"]
+    assert answer.headers["connection"] == "close"
+
+
+def test_what_is_not_there_is_explained_by_whoever_knows() -> None:
+    assert ask("GET", "find").json()["error"]["message"] == "There is no such document."
+    assert ask("GET", "nothing").json()["error"]["code"] == "unknown_path"
