@@ -87,6 +87,9 @@ def as_api_error(error: BaseException) -> APIError:
         return APIError(503, str(error), code="unavailable", retry_after=retry_after)
     if isinstance(error, EngineDeadError):
         return APIError(500, "The engine has stopped; the server is going down.", code="engine_dead")
+    if isinstance(error, RecursionError):  # what could just be decoded may still be too deep to be shown
+        logger.warning("A request was refused as nested too deeply.", exc_info=error)
+        return APIError(400, "The body is nested too deeply.")
     logger.error("A request failed.", exc_info=error)
     return APIError(500, "An internal error happened; the server's log tells more.", code="internal_error")
 
