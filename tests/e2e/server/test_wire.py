@@ -132,7 +132,8 @@ def test_tokens_by_their_ids_and_logprobs_of_the_prompt(client: httpx.Client) ->
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_logprobs_of_the_prompt_come_with_the_first_piece_of_a_stream(client: httpx.Client, count: int) -> None:
-    ask = {**STORY, "prompt_logprobs": count, "stream": True}
+    # Long enough that a busy reader does not find all of its pieces put together.
+    ask = {**STORY, "prompt_logprobs": count, "stream": True, "max_tokens": 200, "ignore_eos": True}
     choices = [event["choices"][0] for event in events(client.post("/v1/completions", json=ask))]
     assert len(choices) > 1 and choices[0]["prompt_logprobs"][0] is None
     assert not any("prompt_logprobs" in choice for choice in choices[1:])
