@@ -1,7 +1,7 @@
 """Groups of layers that see alike and share block tables.
 
-One pool of blocks serves all groups, so a block must be as large in each: a group has about as many layers as any other.
-Where a model has more layers of one kind than of another, the former make up several groups.
+One pool of blocks serves all groups, so a block must be as large in each: all have about equally many layers. Where a
+model has more layers of one kind than of another, the former make up several groups.
 
     26 layers, every sixth sees all: 4 see all, 22 see 512 tokens
     2 groups of up to 22    44 places for 26 layers
@@ -59,9 +59,7 @@ def bytes_per_block(need: KVCacheNeeds, windows: Sequence[int | None], max_model
 
 def _count_kinds(need: KVCacheNeeds, max_model_len: int) -> Counter[int | None]:
     """How many layers of a worker see how much."""
-    return Counter(
-        window if window is not None and window < max_model_len else None for window in need.layer_windows
-    )
+    return Counter(window if window is not None and window < max_model_len else None for window in need.layer_windows)
 
 
 def _ways(counts: Sequence[Counter[int | None]], kinds: Sequence[int | None]) -> Iterator[dict[int | None, int]]:

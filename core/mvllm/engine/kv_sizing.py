@@ -46,7 +46,12 @@ class CacheSummary:
     @property
     def num_tokens(self) -> int:
         """Tokens that fit, of requests of the longest length."""
-        return self.num_blocks * blocks_for(self.max_model_len, self.block_size) * self.block_size // self.blocks_per_request
+        return (
+            self.num_blocks
+            * blocks_for(self.max_model_len, self.block_size)
+            * self.block_size
+            // self.blocks_per_request
+        )
 
     @property
     def max_concurrency(self) -> float:

@@ -10,7 +10,7 @@ class GroupBlocks:
 
     Attributes:
         block_ids: Position p of the request stands in block `block_ids[p // block_size]`.
-        num_dropped: Leading entries of `block_ids` that are not held (any more): no token to come sees what stood there.
+        num_dropped: Leading entries of `block_ids` that are not held (any more): nobody will see what stood there.
     """
 
     __slots__ = ("block_ids", "num_dropped")

@@ -123,7 +123,7 @@ class KVCacheManager:
         return BlockTable(token_ids, None, 0, self.num_groups)
 
     def get_computed_blocks(self, table: BlockTable) -> list[int]:
-        """The longest prefix whose contents are there already, as far as later tokens see them. A look: nothing is taken.
+        """The longest prefix whose contents are there, as far as later tokens see them. A look: nothing is taken.
 
         The last known token is never in it: something must be computed to get logits.
 
@@ -155,7 +155,7 @@ class KVCacheManager:
             |<-- held -------------------->|<------ new ------->|    later calls: takes what is missing
 
         Where a group has a window, the blocks in front of it are given back first, and there are blocks for as many
-        tokens behind it as one step may have. A prompt longer than that takes them as it goes on, and gives back as many.
+        tokens behind it as one step may have. A longer prompt takes more as it goes on, and gives back as many.
 
         Args:
             table: Whose.
@@ -309,8 +309,8 @@ class KVCacheManager:
                 hashes = hashes[: len(found[group])]
         for group, window in enumerate(self._windows):
             if window is not None:
-                blocks = (lookup(_name(block_hash, group)) for block_hash in hashes)
-                found[group] = [_UNSEEN if block is None else block for block in blocks]
+                named = (lookup(_name(block_hash, group)) for block_hash in hashes)
+                found[group] = [_UNSEEN if block is None else block for block in named]
 
         windowed = [(found[group], window) for group, window in enumerate(self._windows) if window is not None]
         run_starts = [0] * len(windowed)  # since which block each group has had all

@@ -1,9 +1,9 @@
 """Which blocks a layer with a sliding window sees, and how many of them a request holds at once.
 
-    window 6, block_size 4, the next step begins at token 13: its first query sees tokens 8 to 13
+window 6, block_size 4, the next step begins at token 13: its first query sees tokens 8 to 13
 
-    | 0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13 . . |
-      nobody sees these   first seen               token p is seen by queries up to p + window - 1
+| 0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13 . . |
+  nobody sees these   first seen               token p is seen by queries up to p + window - 1
 """
 
 from __future__ import annotations
