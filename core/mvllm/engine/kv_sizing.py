@@ -106,7 +106,9 @@ def size_kv_cache(config: EngineConfig, needs: Sequence[KVCacheNeeds], available
     costs = [bytes_per_block(need, windows, max_len, block_size) for need in needs]
     longest = blocks_for(max_len, block_size, windows, max_step_tokens)
     affordable = min(max(0, free) // cost for free, cost in zip(available, costs, strict=True))
-    num_blocks = min(limit * longest, affordable)
+    # What does not need to be held any more may still be found: so much could all sequences together have written.
+    written = limit * blocks_for(max_len, block_size) * len(windows)
+    num_blocks = min(written, affordable)
     if num_blocks < longest:
         fits = _longest_that_fits(num_blocks, max_len, block_size, windows, max_step_tokens)
         raise _too_small(config, needs, available, [longest * cost for cost in costs], fits)

@@ -49,8 +49,8 @@ class WorkerProtocol(Protocol):
         """Before `allocate_kv_cache`: the groups of layers, with a block table each, by how many tokens they see.
 
         Called only where the `KVCacheNeeds` of all workers name windows, and different ones; a class that names none
-        may leave it out. Layers of one kind are dealt out in turn to the groups of that kind. A block is then as large as
-        the largest group of this worker. A window of `max_model_len` or more counts as None.
+        may leave it out. Layers of one kind are dealt out in turn to the groups of that kind. A block is then as large
+        as the largest group of this worker. A window of `max_model_len` or more counts as None.
         """
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:

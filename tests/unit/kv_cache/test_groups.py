@@ -44,7 +44,8 @@ def num_hit(manager: KVCacheManager, tokens: list[int]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("num_computed", "window", "first"), [(0, 6, 0), (13, 6, 2), (12, 6, 1), (8, 1, 2), (7, 1, 1), (7, 9, 0), (12, 5, 2)]
+    ("num_computed", "window", "first"),
+    [(0, 6, 0), (13, 6, 2), (12, 6, 1), (8, 1, 2), (7, 1, 1), (7, 9, 0), (12, 5, 2)],
 )
 def test_the_first_block_that_is_seen(num_computed, window, first):
     assert first_seen_block(num_computed, window, BLOCK_SIZE) == first
@@ -180,13 +181,12 @@ class Model:
     def name(self, group: int, tokens: list[int], block: int) -> object:
         return group, tuple(tokens[: (block + 1) * BLOCK_SIZE])
 
-    def note(self, table: BlockTable, start: int, end: int, held: set[int]) -> None:
-        """A step over [start, end) was planned; `held` had the table before."""
+    def note(self, table: BlockTable, start: int, end: int, new: list[int]) -> None:
+        """A step over [start, end) was planned, for which the table was given `new` blocks."""
+        for block in new:
+            self.contents.pop(block, None)
+        self.named = {name: at for name, at in self.named.items() if at not in new}
         for group, blocks in enumerate(table.groups):
-            for block in blocks.held:
-                if block not in held:
-                    self.contents.pop(block, None)
-                    self.named = {name: at for name, at in self.named.items() if at != block}
             for i in range(start // BLOCK_SIZE, end // BLOCK_SIZE):
                 name = self.name(group, table.token_ids, i)
                 self.contents[blocks.block_ids[i]] = name
@@ -211,26 +211,27 @@ class Model:
         start = len(found) // len(self.windows) * BLOCK_SIZE
         assert start == self.longest_hit(tokens)
         free = self.manager.num_free_blocks
-        if self.manager.allocate_slots(table, len(tokens), found) is None:
+        new = self.manager.allocate_slots(table, len(tokens), found)
+        if new is None:
             assert self.manager.num_free_blocks == free
             return
         self.running[table] = start
-        self.advance(table, {block for block in found if block >= 0})
+        self.advance(table, new)
 
-    def advance(self, table: BlockTable, held: set[int] | None = None) -> None:
+    def advance(self, table: BlockTable, new: list[int] | None = None) -> None:
         start = self.running[table]
         if start == len(table.token_ids):
             table.token_ids.append(self.dice.randrange(1, 3))
-        if held is None:
-            held = set(table.held_blocks)
-            if self.manager.allocate_slots(table, len(table.token_ids), num_computed_tokens=start) is None:
-                self.manager.free(table, start)
-                del self.running[table]
-                return
+        if new is None:
+            new = self.manager.allocate_slots(table, len(table.token_ids), num_computed_tokens=start)
+        if new is None:
+            self.manager.free(table, start)
+            del self.running[table]
+            return
         end = self.running[table] = min(start + self.dice.randrange(1, MAX_STEP + 1), len(table.token_ids))
         assert end <= table.num_slots
         self.manager.cache_blocks(table, end)
-        self.note(table, start, end, held)
+        self.note(table, start, end, new)
         for group, (blocks, window) in enumerate(zip(table.groups, self.windows, strict=True)):
             assert len(blocks.held) <= most_blocks_held(len(table.token_ids), window, BLOCK_SIZE, MAX_STEP)
             for i in range(0 if window is None else first_seen_block(start, window, BLOCK_SIZE), end // BLOCK_SIZE):
