@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mvllm.config.engine_config import EngineConfig
+from mvllm.config.kv_window import most_blocks_held
 from mvllm.engine.kv_groups import bytes_per_block, group_windows
 from mvllm.errors import CacheError
-from mvllm.kv_cache.window import most_blocks_held
 from mvllm.platform.worker_protocol import KVCacheNeeds
 
 

@@ -25,10 +25,10 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
+from mvllm.config.kv_window import first_seen_block, most_blocks_held
 from mvllm.kv_cache.block_hash import BlockHash, cache_root, hash_block, request_root
 from mvllm.kv_cache.block_pool import BlockPool
 from mvllm.kv_cache.block_table import BlockTable
-from mvllm.kv_cache.window import first_seen_block, most_blocks_held
 
 _UNSEEN = -1
 """In the place of a found block that no token to come sees."""

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from mvllm.config.kv_window import first_seen_block, most_blocks_held
 from mvllm.kv_cache.block_table import BlockTable
 from mvllm.kv_cache.manager import KVCacheManager
-from mvllm.kv_cache.window import first_seen_block, most_blocks_held
 
 BLOCK_SIZE = 4
 MAX_STEP = 8
