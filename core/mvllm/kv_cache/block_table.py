@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 from mvllm.kv_cache.block_hash import BlockHash
 
 
@@ -69,10 +71,8 @@ class BlockTable:
         """All blocks that the request uses, those of its first tokens first."""
         if len(self.groups) == 1:
             return self.groups[0].held
-        longest = max(len(group.block_ids) for group in self.groups)
-        return [
-            group.block_ids[i]
-            for i in range(longest)
-            for group in self.groups
-            if group.num_dropped <= i < len(group.block_ids)
+        placed = [
+            (place, block) for group in self.groups for place, block in enumerate(group.held, start=group.num_dropped)
         ]
+        placed.sort(key=itemgetter(0))
+        return [block for _, block in placed]
