@@ -138,8 +138,9 @@ class AttentionBackend(ABC):
 
     Where layers see different spans, those that see alike share a block table, and the backend gets the table of its
     layers; layers of equal specs with two tables have two backends. The steps' layouts then differ in block_table and
-    slot_mapping, and share the other arrays. Layers whose specs differ in the sliding window alone may be given the
-    same cache, of which each uses blocks of its own: what `allocate` returns must not depend on the window.
+    slot_mapping, and share the other arrays. Layers whose specs differ in the sliding window alone are given the
+    same cache, of which each uses blocks of its own, if what `allocate` returns is alike in number, shapes, strides and
+    dtypes.
     """
 
     def __init__(self, spec: AttentionSpec) -> None:

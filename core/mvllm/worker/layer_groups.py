@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mvllm.platform.attention import AttentionSpec
+import torch
 
 if TYPE_CHECKING:
     from mvllm.layers.attention import Attention
 
 
-def layer_windows(layers: Sequence[Attention]) -> tuple[int | None, ...]:
+def layer_windows(layers: Sequence[Attention], device: torch.device) -> tuple[int | None, ...]:
     """What each layer sees, in tokens, or None; where some could not share a cache, what the widest sees for all."""
     windows = [layer.spec.sliding_window for layer in layers]
-    if len(set(windows)) > 1 and not _are_stored_alike(layers):
+    if len(set(windows)) > 1 and not _are_stored_alike(layers, device):
         windows = [None if None in windows else max(w for w in windows if w is not None)] * len(layers)
     return tuple(windows)
 
@@ -50,10 +50,15 @@ def place_layers(
     return places
 
 
-def _are_stored_alike(layers: Sequence[Attention]) -> bool:
-    """Whether the layers differ in nothing but what they see."""
+def _are_stored_alike(layers: Sequence[Attention], device: torch.device) -> bool:
+    """Whether the layers differ in nothing but what they see, and their backends make caches that are the same."""
 
-    def stored(layer: Attention) -> tuple[type, AttentionSpec, object]:
-        return type(layer.backend), replace(layer.spec, sliding_window=None), layer.backend.kv_layout()
+    def stored(layer: Attention) -> tuple[object, ...]:
+        layout = layer.backend.kv_layout()
+        cache = layer.backend.allocate(2, layout.block_sizes[0], device)
+        parts = [cache] if isinstance(cache, torch.Tensor) else cache
+        tensors = [(part.shape, part.stride(), part.dtype) for part in parts]
+        return type(layer.backend), replace(layer.spec, sliding_window=None), layout, type(cache), tensors
 
-    return all(stored(layer) == stored(layers[0]) for layer in layers)
+    first, *others = (stored(layer) for layer in {layer.spec: layer for layer in layers}.values())
+    return all(other == first for other in others)

@@ -142,6 +142,7 @@ class ModelRunner:
         self.model.after_load()
         self.model.eval()
         self._layers = self.model.attention_layers()
+        self._windows = layer_windows(self._layers, self._runtime.device)
         self._place_layers()
         self._has_model = True
 
@@ -157,7 +158,7 @@ class ModelRunner:
             offers = "; ".join(sorted({str(layout.block_sizes) for layout in layouts}))
             raise CacheError(f"The attention backends of this model accept no common block size: {offers}.")
         bytes_per_token = sum(layout.bytes_per_token for layout in layouts)
-        return KVCacheNeeds(bytes_per_token, tuple(common), layer_windows(self._layers))
+        return KVCacheNeeds(bytes_per_token, tuple(common), self._windows)
 
     def group_layers(self, windows: Sequence[int | None]) -> None:
         """Gives the layers of each group a block table of their own: what they see, in tokens, or None for all."""
@@ -349,7 +350,7 @@ class ModelRunner:
     def _place_layers(self) -> None:
         """Deals the layers out to the groups. A backend makes one metadata per step: each block table has its own."""
         self._plans, self._cache_places = {}, []
-        places = place_layers(layer_windows(self._layers), self._groups, self._config.model.max_model_len)
+        places = place_layers(self._windows, self._groups, self._config.model.max_model_len)
         for layer, (group, place) in zip(self._layers, places, strict=True):
             key: Hashable = layer.spec
             if key in self._plans and self._plans[key][1] != group:
