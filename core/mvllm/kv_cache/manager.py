@@ -170,13 +170,23 @@ class KVCacheManager:
             the other; or None, with nothing taken, if the pool has not enough.
         """
         pool, size = self._pool, self.block_size
-        num_groups = len(self._windows)
-        num_found = len(computed_blocks) // num_groups
+        if self._sees_everything and not computed_blocks:  # the usual case, the short way
+            held = table.groups[0].block_ids
+            num_new = -(-num_tokens // size) - len(held)
+            if num_new <= 0:
+                return []
+            if num_new + num_spare > pool.num_free:
+                return None
+            new = pool.allocate(num_new)
+            held.extend(new)
+            self._tables.add(table)
+            table.num_slots = len(held) * size
+            return new
+        num_found = len(computed_blocks) // len(self._windows)
         if computed_blocks:
             assert not table.block_ids
             num_computed_tokens = num_found * size
-        if not self._sees_everything and table.block_ids:
-            self._drop_unseen(table, num_computed_tokens)
+        self._drop_unseen(table, num_computed_tokens)
         wanted = -(-num_tokens // size)
         missing = []
         for blocks, window in zip(table.groups, self._windows):
@@ -220,6 +230,12 @@ class KVCacheManager:
         if num_full <= table.num_named_blocks:
             return
         hashes = self._block_hashes(table, num_full)
+        if self._sees_everything:
+            block_ids = table.groups[0].block_ids
+            for i in range(table.num_named_blocks, num_full):
+                self._pool.name(block_ids[i], hashes[i])
+            table.num_named_blocks = num_full
+            return
         for group, blocks in enumerate(table.groups):
             for i in range(max(table.num_named_blocks, blocks.num_dropped), num_full):
                 self._pool.name(blocks.block_ids[i], _name(hashes[i], group))
@@ -280,7 +296,7 @@ class KVCacheManager:
     def _drop_unseen(self, table: BlockTable, num_computed_tokens: int) -> None:
         """Gives back what no token from position `num_computed_tokens` on sees."""
         for blocks, window in zip(table.groups, self._windows):
-            if window is None:
+            if window is None or not blocks.block_ids:
                 continue
             first = first_seen_block(num_computed_tokens, window, self.block_size)
             if first > blocks.num_dropped:

@@ -70,6 +70,7 @@ class Scheduler:
         self._kv_cache = kv_cache
         self._clock = clock
         self._num_stages = num_stages
+        self._num_groups = kv_cache.num_groups
 
         self._requests: dict[str, Request] = {}  # every request that is not finished
         self._waiting = RequestQueue()
@@ -294,7 +295,7 @@ class Scheduler:
             request = waiting.peek()
             table, num_tokens = request.table, request.num_tokens
             computed_blocks = [] if request.needs_every_position else kv_cache.get_computed_blocks(table)
-            num_computed = len(computed_blocks) // kv_cache.num_groups * kv_cache.block_size
+            num_computed = len(computed_blocks) // self._num_groups * kv_cache.block_size
             num_new = num_tokens - num_computed
             if num_new > budget:
                 if not self._config.enable_chunked_prefill:
@@ -302,7 +303,7 @@ class Scheduler:
                 num_new = budget
             # It gets all blocks for what it has at once, however it is chunked, and leaves one for each that runs:
             # who joins only to be preempted in the next step has computed for nothing.
-            num_spare = len(self._running) * kv_cache.num_groups
+            num_spare = len(self._running) * self._num_groups
             new_blocks = kv_cache.allocate_slots(table, num_tokens, computed_blocks, num_spare=num_spare)
             if new_blocks is None:
                 if self._running:
@@ -356,7 +357,7 @@ class Scheduler:
             False if it cannot compute in this step: it gave way itself, or ended, or waits for a token in flight.
         """
         kv_cache, table, num_computed = self._kv_cache, request.table, request.num_computed_tokens
-        lengths = [len(blocks.block_ids) for blocks in table.groups]
+        lengths: list[int] = [] if self._num_groups == 1 else [len(blocks.block_ids) for blocks in table.groups]
         new_blocks = kv_cache.allocate_slots(table, request.num_tokens, num_computed_tokens=num_computed)
         while new_blocks is None:
             last = self._running[-1]
@@ -372,6 +373,8 @@ class Scheduler:
             new_blocks = kv_cache.allocate_slots(table, request.num_tokens, num_computed_tokens=num_computed)
         if new_blocks:
             row = request.row
+            if self._num_groups == 1:
+                plan.new_block_rows.extend([row] * len(new_blocks))
             for blocks, length in zip(table.groups, lengths):
                 plan.new_block_rows.extend([row] * (len(blocks.block_ids) - length))
                 row += self._config.max_num_seqs
