@@ -1,7 +1,7 @@
 """The engine beside transformers: same prompts, greedy, float32; tokens must be equal and log-probabilities close.
 
-transformers generates each prompt alone, token by token. The engine must give the same whatever it does meanwhile:
-batch the prompts, cut them into chunks, find their prefixes in the cache, preempt and recompute them.
+transformers computes each prompt alone. The engine must give the same whatever it does meanwhile: batch the prompts,
+cut them into chunks, find their prefixes in the cache, preempt and recompute them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from mvllm import LLM, RequestOutput, SamplingParams
 from tests.helpers.model_zoo import VOCAB_SIZE, ZOO, load_reference, make_checkpoint
@@ -54,6 +56,11 @@ def names_of(*families: str) -> list[str]:
 def oracle(name: str, which: tuple[int, ...] | None = None, num_tokens: int = NUM_TOKENS) -> Oracle:
     """Runs transformers on checkpoint `name`; kept for the life of the process.
 
+    A sequence is the greedy one if each of its tokens is the argmax after those before it, and only one is. So one
+    pass over a good guess says what generating token by token would, with all logits: transformers guesses for all
+    prompts in one padded batch, then each prompt has its pass alone. Where a guess is wrong, and once for each
+    checkpoint in any case, transformers generates alone.
+
     Args:
         name: A key of ZOO.
         which: Prompts to keep, by their place in PROMPT_LENGTHS; None for all.
@@ -63,27 +70,54 @@ def oracle(name: str, which: tuple[int, ...] | None = None, num_tokens: int = NU
     prompts = _prompts(name)
     prompts = prompts if which is None else [prompts[i] for i in which]
     model = load_reference(folder)
-    remembers = ZOO[name].max_prompt_len < MAX_LEN  # its RoPE keeps what the sequence before was scaled to
+    # A RoPE that depends on the sequence's length turns a key by the length that the sequence had when it came, and
+    # keeps what the sequence before was scaled to.
+    remembers = ZOO[name].max_prompt_len < MAX_LEN
+    guesses = [None] * len(prompts) if remembers else _guess(model, prompts, num_tokens)
+    longest = max(prompts, key=len)
     tokens, logprobs, prompt_logprobs = [], [], []
-    for prompt in prompts:
-        model = load_reference(folder) if remembers else model
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            over_prompt = model(ids).logits[0, :-1]
-            result = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=num_tokens,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-        tokens.append(result.sequences[0, len(prompt) :].tolist())
-        logprobs.append(torch.log_softmax(torch.cat(result.logits).float(), dim=-1))
-        prompt_logprobs.append(torch.log_softmax(over_prompt.float(), dim=-1))
+    with torch.inference_mode():
+        for prompt, guess in zip(prompts, guesses, strict=True):
+            model = load_reference(folder) if remembers else model
+            logits = model(torch.tensor([prompt + (guess or [])[:-1]])).logits[0].float()
+            over_prompt, following = logits[: len(prompt) - 1], logits[len(prompt) - 1 :]
+            if prompt is longest or guess is None or following.argmax(-1).tolist() != guess:
+                generated, stepwise = _generate_alone(model, prompt, num_tokens)
+                if guess is not None and following.argmax(-1).tolist() == guess:
+                    assert generated == guess, f"{name}: transformers with its cache and without it disagree"
+                guess, following = generated, stepwise
+            tokens.append(guess)
+            logprobs.append(torch.log_softmax(following, dim=-1))
+            prompt_logprobs.append(torch.log_softmax(over_prompt, dim=-1))
     return Oracle(folder, prompts, tokens, logprobs, prompt_logprobs)
+
+
+def _guess(model: PreTrainedModel, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Greedy continuations of all prompts, padded to one length. What padding does to them is for others to find out."""
+    length = max(map(len, prompts))
+    ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return _greedy(model, ids, mask, num_tokens).sequences[:, length:].tolist()
+
+
+def _generate_alone(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> tuple[list[int], torch.Tensor]:
+    """The greedy continuation, token by token, and the logits of each: [num_tokens, vocabulary]."""
+    ids = torch.tensor([prompt])
+    result = _greedy(model, ids, torch.ones_like(ids), num_tokens)
+    return result.sequences[0, len(prompt) :].tolist(), torch.cat(result.logits).float()
+
+
+def _greedy(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, num_tokens: int) -> Any:
+    return model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
 
 
 @contextmanager
