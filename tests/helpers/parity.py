@@ -93,7 +93,7 @@ def oracle(name: str, which: tuple[int, ...] | None = None, num_tokens: int = NU
 
 
 def _guess(model: PreTrainedModel, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """Greedy continuations of all prompts, padded to one length. What padding does to them is for others to find out."""
+    """Greedy continuations of all prompts, padded to one length; what padding did to them is for the caller to see."""
     length = max(map(len, prompts))
     ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
