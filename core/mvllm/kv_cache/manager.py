@@ -317,32 +317,29 @@ class KVCacheManager:
 
     def _agreed_blocks(self, hashes: Sequence[BlockHash]) -> list[int]:
         """The longest prefix that all groups have, each as far as it matters. As `get_computed_blocks` returns it."""
-        lookup, size = self._pool.lookup, self.block_size
-        found: list[list[int]] = [[] for _ in self._windows]
+        found = {g: self._leading_blocks(hashes, g) for g, window in enumerate(self._windows) if window is None}
+        length = min([len(hashes), *map(len, found.values())])
+        # Every shorter prefix that contains the missing block sees it, too: what is seen begins no later there.
+        while length and (missing := self._first_missing(hashes, length)) is not None:
+            length = missing
+        blocks: list[int] = []
         for group, window in enumerate(self._windows):
             if window is None:
-                found[group] = self._leading_blocks(hashes, group)
-                hashes = hashes[: len(found[group])]
+                blocks += found[group][:length]
+            else:
+                first = first_seen_block(length * self.block_size, window, self.block_size)
+                seen = [self._pool.lookup(_name(block_hash, group)) for block_hash in hashes[first:length]]
+                blocks += [_UNSEEN] * first + [block for block in seen if block is not None]
+        return blocks
+
+    def _first_missing(self, hashes: Sequence[BlockHash], length: int) -> int | None:
+        """The first of the blocks that tokens behind `length` blocks see and that a group with a window has not."""
         for group, window in enumerate(self._windows):
             if window is not None:
-                named = (lookup(_name(block_hash, group)) for block_hash in hashes)
-                found[group] = [_UNSEEN if block is None else block for block in named]
-
-        windowed = [(found[group], window) for group, window in enumerate(self._windows) if window is not None]
-        run_starts = [0] * len(windowed)  # since which block each group has had all
-        length = 0
-        for n in range(1, len(hashes) + 1):
-            agreed = True
-            for i, (blocks, window) in enumerate(windowed):
-                if blocks[n - 1] == _UNSEEN:
-                    run_starts[i] = n
-                agreed &= run_starts[i] <= first_seen_block(n * size, window, size)
-            if agreed:
-                length = n
-        for blocks, window in windowed:
-            first = first_seen_block(length * size, window, size)
-            blocks[:first] = [_UNSEEN] * first
-        return [block for blocks in found for block in blocks[:length]]
+                for i in range(first_seen_block(length * self.block_size, window, self.block_size), length):
+                    if self._pool.lookup(_name(hashes[i], group)) is None:
+                        return i
+        return None
 
     def _block_hashes(self, table: BlockTable, num_blocks: int) -> list[BlockHash]:
         """Names of the first `num_blocks` blocks, all of whose tokens are known; fewer, if not all may be shared."""
