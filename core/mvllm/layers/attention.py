@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import nn
 
@@ -24,6 +26,8 @@ class Attention(nn.Module):
     Attributes:
         spec: What was asked of the backend.
         backend: The platform's backend.
+        metadata_key: Where a step has the backend's metadata: under the spec, unless layers of that spec have several
+            block tables.
         kv_cache: This layer's cache; whoever allocates it sets it. While it is None (a profiling pass before memory is
             divided) the layer answers zeros.
     """
@@ -52,6 +56,7 @@ class Attention(nn.Module):
             sinks=sinks is not None,
         )
         self.backend = ctx.attention(self.spec)
+        self.metadata_key: Hashable = self.spec
         self.kv_cache: KVCache | None = None
         self.sinks = sinks
 
@@ -61,13 +66,13 @@ class Attention(nn.Module):
         Args:
             query: [T, heads on this rank, head_size].
             key, value: [T, key/value heads on this rank, head_size].
-            step: The step, with metadata for this layer's spec.
+            step: The step, with metadata for this layer.
 
         Returns:
             [T, heads on this rank * head_size].
         """
         if self.kv_cache is None:
             return query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
-        metadata = step.metadata[self.spec]
+        metadata = step.metadata[self.metadata_key]
         self.backend.write_kv(self.kv_cache, key, value, metadata)
         return self.backend.forward(query, self.kv_cache, metadata, self.sinks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,11 +67,11 @@ class ForwardStep:
     """What the layers need to know about the batch of one step.
 
     Attributes:
-        metadata: The attention metadata of the step, one entry per distinct AttentionSpec of the model.
+        metadata: The attention metadata of the step, by the `metadata_key` of the layers that read it.
         prompt_lens: [T], int32, device: for each token the length of its request's prompt. Read only by models whose
             `uses_prompt_lens` is set (RoPE scalings that depend on the length of the sequence, see RotaryEmbedding);
             None treats every prompt as no longer than the original context.
     """
 
-    metadata: Mapping[AttentionSpec, AttentionMetadata]
+    metadata: Mapping[Hashable, AttentionMetadata]
     prompt_lens: torch.Tensor | None = None
