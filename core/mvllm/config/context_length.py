@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mvllm.config.hf_config import HFConfig
-from mvllm.config.rope_parameters import rope_settings, rope_type_of
+from mvllm.config.rope_parameters import rope_settings, rope_type_of, settings_by_type
 from mvllm.errors import ConfigError, ModelError
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
@@ -87,6 +87,6 @@ def derive_context_length(hf_config: HFConfig) -> ContextLength | None:
 
 def _full_attention(settings: dict[str, Any]) -> Mapping[str, Any]:
     """Where each type of layer has settings of its own, those of full attention decide."""
-    if settings and all(isinstance(value, dict) for value in settings.values()):
-        return settings.get("full_attention") or next(iter(settings.values()))
+    if settings_by_type(settings):
+        return settings.get("full_attention") or next(of_type for of_type in settings.values() if of_type is not None)
     return settings

@@ -121,7 +121,11 @@ class Linear(nn.Module):
 
 
 class ColumnParallelLinear(Linear):
-    """Each rank computes a band of the outputs. `bands` lists the checkpoint matrices, stacked in this order."""
+    """Each rank computes a band of the outputs.
+
+    `bands` lists the checkpoint matrices, stacked in this order, with their rows. A name that stands there more than
+    once is one matrix of the checkpoint, in which these bands lie one below the other.
+    """
 
     def __init__(
         self,
@@ -132,12 +136,13 @@ class ColumnParallelLinear(Linear):
         bias: bool,
         transposed: bool = False,
     ) -> None:
-        parts, start = [], 0
+        parts, start, offsets = [], 0, dict.fromkeys([name for name, _ in bands], 0)
         for name, num_rows in bands:
             band = share(num_rows, ctx.tp, f"output features of {name}")
-            stop = start + band.stop - band.start
-            parts.append(Part(name, num_rows, band, slice(start, stop)))
-            start = stop
+            stop, offset = start + band.stop - band.start, offsets[name]
+            whole = sum(rows for other, rows in bands if other == name)
+            parts.append(Part(name, whole, slice(offset + band.start, offset + band.stop), slice(start, stop)))
+            start, offsets[name] = stop, offset + num_rows
         super().__init__(ctx, parts, in_features, bias=bias, transposed=transposed)
 
 
