@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -140,7 +141,7 @@ class LlamaLayer(nn.Module):
         options: LlamaOptions,
         rotary: RotaryEmbedding,
         layer: int,
-        mlp: nn.Module,
+        build_mlp: Callable[[BuildContext, LlamaOptions, int], nn.Module],
     ) -> None:
         super().__init__()
 
@@ -152,7 +153,7 @@ class LlamaLayer(nn.Module):
         self.attention = LlamaAttention(config, ctx, options, rotary, layer)
         self.attention_result_norm = norm(options.norms.after_attention)
         self.mlp_norm = norm(options.norms.before_mlp)
-        self.mlp = mlp
+        self.mlp = build_mlp(ctx, options, layer)
         self.mlp_result_norm = norm(options.norms.after_mlp)
         self.residual_scale = options.residual_scale
 
@@ -189,7 +190,7 @@ class LlamaForCausalLM(CausalLM):
         self.embed_tokens = self._build_embedding(ctx, "model.embed_tokens", config.hidden_size)
         self.embedding_scale = torch.tensor(options.embedding_scale, dtype=ctx.dtype).item()
         self.layers = nn.ModuleList(
-            LlamaLayer(config, ctx, options, self._rotary_of(layer), layer, self.build_mlp(ctx, options, layer))
+            LlamaLayer(config, ctx, options, self._rotary_of(layer), layer, self.build_mlp)
             for layer in self._layer_numbers()
         )
         eps = norm_eps(config, options)
