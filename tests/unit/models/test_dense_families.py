@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.config.rope_parameters import RopeParameters, prompt_cache_key
 from mvllm.errors import ModelError
 from mvllm.layers.context import ForwardStep
+from mvllm.layers.norm import RMSNorm
+from mvllm.models.llama import LlamaForCausalLM
+from mvllm.models.registry import resolve_model_class
 from tests.helpers.host_sync import NoQuestions
 from tests.helpers.model_zoo import ZOO, load_reference, make_checkpoint, marked
 from tests.helpers.paged_driver import HOST, PagedDriver, load_model, make_context, make_layout, read_config
@@ -36,6 +40,42 @@ def test_ranks_and_stages_give_the_logits_of_one(name: str, tmp_path: Path) -> N
     torch.testing.assert_close(run(PagedDriver(*stages)), alone, atol=1e-5, rtol=0)
     for tp_size, pp_size in ((2, 1), (4, 1), (2, 2)):
         check_every_element_is_read(folder, tp_size, pp_size)
+
+
+# As (checkpoint, what its options would be if the family forgot one).
+FORGOTTEN: list[tuple[str, dict[str, Any]]] = [
+    ("gemma2", {"windows": (None, None)}),
+    ("gemma2", {"norm": RMSNorm}),
+    ("gemma2", {"hidden_act": "silu"}),
+    ("gemma2", {"attention_scale": None}),
+    ("gemma2", {"soft_cap": None}),
+    ("gemma2", {"embedding_scale": 1.0}),
+    ("gemma2", {"logits_soft_cap": None}),
+    ("gemma3", {"windows": (9, 9, 9)}),
+    ("gemma3", {"local_rope": None}),
+    ("granite", {"attention_scale": None}),
+    ("granite", {"embedding_scale": 1.0}),
+    ("granite", {"residual_scale": 1.0}),
+    ("granite", {"logits_scale": 1.0}),
+    ("phi3", {"rope": None}),
+    ("glm", {"rope": None}),
+    ("glm", {"interleaved_rotary": False}),
+    ("starcoder2", {"windows": (None, None)}),
+]
+
+
+@pytest.mark.parametrize(("name", "without"), FORGOTTEN, ids=lambda value: str(value))
+def test_a_setting_that_a_family_forgot_would_show(
+    name: str, without: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle of the other tests is blind to what makes no difference to these weights."""
+    folder = make_checkpoint(name, tmp_path, tokenizer=False)
+    config = read_config(folder)
+    family = resolve_model_class(config.architecture)
+    assert issubclass(family, LlamaForCausalLM)
+    right, options = run(PagedDriver(load_model(folder))), family.options(config)
+    monkeypatch.setattr(family, "options", lambda config: replace(options, **without))
+    assert (run(PagedDriver(load_model(folder))) - right).abs().max() > 100 * TOLERANCE
 
 
 # As (format of the weights, checkpoint): what a family has fused is cut out of the packed words.
