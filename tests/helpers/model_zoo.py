@@ -30,6 +30,8 @@ from transformers import (
 )
 from transformers.models.auto import AutoModelForCausalLM
 
+from tests.helpers.zoo_sparse import SPARSE
+
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 1
 BOS_TOKEN_ID = 0
@@ -227,6 +229,7 @@ ZOO: dict[str, ZooEntry] = {
     "gpt2-scaled-by-layer": ZooEntry(_gpt2(scale_attn_by_inverse_layer_idx=True, layer_norm_epsilon=1e-3)),
     "gpt2-untied": ZooEntry(_gpt2(tie_word_embeddings=False)),
     "gpt2-first-names": ZooEntry(_gpt2(), edit_tensors=_as_the_first_gpt2),
+    **{name: ZooEntry(**settings) for name, settings in SPARSE.items()},
 }
 
 
@@ -267,6 +270,9 @@ def make_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) 
             parameter.copy_(_draw(parameter_name, parameter.shape, generator))
             if "c_attn" in parameter_name and not model.config.scale_attn_weights:
                 parameter *= 0.5  # the same spread of scores as with the usual scale
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(_draw(buffer_name, buffer.shape, generator))
     return model.to(dtype).eval()
 
 

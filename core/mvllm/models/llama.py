@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,13 +10,20 @@ from torch import nn
 
 from mvllm.config.model import ModelConfig
 from mvllm.config.rope_parameters import RopeParameters
-from mvllm.layers.attention import Attention
+from mvllm.layers.attention import Attention, Sinks
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import QKVLinear, RowParallelLinear
 from mvllm.layers.mlp import GatedMLP
 from mvllm.layers.norm import RMSNorm
 from mvllm.layers.rotary import RotaryEmbedding, StepAngles
 from mvllm.models.causal_lm import CausalLM
+
+
+AttentionMaker = Callable[[ModelConfig, BuildContext, RotaryEmbedding, int], nn.Module]
+"""Of the number of a layer; what it makes is called as LlamaAttention is."""
+
+MLPMaker = Callable[[ModelConfig, BuildContext, int], nn.Module]
+"""Likewise; what it makes takes [T, hidden_size] to [T, hidden_size]."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,9 @@ class LlamaOptions:
         qkv_bias, output_bias, mlp_bias: Which linear layers have biases.
         qk_norm: Queries and keys are normalised per head before they are rotated.
         windows: Sliding window of each layer, or None.
+        sinks: Each query head has a learned extra logit.
+        attention: Makes a layer's attention where that is not LlamaAttention; takes what `LatentAttention` needs.
+        mlp: Makes a layer's feed-forward block where that is not a GatedMLP.
     """
 
     windows: tuple[int | None, ...]
@@ -33,6 +44,9 @@ class LlamaOptions:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    sinks: bool = False
+    attention: AttentionMaker | None = None
+    mlp: MLPMaker | None = None
 
 
 class LlamaAttention(nn.Module):
@@ -63,8 +77,15 @@ class LlamaAttention(nn.Module):
         )
         self.q_norm = RMSNorm(ctx, f"{name}.q_norm", head_size, eps) if options.qk_norm else None
         self.k_norm = RMSNorm(ctx, f"{name}.k_norm", head_size, eps) if options.qk_norm else None
+        heads = self.qkv.heads
+        self.sinks = Sinks(ctx, f"{name}.sinks", config.num_heads, heads) if options.sinks else None
         self.attention = Attention(
-            ctx, self.qkv.heads, head_size, head_size**-0.5, sliding_window=options.windows[layer]
+            ctx,
+            heads,
+            head_size,
+            head_size**-0.5,
+            sliding_window=options.windows[layer],
+            sinks=None if self.sinks is None else self.sinks.weight,
         )
         self._rotary = [rotary]  # in a list: it belongs to the model, not to every layer
 
@@ -84,17 +105,18 @@ class LlamaLayer(nn.Module):
         self, config: ModelConfig, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int
     ) -> None:
         super().__init__()
-        name, hf, eps = f"model.layers.{layer}", config.hf_config, _rms_norm_eps(config)
+        name, eps = f"model.layers.{layer}", _rms_norm_eps(config)
         self.input_norm = RMSNorm(ctx, f"{name}.input_layernorm", config.hidden_size, eps)
-        self.attention = LlamaAttention(config, ctx, options, rotary, layer)
+        self.attention = (
+            LlamaAttention(config, ctx, options, rotary, layer)
+            if options.attention is None
+            else options.attention(config, ctx, rotary, layer)
+        )
         self.mlp_norm = RMSNorm(ctx, f"{name}.post_attention_layernorm", config.hidden_size, eps)
-        self.mlp = GatedMLP(
-            ctx,
-            f"{name}.mlp",
-            config.hidden_size,
-            hf.positive_int("intermediate_size"),
-            hf.get("hidden_act", "silu"),
-            bias=options.mlp_bias,
+        self.mlp = (
+            dense_mlp(config, ctx, f"{name}.mlp", bias=options.mlp_bias)
+            if options.mlp is None
+            else options.mlp(config, ctx, layer)
         )
 
     def forward(
@@ -159,6 +181,15 @@ class LlamaForCausalLM(CausalLM):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self.lm_head is not None, "only the last stage makes logits"
         return self.lm_head(hidden)
+
+
+def dense_mlp(
+    config: ModelConfig, ctx: BuildContext, name: str, intermediate_size: int | None = None, *, bias: bool = False
+) -> GatedMLP:
+    """The feed-forward block that every token passes; of the model's `intermediate_size` unless another is given."""
+    hf = config.hf_config
+    size = hf.positive_int("intermediate_size") if intermediate_size is None else intermediate_size
+    return GatedMLP(ctx, name, config.hidden_size, size, hf.get("hidden_act", "silu"), bias=bias)
 
 
 def _rms_norm_eps(config: ModelConfig) -> float:
