@@ -65,8 +65,8 @@ def _qwen3(**settings: Any) -> Config:
 
 
 def _gpt_oss(**settings: Any) -> Config:
-    sizes = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rope_parameters": _YARN}
-    return lambda: GptOssConfig(**{**_SIZES, **sizes, "sliding_window": 11, **settings})
+    sizes = {"intermediate_size": 96, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16}
+    return lambda: GptOssConfig(**{**_SIZES, **sizes, "rope_parameters": _YARN, "sliding_window": 11, **settings})
 
 
 def _deepseek_v2(**settings: Any) -> Config:

@@ -5,8 +5,8 @@
     gate_up_proj_blocks, _scales    [experts, 2 · size, hidden_size / 32, ...]              (MXFP4, the other way round)
     down_proj_blocks, _scales       [experts, hidden_size, size / 32, ...]
 
-Tensor parallelism cuts every expert along its inner size, as in `experts.py`; the biases of what is summed over ranks are
-the first rank's.
+Tensor parallelism cuts every expert along its inner size, as in `experts.py`; the biases of what is summed over ranks
+are the first rank's.
 """
 
 from __future__ import annotations
@@ -152,7 +152,10 @@ class ClampedExperts(nn.Module):
     def _packed_tensors(self) -> dict[str, tuple[tuple[int, ...], tuple[slice, ...]]]:
         """The shape of each tensor of packed experts, and what this rank reads of it, by the end of its name."""
         hidden, inner = -(-self.hidden_size // GROUP_SIZE), -(-self.intermediate_size // GROUP_SIZE)
-        upper, lower = (self.num_experts, 2 * self.intermediate_size, hidden), (self.num_experts, self.hidden_size, inner)
+        upper, lower = (
+            (self.num_experts, 2 * self.intermediate_size, hidden),
+            (self.num_experts, self.hidden_size, inner),
+        )
         experts, pairs = slice(0, self.num_experts), slice(2 * self.band.start, 2 * self.band.stop)
         of_upper = (experts, pairs, slice(0, hidden))
         of_lower = (experts, slice(0, self.hidden_size), self._groups)

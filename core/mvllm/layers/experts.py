@@ -3,8 +3,8 @@
 Tensor parallelism cuts every expert along its inner size, so that ranks stay equally loaded whatever the router picks;
 what `forward` gives is this rank's share of a sum over ranks.
 
-The operation takes floats. Experts that a checkpoint stores quantized are dequantized when they have been read; those of
-a model that is quantized while it loads stay as they are.
+The operation takes floats. Experts that a checkpoint stores quantized are dequantized when they have been read; those
+of a model that is quantized while it loads stay as they are.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class GatedExperts(nn.Module):
             e, which = map(int, key.split())
             floats, stored = (self.gate_up, self.down)[which].data, self.stored.pop(key)
             assert isinstance(stored, QuantizedMatrix)
-            floats[e] = stored.floats(floats.shape[-1], floats.dtype, floats.device)
+            floats[e] = stored.dequantized(floats.shape[-1], floats.dtype, floats.device)
         if self._op.prepare is not None:
             prepared = self._op.prepare((self.gate_up.data, self.down.data))
             del self.gate_up, self.down

@@ -1,13 +1,13 @@
-"""Multi-head latent attention: keys and values of all heads are made of one short vector per token, and only that is kept.
+"""Multi-head latent attention: keys and values of all heads are made of one short vector per token, which is kept alone.
 
     x ─ kv_a ─┬─ norm ─> latent [rank] ──────┐                 key of head h    = [Kₕ · latent | rotated]
               └─ rotate ─> rotated [rope] ───┴─ the cache      value of head h  = Vₕ · latent
     x ─ q ────┬─ Kₕᵀ · plain ─> [rank] ──────┐
               └─ rotate ─> [rope] ───────────┴─ query
 
-A score (plain · Kₕ latent + rotated parts) is the same as (Kₕᵀ plain) · latent + ..., so queries are brought to the latent's
-space (*absorbed*) and attend to the cache as it lies there: one key/value head of rank + rope elements, whose first `rank`
-are the value as well. What comes out is a latent for each head, which Vₕ turns into the head's result.
+A score (plain · Kₕ latent + rotated parts) is the same as (Kₕᵀ plain) · latent + ..., so queries are brought to the
+latent's space (*absorbed*) and attend to the cache as it lies there: one key/value head of rank + rope elements, whose
+first `rank` are the value as well. What comes out is a latent for each head, which Vₕ turns into the head's result.
 
 Ranks share the heads; each keeps the whole latent.
 
@@ -125,13 +125,16 @@ class _HeadMatrices(nn.Module):
     def __init__(self, ctx: BuildContext, name: str, shape: LatentShape, heads: HeadShare) -> None:
         super().__init__()
         size = shape.plain_size + shape.value_size
-        rows, num_rows = slice(heads.first_head * size, (heads.first_head + heads.num_heads) * size), heads.num_heads * size
+        rows, num_rows = (
+            slice(heads.first_head * size, (heads.first_head + heads.num_heads) * size),
+            heads.num_heads * size,
+        )
         part = Part(name, shape.num_heads * size, rows, slice(0, num_rows))
         self._layout = MatrixLayout((part,), shape.rank, slice(0, shape.rank), num_rows)
         self._sizes = (shape.plain_size, shape.value_size)
         self.stored = stored_matrix(ctx, self._layout)
         weight = ctx.parameter(num_rows, shape.rank)
-        self.weight = weight if self.stored is None else weight.data
+        self.weight: torch.Tensor = weight if self.stored is None else weight.data
 
     def absorb(self, plain: torch.Tensor) -> torch.Tensor:
         """Query heads [T, heads, plain_size] in the latent's space, [T, heads, rank]."""
@@ -143,12 +146,15 @@ class _HeadMatrices(nn.Module):
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Checkpoint tensor names and what this rank takes of them. Before `prepare_weights` only."""
-        yield from self.stored.targets() if self.stored is not None else float_targets(self._layout, self.weight)
+        if isinstance(self.weight, nn.Parameter):
+            yield from float_targets(self._layout, self.weight)
+        elif self.stored is not None:
+            yield from self.stored.targets()
 
     def prepare_weights(self) -> None:
         """Dequantizes the matrix, where the checkpoint has it quantized."""
         if self.stored is not None:
-            self.weight.copy_(self.stored.floats(self.weight.shape[1], self.weight.dtype, self.weight.device))
+            self.weight.copy_(self.stored.dequantized(self.weight.shape[1], self.weight.dtype, self.weight.device))
             self.stored = None
 
     def _of_heads(self) -> tuple[torch.Tensor, ...]:

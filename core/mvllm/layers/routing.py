@@ -48,8 +48,8 @@ class Routing:
         fewest = 2 if self.group_by == "best_two" else 1
         if num_experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups or size < fewest:
             raise ModelError(
-                f"The model's config.json is wrong: {num_experts} experts do not stand in {self.num_groups} groups of at "
-                f"least {fewest}, of which {self.top_groups} are chosen."
+                f"The model's config.json is wrong: {num_experts} experts do not stand in {self.num_groups} groups of "
+                f"at least {fewest}, of which {self.top_groups} are chosen."
             )
         if not 1 <= self.top_k <= self.top_groups * size:
             raise ModelError(

@@ -24,7 +24,7 @@ class WeightTarget:
         source: What this rank reads of it, one slice with start and stop per dimension; one with a step reads what lies
             between as well.
         destination: Where that goes in the parameter, likewise; an integer picks a matrix out of a stack.
-        transpose: The checkpoint stores the matrix as [in, out]; the parameter is [out, in]. Of a stack of matrices, each.
+        transpose: The checkpoint stores the matrix, or each of a stack, as [in, out]; the parameter is [out, in].
     """
 
     parameter: nn.Parameter

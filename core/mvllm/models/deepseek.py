@@ -42,7 +42,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
             groups, chosen = hf.positive_int("n_group"), hf.positive_int("topk_group")
             return Routing(top_k, scale=scale, num_groups=groups, top_groups=chosen)
         raise ModelError(
-            f"{hf.source}: 'topk_method' should be 'greedy' or 'group_limited_greedy' for this family, found {method!r}."
+            f"{hf.source}: 'topk_method' should be 'greedy' or 'group_limited_greedy' in this family, found {method!r}."
         )
 
     @classmethod
@@ -54,9 +54,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         check_activation(hf)
         count, size = hf.positive_int("n_routed_experts"), hf.positive_int("moe_intermediate_size")
         routing, shared = cls.routing(config), hf.get("n_shared_experts", 0)
-        experts = GatedExperts(
-            ctx, f"{name}.experts", config.hidden_size, size, num_experts=count, top_k=routing.top_k
-        )
+        experts = GatedExperts(ctx, f"{name}.experts", config.hidden_size, size, num_experts=count, top_k=routing.top_k)
         return MoE(
             ctx,
             f"{name}.gate",

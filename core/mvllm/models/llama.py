@@ -18,7 +18,6 @@ from mvllm.layers.norm import RMSNorm
 from mvllm.layers.rotary import RotaryEmbedding, StepAngles
 from mvllm.models.causal_lm import CausalLM
 
-
 AttentionMaker = Callable[[ModelConfig, BuildContext, RotaryEmbedding, int], nn.Module]
 """Of the number of a layer; what it makes is called as LlamaAttention is."""
 

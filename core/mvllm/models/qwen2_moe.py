@@ -83,9 +83,7 @@ def is_sparse(config: ModelConfig, layer: int) -> bool:
 
 def _experts_and_shared(config: ModelConfig, ctx: BuildContext, layer: int) -> nn.Module:
     sparse = is_sparse(config, layer)
-    return sparse_block(
-        config, ctx, layer, SharedExpert(config, ctx, f"model.layers.{layer}.mlp") if sparse else None
-    )
+    return sparse_block(config, ctx, layer, SharedExpert(config, ctx, f"model.layers.{layer}.mlp") if sparse else None)
 
 
 def _windows(config: ModelConfig) -> tuple[int | None, ...]:

@@ -31,7 +31,7 @@ class QuantizedMatrix(nn.Module, ABC):
     def finish(self) -> tuple[Product, Any]:
         """Once, when every target is filled: what multiplies, and the weight that it takes. This object is dropped."""
 
-    def floats(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def dequantized(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """In the place of `finish`: the floats that the matrix stands for, [out_features, num_columns].
 
         For layers that multiply in a way of their own. By default what the product makes of the unit vectors; a matrix
@@ -116,7 +116,7 @@ class IntegerMatrix(QuantizedMatrix):
         function: Product = self._op.function
         return function if order is None else _with_order(function, order.to(self._device)), prepared
 
-    def floats(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def dequantized(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         loaded, order = self.read()
         floats = loaded.dequantize()
         if order is not None:

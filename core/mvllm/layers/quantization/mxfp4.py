@@ -1,6 +1,6 @@
 """MXFP4 checkpoints (GPT-OSS): the experts in floats of 4 bits, 32 of which share a power of two; all else in floats.
 
-blocks  uint8 [..., groups, 16]    two values in a byte, the first in the lower bits: sign, two bits of exponent, one more
+blocks  uint8 [..., groups, 16]    two values in a byte, the first in the lower bits: sign, 2 bits of exponent, 1 more
 scales  uint8 [..., groups]        the exponent of two that the group is multiplied with, plus 127
 
 Experts are dequantized when they have been read, exactly: two significant bits fit every compute dtype.
