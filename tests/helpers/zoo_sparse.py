@@ -1,6 +1,6 @@
 """Checkpoints with experts, for `model_zoo.ZOO`.
 
-Two of each family are for every run, those in EXHAUSTIVE for the long one.
+Two of each family are for every run, the others for the long one.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ def as_published(config: dict[str, Any]) -> None:
 SPARSE: dict[str, dict[str, Any]] = {
     "mixtral": {"config": _mixtral()},
     "mixtral-window": {"config": _mixtral(sliding_window=9, num_experts_per_tok=3, num_key_value_heads=4)},
-    "mixtral-tied": {"config": _mixtral(tie_word_embeddings=True, head_dim=24, num_experts_per_tok=1)},
+    "mixtral-tied": {
+        "exhaustive": True,
+        "config": _mixtral(tie_word_embeddings=True, head_dim=24, num_experts_per_tok=1),
+    },
     "qwen2moe": {"config": _qwen2(), "edit_config": as_published},
     "qwen2moe-mixed": {
         "config": _qwen2(
@@ -103,12 +106,18 @@ SPARSE: dict[str, dict[str, Any]] = {
             sliding_window=9,
         )
     },
-    "qwen2moe-steps": {"config": _qwen2(num_hidden_layers=4, decoder_sparse_step=2, qkv_bias=False)},
+    "qwen2moe-steps": {
+        "exhaustive": True,
+        "config": _qwen2(num_hidden_layers=4, decoder_sparse_step=2, qkv_bias=False),
+    },
     "qwen3moe": {"config": _qwen3(norm_topk_prob=True), "edit_config": as_published},
     "qwen3moe-window": {
         "config": _qwen3(use_sliding_window=True, sliding_window=9, attention_bias=True, mlp_only_layers=[1])
     },
-    "qwen3moe-steps": {"config": _qwen3(num_hidden_layers=4, decoder_sparse_step=2, num_experts_per_tok=4)},
+    "qwen3moe-steps": {
+        "exhaustive": True,
+        "config": _qwen3(num_hidden_layers=4, decoder_sparse_step=2, num_experts_per_tok=4),
+    },
     "gptoss": {"config": _gpt_oss(), "edit_config": as_published},
     "gptoss-clamped": {
         "config": _gpt_oss(
@@ -118,7 +127,10 @@ SPARSE: dict[str, dict[str, Any]] = {
             rope_parameters={**_YARN, "truncate": False},
         )
     },
-    "gptoss-plain": {"config": _gpt_oss(attention_bias=False, num_hidden_layers=3, num_key_value_heads=4)},
+    "gptoss-plain": {
+        "exhaustive": True,
+        "config": _gpt_oss(attention_bias=False, num_hidden_layers=3, num_key_value_heads=4),
+    },
     "deepseek2": {"config": _deepseek_v2(), "edit_config": as_published},
     "deepseek2-groups": {
         "config": _deepseek_v2(
@@ -130,7 +142,10 @@ SPARSE: dict[str, dict[str, Any]] = {
             rope_parameters=_MSCALE,
         )
     },
-    "deepseek2-biases": {"config": _deepseek_v2(attention_bias=True, mlp_bias=True, q_lora_rank=24)},
+    "deepseek2-biases": {
+        "exhaustive": True,
+        "config": _deepseek_v2(attention_bias=True, mlp_bias=True, q_lora_rank=24),
+    },
     "deepseek3": {"config": _deepseek_v3(), "edit_config": as_published},
     "deepseek3-yarn": {
         "config": _deepseek_v3(
@@ -138,15 +153,9 @@ SPARSE: dict[str, dict[str, Any]] = {
         ),
         "edit_config": as_published,
     },
-    "deepseek3-dense": {"config": _deepseek_v3(first_k_dense_replace=2, num_hidden_layers=3, n_group=1, topk_group=1)},
+    "deepseek3-dense": {
+        "exhaustive": True,
+        "config": _deepseek_v3(first_k_dense_replace=2, num_hidden_layers=3, n_group=1, topk_group=1),
+    },
 }
 """Settings of ZooEntry by name."""
-
-EXHAUSTIVE = (
-    "mixtral-tied",
-    "qwen2moe-steps",
-    "qwen3moe-steps",
-    "gptoss-plain",
-    "deepseek2-biases",
-    "deepseek3-dense",
-)

@@ -40,6 +40,15 @@ _ARCHITECTURE_OF_TYPE = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "opt": "OPTForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+    "falcon": "FalconForCausalLM",
 }
 
 _LARGEST_SIZE = 2**31 - 1
@@ -52,18 +61,17 @@ _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 
 # What transformers assumes where the key is absent altogether (null means the same as for the other families).
-_ABSENT_HEAD_DIM = {"qwen3": 128, "gpt_oss": 64}
+_ABSENT_HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256, "glm": 128, "glm4": 128, "gpt_oss": 64}
 _ABSENT_SLIDING_WINDOW = {
-    "mistral": 4096,
-    "qwen2": 4096,
-    "qwen3": 4096,
-    "qwen2_moe": 4096,
-    "qwen3_moe": 4096,
+    **dict.fromkeys(("mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3_text"), 4096),
     "gpt_oss": 128,
 }
 
 # Families that attend to everything even where the key `sliding_window` was left in their config.
-_NEVER_SLIDING = ("llama", "opt", "gpt2", "deepseek_v2", "deepseek_v3")
+_NEVER_SLIDING = (
+    *("llama", "opt", "gpt2", "granite", "olmo2", "glm", "glm4", "falcon"),
+    *("deepseek_v2", "deepseek_v3"),
+)
 # Families whose `sliding_window` counts only with `use_sliding_window`, which is off by default.
 _SLIDING_ON_REQUEST = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
@@ -198,6 +206,8 @@ def transformer_shape(hf_config: HFConfig) -> TransformerShape:
     hidden_size = _size(hf_config, _HIDDEN_SIZE)
     num_heads = _size(hf_config, _NUM_HEADS)
     num_kv_heads = _size(hf_config, _NUM_KV_HEADS, default=num_heads)
+    if _is_multi_query(hf_config):
+        num_kv_heads = 1
     if num_heads % num_kv_heads:
         raise ModelError(
             f"{hf_config.source}: {_key(hf_config, _NUM_HEADS)!r} is {num_heads}, which is not a multiple of "
@@ -211,6 +221,13 @@ def transformer_shape(hf_config: HFConfig) -> TransformerShape:
         num_kv_heads=num_kv_heads,
         head_size=_head_size(hf_config, hidden_size, num_heads),
     )
+
+
+def _is_multi_query(hf_config: HFConfig) -> bool:
+    """Whether it is a Falcon whose heads share one key and value, whatever `num_kv_heads` says."""
+    if hf_config.get("model_type") != "falcon" or hf_config.get("new_decoder_architecture", False):
+        return False
+    return bool(hf_config.get("multi_query", True))
 
 
 def sliding_window(hf_config: HFConfig) -> int | None:

@@ -48,7 +48,6 @@ class LatentShape:
         plain_size, rope_size: Elements of a query or key head that are not rotated, and those that are.
         value_size: Elements of a value head.
         bias: Whether the products that make latents, and the last one, have biases.
-        interleaved: Pairs of rotated elements are neighbours in the checkpoint; else they are half the size apart.
     """
 
     hidden_size: int
@@ -59,7 +58,6 @@ class LatentShape:
     rope_size: int
     value_size: int
     bias: bool = False
-    interleaved: bool = True
 
 
 class LatentAttention(nn.Module):
@@ -106,8 +104,6 @@ class LatentAttention(nn.Module):
         plain, rotated = query.split((shape.plain_size, shape.rope_size), dim=-1)
         latent, key_rotated = self.latent(x).split((shape.rank, shape.rope_size), dim=-1)
         latent, key_rotated = self.latent_norm(latent).unsqueeze(1), key_rotated.unsqueeze(1)
-        if shape.interleaved:
-            rotated, key_rotated = _apart(rotated), _apart(key_rotated)
         rotated, key_rotated = self._rotary[0](angles, rotated, key_rotated)
         key = torch.cat((latent, key_rotated), dim=-1)
         query = torch.cat((self.heads.absorb(plain), rotated), dim=-1)
@@ -159,11 +155,6 @@ class _HeadMatrices(nn.Module):
 
     def _of_heads(self) -> tuple[torch.Tensor, ...]:
         return self.weight.unflatten(0, (-1, sum(self._sizes))).split(self._sizes, dim=1)
-
-
-def _apart(x: torch.Tensor) -> torch.Tensor:
-    """Pairs that are neighbours, half the size apart."""
-    return x.unflatten(-1, (-1, 2)).transpose(-2, -1).flatten(-2)
 
 
 def _scale(shape: LatentShape, rope: RopeParameters) -> float:

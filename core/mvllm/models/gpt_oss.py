@@ -9,8 +9,8 @@ from mvllm.layers.clamped_experts import ClampedExperts
 from mvllm.layers.context import BuildContext
 from mvllm.layers.moe import MoE
 from mvllm.layers.routing import Routing
+from mvllm.models.layer_windows import layer_windows
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
-from mvllm.models.qwen2 import layer_windows
 from mvllm.models.sparse import num_experts
 
 
@@ -20,30 +20,22 @@ class GptOssForCausalLM(LlamaForCausalLM):
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
         """Without `layer_types`, the first of every two layers has a window."""
-        hf, window = config.hf_config, config.sliding_window
-        windows = tuple(None if layer % 2 else window for layer in range(config.num_layers))
-        bias = bool(hf.get("attention_bias", True))
-        return LlamaOptions(
-            windows=layer_windows(config) if "layer_types" in hf else windows,
-            qkv_bias=bias,
-            output_bias=bias,
-            sinks=True,
-            mlp=_experts,
+        windows = layer_windows(config, lambda layer: layer % 2 == 1)
+        bias = bool(config.hf_config.get("attention_bias", True))
+        return LlamaOptions(windows=windows, qkv_bias=bias, output_bias=bias, sinks=True)
+
+    def build_mlp(self, ctx: BuildContext, options: LlamaOptions, layer: int) -> nn.Module:
+        hf, name, hidden_size = self.config.hf_config, f"model.layers.{layer}.mlp", self.config.hidden_size
+        count, top_k = num_experts(hf, "num_local_experts", "num_experts"), hf.positive_int("num_experts_per_tok", 4)
+        experts = ClampedExperts(
+            ctx,
+            f"{name}.experts",
+            hidden_size,
+            hf.positive_int("intermediate_size"),
+            num_experts=count,
+            top_k=top_k,
+            alpha=hf.positive_number("swiglu_alpha", 1.702),
+            limit=hf.positive_number("swiglu_limit", 7.0),
         )
-
-
-def _experts(config: ModelConfig, ctx: BuildContext, layer: int) -> nn.Module:
-    hf, name = config.hf_config, f"model.layers.{layer}.mlp"
-    count, top_k = num_experts(hf, "num_local_experts", "num_experts"), hf.positive_int("num_experts_per_tok", 4)
-    experts = ClampedExperts(
-        ctx,
-        f"{name}.experts",
-        config.hidden_size,
-        hf.positive_int("intermediate_size"),
-        num_experts=count,
-        top_k=top_k,
-        alpha=hf.positive_number("swiglu_alpha", 1.702),
-        limit=hf.positive_number("swiglu_limit", 7.0),
-    )
-    routing = Routing(top_k, "softmax_of_chosen")
-    return MoE(ctx, f"{name}.router", experts, config.hidden_size, count, routing, bias=True)
+        routing = Routing(top_k, "softmax_of_chosen")
+        return MoE(ctx, f"{name}.router", experts, hidden_size, count, routing, bias=True)

@@ -12,9 +12,9 @@ from mvllm.layers.experts import GatedExperts
 from mvllm.layers.linear import ReplicatedLinear
 from mvllm.layers.moe import MoE
 from mvllm.layers.routing import Routing
-from mvllm.models.llama import LlamaForCausalLM, LlamaOptions, dense_mlp
-from mvllm.models.qwen2 import layer_windows
-from mvllm.models.sparse import check_activation, num_experts
+from mvllm.models.layer_windows import layer_windows
+from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
+from mvllm.models.sparse import check_activation, num_experts, shared_mlp
 
 
 class Qwen2MoeForCausalLM(LlamaForCausalLM):
@@ -22,10 +22,33 @@ class Qwen2MoeForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
-        """Query, key and value have biases; which layers have windows is said by `layer_types`."""
-        return LlamaOptions(
-            windows=_windows(config), qkv_bias=bool(config.hf_config.get("qkv_bias", True)), mlp=_experts_and_shared
-        )
+        """Query, key and value have biases. Without `layer_types`, every other layer below a number has a window."""
+        stop = config.hf_config.get("max_window_layers", 28)
+        windows = layer_windows(config, lambda layer: bool(layer % 2 or layer >= stop))
+        return LlamaOptions(windows=windows, qkv_bias=bool(config.hf_config.get("qkv_bias", True)))
+
+    def build_mlp(self, ctx: BuildContext, options: LlamaOptions, layer: int) -> nn.Module:
+        hf, name = self.config.hf_config, f"model.layers.{layer}.mlp"
+        if not self._is_sparse(layer):
+            return super().build_mlp(ctx, options, layer)
+        check_activation(hf)
+        count, top_k = num_experts(hf, "num_experts", "num_local_experts"), hf.positive_int("num_experts_per_tok")
+        hidden_size, size = self.config.hidden_size, hf.positive_int("moe_intermediate_size")
+        experts = GatedExperts(ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=top_k)
+        routing = Routing(top_k, normalize=bool(hf.get("norm_topk_prob", False)))
+        beside = self.build_shared(ctx, name)
+        return MoE(ctx, f"{name}.gate", experts, hidden_size, count, routing, beside=beside)
+
+    def build_shared(self, ctx: BuildContext, name: str) -> nn.Module | None:
+        """What stands beside the experts of the block `name`."""
+        return SharedExpert(self.config, ctx, name)
+
+    def _is_sparse(self, layer: int) -> bool:
+        hf = self.config.hf_config
+        dense = hf.get("mlp_only_layers", [])
+        if not isinstance(dense, list) or not all(isinstance(number, int) for number in dense):
+            raise ModelError(f"{hf.source}: 'mlp_only_layers' should be a list of numbers of layers, found {dense!r}.")
+        return layer not in dense and (layer + 1) % hf.positive_int("decoder_sparse_step", 1) == 0
 
 
 class SharedExpert(nn.Module):
@@ -39,57 +62,9 @@ class SharedExpert(nn.Module):
     def __init__(self, config: ModelConfig, ctx: BuildContext, name: str) -> None:
         super().__init__()
         size = config.hf_config.positive_int("shared_expert_intermediate_size", 5632)
-        self.mlp = dense_mlp(config, ctx, f"{name}.shared_expert", size)
+        self.mlp = shared_mlp(config, ctx, f"{name}.shared_expert", size)
         self.gate = ReplicatedLinear(ctx.floats(), f"{name}.shared_expert_gate", config.hidden_size, 1, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
         return torch.sigmoid(self.gate(x)) * self.mlp(x)
-
-
-def sparse_block(config: ModelConfig, ctx: BuildContext, layer: int, beside: nn.Module | None = None) -> nn.Module:
-    """The experts of a layer, or its MLP where it has none (`decoder_sparse_step`, `mlp_only_layers`).
-
-    Args:
-        config, ctx, layer: As for MLPMaker.
-        beside: As in MoE.
-
-    Raises:
-        ModelError: config.json does not say what it should.
-    """
-    hf, name = config.hf_config, f"model.layers.{layer}.mlp"
-    if not is_sparse(config, layer):
-        return dense_mlp(config, ctx, name)
-    check_activation(hf)
-    count, top_k = num_experts(hf, "num_experts", "num_local_experts"), hf.positive_int("num_experts_per_tok")
-    size = hf.positive_int("moe_intermediate_size")
-    experts = GatedExperts(ctx, f"{name}.experts", config.hidden_size, size, num_experts=count, top_k=top_k)
-    routing = Routing(top_k, normalize=bool(hf.get("norm_topk_prob", False)))
-    return MoE(ctx, f"{name}.gate", experts, config.hidden_size, count, routing, beside=beside)
-
-
-def is_sparse(config: ModelConfig, layer: int) -> bool:
-    """Whether a layer has experts.
-
-    Raises:
-        ModelError: `mlp_only_layers` is no list of layers.
-    """
-    hf = config.hf_config
-    dense = hf.get("mlp_only_layers", [])
-    if not isinstance(dense, list) or not all(isinstance(number, int) for number in dense):
-        raise ModelError(f"{hf.source}: 'mlp_only_layers' should be a list of numbers of layers, found {dense!r}.")
-    return layer not in dense and (layer + 1) % hf.positive_int("decoder_sparse_step", 1) == 0
-
-
-def _experts_and_shared(config: ModelConfig, ctx: BuildContext, layer: int) -> nn.Module:
-    sparse = is_sparse(config, layer)
-    return sparse_block(config, ctx, layer, SharedExpert(config, ctx, f"model.layers.{layer}.mlp") if sparse else None)
-
-
-def _windows(config: ModelConfig) -> tuple[int | None, ...]:
-    """As `layer_types` says, else every other layer below `max_window_layers`, beginning with the first."""
-    if "layer_types" in config.hf_config:
-        return layer_windows(config)
-    stop = config.hf_config.get("max_window_layers", 28)
-    layers = range(config.num_layers)
-    return tuple(config.sliding_window if layer % 2 == 0 and layer < stop else None for layer in layers)

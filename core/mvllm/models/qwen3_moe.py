@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from mvllm.config.model import ModelConfig
-from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
-from mvllm.models.qwen2_moe import sparse_block
+from mvllm.layers.context import BuildContext
+from mvllm.models.llama import LlamaOptions
+from mvllm.models.qwen2_moe import Qwen2MoeForCausalLM
 
 
-class Qwen3MoeForCausalLM(LlamaForCausalLM):
+class Qwen3MoeForCausalLM(Qwen2MoeForCausalLM):
     """`Qwen3MoeForCausalLM` of Hugging Face checkpoints."""
 
     @classmethod
@@ -15,4 +18,8 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
         """Queries and keys are normalised; the window, where there is one, counts on every layer."""
         bias = bool(config.hf_config.get("attention_bias", False))
         windows = (config.sliding_window,) * config.num_layers
-        return LlamaOptions(windows=windows, qkv_bias=bias, output_bias=bias, qk_norm=True, mlp=sparse_block)
+        return LlamaOptions(windows=windows, qkv_bias=bias, output_bias=bias, qk_norm=True)
+
+    def build_shared(self, ctx: BuildContext, name: str) -> nn.Module | None:
+        """Nothing."""
+        return None
