@@ -93,8 +93,8 @@ SPARSE: dict[str, dict[str, Any]] = {
     "mixtral": {"config": _mixtral()},
     "mixtral-window": {"config": _mixtral(sliding_window=9, num_experts_per_tok=3, num_key_value_heads=4)},
     "mixtral-tied": {
-        "exhaustive": True,
         "config": _mixtral(tie_word_embeddings=True, head_dim=24, num_experts_per_tok=1),
+        "exhaustive": True,
     },
     "qwen2moe": {"config": _qwen2(), "edit_config": as_published},
     "qwen2moe-mixed": {
@@ -107,16 +107,16 @@ SPARSE: dict[str, dict[str, Any]] = {
         )
     },
     "qwen2moe-steps": {
-        "exhaustive": True,
         "config": _qwen2(num_hidden_layers=4, decoder_sparse_step=2, qkv_bias=False),
+        "exhaustive": True,
     },
     "qwen3moe": {"config": _qwen3(norm_topk_prob=True), "edit_config": as_published},
     "qwen3moe-window": {
         "config": _qwen3(use_sliding_window=True, sliding_window=9, attention_bias=True, mlp_only_layers=[1])
     },
     "qwen3moe-steps": {
-        "exhaustive": True,
         "config": _qwen3(num_hidden_layers=4, decoder_sparse_step=2, num_experts_per_tok=4),
+        "exhaustive": True,
     },
     "gptoss": {"config": _gpt_oss(), "edit_config": as_published},
     "gptoss-clamped": {
@@ -128,8 +128,8 @@ SPARSE: dict[str, dict[str, Any]] = {
         )
     },
     "gptoss-plain": {
-        "exhaustive": True,
         "config": _gpt_oss(attention_bias=False, num_hidden_layers=3, num_key_value_heads=4),
+        "exhaustive": True,
     },
     "deepseek2": {"config": _deepseek_v2(), "edit_config": as_published},
     "deepseek2-groups": {
@@ -143,8 +143,8 @@ SPARSE: dict[str, dict[str, Any]] = {
         )
     },
     "deepseek2-biases": {
-        "exhaustive": True,
         "config": _deepseek_v2(attention_bias=True, mlp_bias=True, q_lora_rank=24),
+        "exhaustive": True,
     },
     "deepseek3": {"config": _deepseek_v3(), "edit_config": as_published},
     "deepseek3-yarn": {
@@ -154,8 +154,8 @@ SPARSE: dict[str, dict[str, Any]] = {
         "edit_config": as_published,
     },
     "deepseek3-dense": {
-        "exhaustive": True,
         "config": _deepseek_v3(first_k_dense_replace=2, num_hidden_layers=3, n_group=1, topk_group=1),
+        "exhaustive": True,
     },
 }
 """Settings of ZooEntry by name."""

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads are made of one short vector per token, and only it is kept.
+"""Latent attention (MLA): keys and values of all heads are made of one short vector per token, which alone is kept.
 
     x ─ kv_a ─┬─ norm ─> latent [rank] ──────┐                 key of head h    = [Kₕ · latent | rotated]
               └─ rotate ─> rotated [rope] ───┴─ the cache      value of head h  = Vₕ · latent
