@@ -75,9 +75,6 @@ _NEVER_SLIDING = (
 # Families whose `sliding_window` counts only with `use_sliding_window`, which is off by default.
 _SLIDING_ON_REQUEST = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
-# Families with latent attention: what counts as the size of a head is the part of it that is rotated.
-_LATENT = ("deepseek_v2", "deepseek_v3")
-
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_MAX_LOGPROBS = 20
 
@@ -276,7 +273,7 @@ def _key(hf_config: HFConfig, keys: tuple[str, ...]) -> str:
 
 
 def _head_size(hf_config: HFConfig, hidden_size: int, num_heads: int) -> int:
-    if hf_config.get("model_type") in _LATENT:
+    if "kv_lora_rank" in hf_config:  # latent attention: what counts is the part of a head that is rotated
         return hf_config.positive_int("qk_rope_head_dim", at_most=_LARGEST_SIZE)
     if "head_dim" in hf_config:
         return hf_config.positive_int("head_dim", at_most=_LARGEST_SIZE)

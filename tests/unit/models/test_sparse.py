@@ -11,15 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mvllm.distributed.group import GroupCoordinator
 from mvllm.errors import ConfigError, ModelError
 from mvllm.layers.clamped_experts import ClampedExperts
 from mvllm.layers.experts import GatedExperts
 from mvllm.layers.latent_attention import LatentAttention
 from mvllm.layers.quantization.mxfp4 import dequantize
 from mvllm.models.causal_lm import CausalLM
+from mvllm.models.registry import resolve_model_class
+from mvllm.models.weights import load_weights
 from tests.helpers.model_zoo import load_reference, make_checkpoint
 from tests.helpers.mxfp4 import pack_experts
-from tests.helpers.paged_driver import PagedDriver, load_model, make_context
+from tests.helpers.paged_driver import PagedDriver, load_model, make_context, read_config
 from tests.helpers.quantized_zoo import make_quantized
 from tests.helpers.thread_ranks import fake_group, run_ranks
 from tests.unit.models.test_parity import draw_tokens, reference_logits
@@ -138,6 +141,24 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
         else:
             with pytest.raises(ModelError, match=r"unknown tensor 'model\.layers\.3\.eh_proj"):
                 load_model(folder)
+
+
+@pytest.mark.parametrize("name", ["gptoss", "deepseek3"])
+def test_dummy_weights_are_those_of_one_model_on_every_rank(name: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(name, tmp_path, tokenizer=False)
+    (folder / "model.safetensors").unlink()
+
+    def logits(tp: GroupCoordinator) -> torch.Tensor:
+        config = read_config(folder)
+        model = resolve_model_class(config.architecture)(config, make_context(tp=tp))
+        load_weights(model, folder, load_format="dummy", use_tqdm=False)
+        model.after_load()
+        return run(model)
+
+    [alone] = run_ranks(1, logits)
+    assert alone.std() > 0
+    for found in run_ranks(2, logits):
+        torch.testing.assert_close(found, alone, atol=1e-5, rtol=0)
 
 
 def _set(**changes: object) -> Callable[[dict[str, Any]], None]:
