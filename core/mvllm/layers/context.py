@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -52,6 +53,10 @@ class BuildContext:
     def op(self, name: str, **facts: object) -> ResolvedOp:
         """The implementation of operation `name` in the compute dtype."""
         return self.ops.get(name, self.dtype, **facts)
+
+    def floats(self, dtype: torch.dtype | None = None) -> BuildContext:
+        """The same for a layer that is never quantized; `dtype` to compute it in, where that is another."""
+        return dataclasses.replace(self, dtype=dtype or self.dtype, quantization=None)
 
     def quantized(self, layout: MatrixLayout, tied_to: nn.Parameter | None = None) -> QuantizedMatrix | None:
         """How a linear layer's matrix is quantized; None where it is floats. `tied_to` as in QuantizationMethod."""
