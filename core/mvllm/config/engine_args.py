@@ -22,6 +22,7 @@ from mvllm.config.option import Option, option, options_of
 from mvllm.errors import ConfigError
 
 DEFAULT_NUM_BATCHED_TOKENS = 2048
+MODEL_IMPLS = ("auto", "native", "transformers")
 _LARGEST_SEED = 2**63 - 1
 _KV_DTYPES = DTYPE_ALIASES | {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 _LARGEST_BUDGET = 2**24  # of tokens in one step: buffers are made for as many
@@ -65,6 +66,13 @@ class EngineArgs:
         help="'int8' or 'int4' quantizes a checkpoint of floats while it is loaded; one that is quantized says so "
         "itself, by the name of its method.",
         group="model",
+    )
+    model_impl: str = option(
+        "auto",
+        help="Whose code runs the model: 'native' (mvllm's or a plugin's), 'transformers' (its modules around mvllm's "
+        "attention and linear layers), or 'auto': native where the architecture has a class.",
+        group="model",
+        choices=MODEL_IMPLS,
     )
     max_model_len: int | None = option(
         None,
@@ -355,6 +363,7 @@ class EngineArgs:
             revision=self.revision,
             seed=self.seed,
             quantization=self.quantization,
+            model_impl=self.model_impl,
         )
 
     def _tokenizer_folder(self, model_folder: Path) -> str | None:

@@ -31,6 +31,8 @@ class ModelConfig:
         trust_remote_code: Whether code from the model folder may run.
         revision: Revision asked for on the hub.
         seed: Seed of everything random in the engine.
+        model_impl: Whose code runs the model: `native` (core's or a plugin's), `transformers`, or `auto`: native where there
+            is a class for the architecture.
         quantization: Name of the method by which weights are stored, or are quantized while they are loaded; None for
             floats.
     """
@@ -57,3 +59,4 @@ class ModelConfig:
     seed: int = 0
     checkpoint_dtype: str = "float32"
     quantization: str | None = None
+    model_impl: str = "auto"

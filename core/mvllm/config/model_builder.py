@@ -86,6 +86,7 @@ def build_model_config(
     revision: str | None = None,
     seed: int = 0,
     quantization: str | None = None,
+    model_impl: str = "auto",
 ) -> ModelConfig:
     """Reads `folder` and settles everything about the model that needs no device.
 
@@ -95,6 +96,7 @@ def build_model_config(
         generation_config: Folder whose `generation_config.json` gives the sampling defaults; None goes without.
         max_logprobs: -1 permits the whole vocabulary.
         quantization: The method asked for; None leaves it to the checkpoint.
+        model_impl: As in ModelConfig.
 
     Raises:
         ModelError: A file or key is missing, wrong, or contradicts another.
@@ -130,6 +132,7 @@ def build_model_config(
         revision=revision,
         seed=seed,
         quantization=settle_quantization(hf_config, quantization),
+        model_impl=model_impl,
     )
 
 

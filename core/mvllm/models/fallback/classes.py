@@ -1,0 +1,56 @@
+"""Which of transformers' classes qualify. Asked in the front end as well: imports them only where a name is theirs."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from mvllm.errors import ModelError
+
+
+def objection(architecture: str) -> str | None:
+    """Why transformers' class of that name cannot be run here, as a sentence; None where nothing is known against it.
+
+    What only shows when the model is built is found by the dry run, before any weight is read.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return "transformers cannot run it either without torch."
+    found = _class(architecture)
+    if found is None:
+        return "transformers has no causal language model of that name."
+    if getattr(found, "_is_stateful", False):
+        return "transformers' class keeps a state between tokens that is not keys and values, which is not supported."
+    if not getattr(found, "_supports_attention_backend", False):
+        return (
+            "transformers' class computes its attention itself, instead of through transformers' attention interface, "
+            "so that it cannot use the paged KV cache."
+        )
+    config_class = found.config_class
+    if "text_config" in (getattr(config_class, "sub_configs", None) or {}):
+        return "transformers' class is for more than text; only language models can be run through it."
+    return None
+
+
+def model_class(architecture: str) -> Any:
+    """transformers' class of that name.
+
+    Raises:
+        ModelError: There is none, or it does not qualify.
+    """
+    reason = objection(architecture)
+    if reason is not None:
+        raise ModelError(f"The architecture {architecture!r} cannot be run through transformers: {reason}")
+    return _class(architecture)
+
+
+def _class(architecture: str) -> Any:
+    """The causal language model of that name, or None. Nothing of torch is imported for a name that is unknown."""
+    import transformers
+
+    if not architecture.isidentifier() or architecture.startswith("_") or not hasattr(transformers, architecture):
+        return None
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        return None
+    return getattr(transformers, architecture)
