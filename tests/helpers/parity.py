@@ -60,10 +60,17 @@ def oracle(name: str, which: tuple[int, ...] | None = None, num_tokens: int = NU
         num_tokens: How far to continue each.
     """
     folder = make_checkpoint(name, Path(tempfile.mkdtemp(prefix="mvllm-parity-")) / name)
-    prompts = _prompts(name)
-    prompts = prompts if which is None else [prompts[i] for i in which]
-    model = load_reference(folder)
     remembers = ZOO[name].max_prompt_len < MAX_LEN  # its RoPE keeps what the sequence before was scaled to
+    return oracle_of(folder, prompts_of(name, which), num_tokens, remembers=remembers)
+
+
+def oracle_of(folder: Path, prompts: list[list[int]], num_tokens: int, *, remembers: bool = False) -> Oracle:
+    """Runs transformers on the checkpoint in `folder`.
+
+    Args:
+        remembers: The model has to be loaded anew for each prompt.
+    """
+    model = load_reference(folder)
     tokens, logprobs, prompt_logprobs = [], [], []
     for prompt in prompts:
         model = load_reference(folder) if remembers else model
@@ -149,7 +156,8 @@ def bytes_of_blocks(llm: LLM, num_blocks: int) -> int:
     return summary.total_bytes // summary.num_blocks * num_blocks
 
 
-def _prompts(name: str) -> list[list[int]]:
+def prompts_of(name: str, which: tuple[int, ...] | None = None) -> list[list[int]]:
+    """The prompts of checkpoint `name`, or some of them, by their place in PROMPT_LENGTHS."""
     rng = random.Random(name)
     shared = [rng.randrange(2, VOCAB_SIZE) for _ in range(max(PROMPT_LENGTHS))]
     prompts = []
@@ -158,4 +166,4 @@ def _prompts(name: str) -> list[list[int]]:
         # Every third prompt begins like the others of its kind.
         start = shared[: length - own] if i % 3 == 0 else []
         prompts.append(start + [rng.randrange(2, VOCAB_SIZE) for _ in range(length - len(start))])
-    return prompts
+    return prompts if which is None else [prompts[i] for i in which]

@@ -25,6 +25,7 @@ from tests.helpers.plugins import prepend, write_metadata
 from tests.helpers.quantized_zoo import PER_TOKEN, SCHEMES, compressed
 
 CHANNEL = {"num_bits": 8, "strategy": "channel", "symmetric": True}
+FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 GROUP = {"num_bits": 4, "strategy": "group", "symmetric": True, "group_size": 32}
 
 
@@ -71,7 +72,12 @@ def test_what_the_tests_write_is_supported_and_may_be_asked_for_by_its_name(sche
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"quant_method": "fp8"}, r"'fp8', which is not supported. Supported: awq, .*quantization='int8'"),
+        ({"quant_method": "hqq"}, r"'hqq', which is not supported. Supported: awq, .*quantization='int8'"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, r"'fmt' is 'e5m2', but only 'e4m3'"),
+        ({"quant_method": "fp8", "activation_scheme": "x"}, r"'activation_scheme' is 'x', but only 'dynamic'"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"'weight_block_size' should be two integers > 0"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, r"should be two integers > 0, found \[128, 0\]"),
+        ({"quant_method": "fp8", "ignored_layers": "lm_head"}, r"should be a list of texts"),
         ({"quant_method": "awq", "bits": 8}, r"'bits' is 8, but only 4 is supported"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, r"'version' is 'gemv', but only 'gemm'"),
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, r"'zero_point' is false"),
@@ -85,7 +91,11 @@ def test_what_the_tests_write_is_supported_and_may_be_asked_for_by_its_name(sche
         ({"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": nested(500)}, r"list of texts"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}}, r"no regular expression"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:x": {"bits": 2}}}, r"dynamic '\+:x': 'bits' is 2"),
-        (compressed(CHANNEL, "float-quantized"), r"'format' is 'float-quantized', but only 'int-quantized'"),
+        (compressed(CHANNEL, "float-quantized"), r"weights: 'type' is 'int', but only 'float'"),
+        (compressed({**FLOAT8, "strategy": "block"}, "float-quantized"), r"lacks the key 'block_structure'"),
+        (compressed({**FLOAT8, "num_bits": 4}, "float-quantized"), r"'num_bits' is 4, but only 8"),
+        (compressed({**FLOAT8, "strategy": "group"}, "float-quantized"), r"lacks the key 'group_size'"),
+        (compressed(FLOAT8, "float-quantized", PER_TOKEN), r"input_activations: 'type' is 'int', but only 'float'"),
         (compressed({**CHANNEL, "type": "float"}, "int-quantized"), r"weights: 'type' is 'float'"),
         (compressed({**CHANNEL, "strategy": "block"}, "int-quantized"), r"'strategy' is 'block'"),
         (compressed({**GROUP, "num_bits": 2}), r"'num_bits' is 2"),

@@ -68,9 +68,7 @@ class Float8Matrix(QuantizedMatrix):
         super().__init__()
         self.layout, self.format = layout, format
         self._dtype, self._device = ctx.dtype, ctx.device
-        self._op = ctx.op(
-            "linear", in_features=layout.num_columns, out_features=layout.out_features, bias=layout.bias
-        )
+        self._op = ctx.op("linear", in_features=layout.num_columns, out_features=layout.out_features, bias=layout.bias)
         self.stored = nn.ModuleList(self._stage(part) for part in layout.parts)
 
     def targets(self) -> Iterator[tuple[str, WeightTarget]]:
@@ -103,9 +101,7 @@ class Float8Matrix(QuantizedMatrix):
         module = nn.Module()
         num_rows, num_columns = _length(rows.taken), _length(columns.taken)
         module.register_parameter("weight", staging(num_rows, num_columns, dtype=torch.float8_e4m3fn))
-        module.register_parameter(
-            "scales", staging(_length(rows.scales), _length(columns.scales), dtype=torch.float32)
-        )
+        module.register_parameter("scales", staging(_length(rows.scales), _length(columns.scales), dtype=torch.float32))
         return module
 
 

@@ -1,8 +1,8 @@
 """How ranks share transformers' modules: its tensor parallel plan, in the terms of our layers.
 
-    colwise, colwise_gather_output     ColumnParallelLinear, and its bands gathered
-    rowwise, rowwise_split_input       RowParallelLinear, and its band of the input cut out first
-    replicate and its like             every rank has it whole
+colwise, colwise_gather_output     ColumnParallelLinear, and its bands gathered
+rowwise, rowwise_split_input       RowParallelLinear, and its band of the input cut out first
+replicate and its like             every rank has it whole
 """
 
 from __future__ import annotations

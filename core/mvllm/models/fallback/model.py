@@ -155,7 +155,12 @@ def _place_ends(skeleton: Skeleton, ctx: BuildContext) -> None:
     elif head.bias is None and not (skeleton.is_tied and table is None):
         where = name if skeleton.is_tied else skeleton.head_name
         placed = LMHead(
-            ctx, where, head.out_features, head.in_features, tied=skeleton.is_tied, tied_to=table if skeleton.is_tied else None
+            ctx,
+            where,
+            head.out_features,
+            head.in_features,
+            tied=skeleton.is_tied,
+            tied_to=table if skeleton.is_tied else None,
         )
         set_module(causal, skeleton.head_name, HeadInPlace(placed))
 

@@ -36,5 +36,7 @@ class Renaming:
 
     def converted(self, names: Iterable[str]) -> str | None:
         """The first parameter that is not stored as it is; None where there is none."""
-        targets = [re.escape(target).replace(r"\*", ".*") for one in self._conversions for target in one.target_patterns]
+        targets = [
+            re.escape(target).replace(r"\*", ".*") for one in self._conversions for target in one.target_patterns
+        ]
         return next((name for name in names if any(re.search(target, name) for target in targets)), None)

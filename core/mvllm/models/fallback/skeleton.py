@@ -68,9 +68,7 @@ class Skeleton:
 
     def refusal(self, reason: str) -> ModelError:
         """A model that cannot be served."""
-        return ModelError(
-            f"{self._where} is not supported: {reason}. Take an architecture that is supported natively."
-        )
+        return ModelError(f"{self._where} is not supported: {reason}. Take an architecture that is supported natively.")
 
     def _built(self, chosen: Any, dtype: torch.dtype) -> Any:
         values = self._config.hf_config.as_dict()
