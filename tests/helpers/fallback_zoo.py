@@ -50,7 +50,6 @@ FALLBACK_ZOO: dict[str, Family] = {
     "qwen3": Family("Qwen3", {"head_dim": 16}),
     "mistral": Family("Mistral", {"sliding_window": 9}),
     "qwen2-layer-types": Family("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "layer_types": _MIXED}),
-    "opt": Family("OPT", {"ffn_dim": 96, "intermediate_size": None, "num_key_value_heads": None}, ranks=1),
     # Soft caps of scores and logits, embeddings that are scaled, windows on every other layer.
     "gemma2": Family(
         "Gemma2",
@@ -68,13 +67,17 @@ FALLBACK_ZOO: dict[str, Family] = {
     ),
     # Logits that are scaled, layers in parallel, norms over whole heads: their weights are not in the plan for ranks.
     "cohere": Family("Cohere", {"use_qk_norm": True, "logit_scale": 0.5}, ranks=1),
-    "cohere2": Family("Cohere2", {"sliding_window": 9, "layer_types": _MIXED}),
+    "cohere2": Family("Cohere2", {"sliding_window": 9, "logit_scale": 0.5, "layer_types": _MIXED}),
     # Queries, keys and values in one matrix, head by head; half of each head is rotated; a head of another name.
     "gptneox": Family("GPTNeoX", {"rotary_pct": 0.5, "num_key_value_heads": None}),
     # A head with a bias.
     "phi": Family("Phi", {"num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
     # Layers without positions.
     "smollm3": Family("SmolLM3", {"no_rope_layer_interval": 2}),
+    # No plan for ranks.
+    "hunyuan": Family("HunYuanDenseV1", {"head_dim": 16}, ranks=1),
+    # Experts that lie one by one in the checkpoint, and a part of whose name is another there.
+    "mixtral": Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, ranks=1),
     # Matrices that ranks gather and split.
     "olmo2": Family("Olmo2"),
 }

@@ -31,8 +31,8 @@ class ModelConfig:
         trust_remote_code: Whether code from the model folder may run.
         revision: Revision asked for on the hub.
         seed: Seed of everything random in the engine.
-        model_impl: Whose code runs the model: `native` (core's or a plugin's), `transformers`, or `auto`: native where the
-            architecture has a class.
+        model_impl: Whose code runs the model: `native` (core's or a plugin's), `transformers`, or `auto`: native where
+            the architecture has a class.
         quantization: Name of the method by which weights are stored, or are quantized while they are loaded; None for
             floats.
     """

@@ -73,7 +73,7 @@ def test_ranks_hold_their_share_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "words"),
     [
-        ("opt", 2, r"tensor_parallel_size is 2, but transformers has no tensor parallel plan"),
+        ("hunyuan", 2, r"tensor_parallel_size is 2, but transformers has no tensor parallel plan"),
         ("llama", 4, r"cannot be shared by 4 ranks: .*Use tensor_parallel_size=1, with data_parallel_size"),
         ("cohere", 2, r"cannot be shared by 2 ranks"),
     ],

@@ -19,6 +19,7 @@ from mvllm.layers.quantization import awq
 from mvllm.layers.quantization.interface import PackedFormat, QuantizationMethod, format_of_all
 from mvllm.layers.quantization.registry import quantization_method, supported_methods
 from mvllm.models.support import check_quantization
+from tests.helpers.float8_zoo import FLOAT8_SCHEMES
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.paged_driver import make_context, read_config
 from tests.helpers.plugins import prepend, write_metadata
@@ -156,7 +157,9 @@ def test_names_that_do_not_fit_are_refused_with_the_remedy(folder: Path) -> None
         ConfigError, match=r"'awq', which is a way to store weights, .* not quantized.*'int8' or 'int4'"
     ):
         check_quantization(config_of(folder, quantization="awq"))
-    with pytest.raises(ConfigError, match=r"'int5', which is no method that there is: awq, compressed-tensors, gptq"):
+    with pytest.raises(
+        ConfigError, match=r"'int5', which is no method that there is: awq, compressed-tensors, fbgemm-fp8, fp8, gptq"
+    ):
         check_quantization(config_of(folder, quantization="int5"))
     assert {"awq", "compressed-tensors", "gptq", "int4", "int8"} <= set(supported_methods())
 
@@ -172,9 +175,9 @@ def test_the_front_end_checks_settings_without_torch(folder: Path, tmp_path: Pat
     program = (
         "import sys, json\n"
         "from mvllm.config.hf_config import HFConfig\n"
-        "from mvllm.layers.quantization import awq, compressed_tensors, gptq, on_load, registry\n"
+        "from mvllm.layers.quantization import awq, compressed_tensors, float8, gptq, on_load, registry\n"
         "from mvllm.config.quantization import settle_quantization\n"
-        f"for settings in json.loads({json.dumps([s.config for s in SCHEMES.values()])!r}):\n"
+        f"for settings in json.loads({json.dumps([s.config for s in (SCHEMES | FLOAT8_SCHEMES).values()])!r}):\n"
         "    name = settle_quantization(HFConfig({'quantization_config': settings}, 'config.json'), None)\n"
         "    registry._resolve(name, 'config.json').of(HFConfig(settings, 'config.json'))\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
@@ -189,6 +192,18 @@ class TestWhichMatrices:
         assert is_quantized(method, "model.layers.0.mlp.up_proj")
         assert not is_quantized(method, "model.layers.1.mlp.up_proj")
         assert not is_quantized(method, "lm_head", is_head=True)
+
+    def test_fp8_leaves_out_whole_names_and_what_is_below_them(self, folder: Path) -> None:
+        listed = ["model.layers.1", "model.layers.0.mlp.gate"]
+        method = method_of(folder, {**FLOAT8_SCHEMES["fp8-blocks"].config, "modules_to_not_convert": listed})
+        assert is_quantized(method, "model.layers.10.mlp.up_proj")
+        assert is_quantized(method, "model.layers.0.mlp.gate_proj")
+        assert not is_quantized(method, "model.layers.1.mlp.up_proj")
+        assert not is_quantized(method, "lm_head", is_head=True)
+        with pytest.raises(ModelError, match=r"gate: floats; .*FP8 with scales of 32 rows and 16 columns"):
+            is_quantized(method, "model.layers.0.mlp.gate", "model.layers.0.mlp.up_proj")
+        with pytest.raises(ModelError, match=r"stored as \[in, out\] is not supported in FP8"):
+            is_quantized(method, "model.layers.0.mlp.up_proj", transposed=True)
 
     def test_gptq_quantizes_the_head_where_it_says_so_but_never_a_tied_one(self, folder: Path) -> None:
         settings = SCHEMES["gptq"].config

@@ -91,11 +91,16 @@ class DryRun:
     def going(self, config: Any) -> Iterator[None]:
         """While the model of `config` runs."""
         token = _current.set(self)
+        experts = getattr(config, "_experts_implementation", None)
         config._attn_implementation = DRY_NAME
+        if experts is not None:
+            config._experts_implementation = "batched_mm"  # others look where tokens go, which is nowhere
         try:
             yield
         finally:
             config._attn_implementation = NAME
+            if experts is not None:
+                config._experts_implementation = experts
             _current.reset(token)
 
     def blank_mask(self, rule: MaskRule) -> torch.Tensor:

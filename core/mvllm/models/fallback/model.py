@@ -56,7 +56,7 @@ class TransformersForCausalLM(CausalLM):
         self._now = Now()
         self._renaming = skeleton.renaming
         self._unexpected = [re.compile(p) for p in skeleton.causal._keys_to_ignore_on_load_unexpected or ()]
-        self._own_targets: dict[str, WeightTarget] = {}
+        self._own_targets: list[tuple[str, WeightTarget]] = []
         self._aliases: set[str] = set()
         self.layers, self.head = skeleton.layers, skeleton.causal
         roots = ((f"{skeleton.layers_name}.", self.layers), ("", self.head))
@@ -91,7 +91,7 @@ class TransformersForCausalLM(CausalLM):
 
     def weight_targets(self) -> dict[str, list[WeightTarget]]:
         targets = super().weight_targets()
-        for name, target in self._own_targets.items():
+        for name, target in self._own_targets:
             targets.setdefault(name, []).append(target)
         return targets
 
@@ -118,7 +118,7 @@ class TransformersForCausalLM(CausalLM):
                 else:
                     parameter = torch.empty(tensor.shape, dtype=tensor.dtype, device=ctx.device)
                     made[id(tensor)] = nn.Parameter(parameter, requires_grad=False)
-                    self._own_targets[whole] = _target(made[id(tensor)], skeleton.cuts.of(whole), ctx)
+                    self._own_targets += _targets(whole, made[id(tensor)], skeleton, ctx)
                 module._buffers.pop(name, None)
                 module.register_parameter(name, made[id(tensor)])
         if skeleton.is_tied:
@@ -193,12 +193,21 @@ def _linear(ctx: BuildContext, name: str, original: nn.Linear, cut: Cut) -> Line
     return LinearInPlace(linear, original, ctx.tp, columns=columns, gathers=cut is Cut.OUTPUTS_GATHERED)
 
 
-def _target(parameter: nn.Parameter, cut: Cut, ctx: BuildContext) -> WeightTarget:
+def _targets(
+    name: str, parameter: nn.Parameter, skeleton: Skeleton, ctx: BuildContext
+) -> list[tuple[str, WeightTarget]]:
+    """Where the checkpoint has a parameter of transformers' own, in one piece or in several."""
+    pieces = skeleton.renaming.pieces(name, tuple(parameter.shape))
+    if pieces is not None:
+        return [
+            (piece.name, WeightTarget(parameter, piece.shape, tuple(slice(0, n) for n in piece.shape), piece.place))
+            for piece in pieces
+        ]
     everything = tuple(slice(0, size) for size in parameter.shape)
-    if cut is Cut.WHOLE:
-        return WeightTarget(parameter, tuple(parameter.shape), everything, everything)
+    if skeleton.cuts.of(name) is Cut.WHOLE:
+        return [(name, WeightTarget(parameter, tuple(parameter.shape), everything, everything))]
     size = parameter.shape[0] * ctx.tp.world_size  # a vector with an element per output, see Skeleton
-    return WeightTarget(parameter, (size,), (share(size, ctx.tp, "elements"),), everything)
+    return [(name, WeightTarget(parameter, (size,), (share(size, ctx.tp, "elements"),), everything))]
 
 
 def _stored_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:

@@ -92,9 +92,11 @@ class Skeleton:
 
     def _renaming(self) -> Renaming:
         renaming = Renaming.of(self.causal)
-        converted = renaming.converted(name for name, _ in self.causal.named_parameters())
-        if converted is not None:
-            raise self.refusal(f"checkpoints store {converted} in another form than transformers computes with")
+        try:
+            for name, parameter in self.causal.named_parameters():
+                renaming.pieces(name, tuple(parameter.shape))
+        except ValueError as e:
+            raise self.refusal(str(e)) from e
         return renaming
 
     def _split(self) -> None:

@@ -164,11 +164,26 @@ class Given(nn.Module):
         super().__init__()
         self.hidden: torch.Tensor | None = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What transformers' models give, with last states [1, n, hidden_size]."""
-        from transformers.modeling_outputs import MoeModelOutputWithPast
+    def forward(self, *args: Any, **kwargs: Any) -> LastStates:
+        """Stands for what transformers' models give."""
+        return LastStates(self.hidden)
 
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden)  # type: ignore[arg-type]
+
+class LastStates:
+    """What transformers' models give, as far as making logits goes: there is nothing but the last hidden states.
+
+    Args:
+        last_hidden_state: [1, n, hidden_size].
+    """
+
+    def __init__(self, last_hidden_state: torch.Tensor | None) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> torch.Tensor | None:
+        return self.last_hidden_state if index == 0 else None
 
 
 def _rows(heads: torch.Tensor, fill: int) -> torch.Tensor:
