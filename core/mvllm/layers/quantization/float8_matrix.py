@@ -27,6 +27,9 @@ from mvllm.layers.quantization.matrix import Product, QuantizedMatrix, staging
 from mvllm.layers.weight_target import WeightTarget
 
 
+_ELEMENTS_AT_ONCE = 1 << 20  # multiplied at one time: their float32 copies are all the memory that it takes beside
+
+
 @dataclass(frozen=True)
 class _Blocks:
     """One dimension of a part: what a rank takes of it, and the scales for that.
@@ -84,8 +87,11 @@ class Float8Matrix(QuantizedMatrix):
         weight = torch.zeros(self.layout.out_features, self.layout.num_columns, dtype=self._dtype)
         for part, staged in zip(self.layout.parts, self.stored, strict=True):
             rows, columns = self._blocks(part)
-            scales = columns.spread(rows.spread(staged.get_parameter("scales").detach(), 0), 1)
-            weight[part.destination] = (staged.get_parameter("weight").detach().float() * scales).to(self._dtype)
+            codes, scales = staged.get_parameter("weight").detach(), staged.get_parameter("scales").detach()
+            of_rows, rows_at_once = rows.spread(scales, 0), max(1, _ELEMENTS_AT_ONCE // codes.shape[1])
+            for start in range(0, len(codes), rows_at_once):
+                piece = slice(start, start + rows_at_once)
+                weight[part.destination][piece] = codes[piece].float() * columns.spread(of_rows[piece], 1)
         placed = nn.Parameter(weight.to(self._device), requires_grad=False)
         return self._op.function, placed if self._op.prepare is None else self._op.prepare(placed.data)
 

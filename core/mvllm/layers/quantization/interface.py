@@ -135,7 +135,7 @@ class Float8Format:
         return f"FP8 with scales of {rows} rows and {columns} columns"
 
 
-Format = TypeVar("Format", PackedFormat, Float8Format, PackedFormat | Float8Format)
+Format = TypeVar("Format", bound=PackedFormat | Float8Format)
 
 
 def format_of_all(layout: MatrixLayout, quantized: Sequence[Format | None]) -> Format | None:

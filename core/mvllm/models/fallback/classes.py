@@ -15,9 +15,12 @@ def objection(architecture: str) -> str | None:
     """
     if importlib.util.find_spec("torch") is None:
         return "transformers cannot run it either without torch."
-    found = _class(architecture)
-    if found is None:
+    if not _is_offered(architecture):
         return "transformers has no causal language model of that name."
+    try:
+        found = _class(architecture)
+    except Exception as e:  # it needs something that is not installed, for instance
+        return f"transformers' class cannot be imported: {type(e).__name__}: {e}"
     if getattr(found, "_is_stateful", False):
         return "transformers' class keeps a state between tokens that is not keys and values, which is not supported."
     if not getattr(found, "_supports_attention_backend", False):
@@ -43,14 +46,18 @@ def model_class(architecture: str) -> Any:
     return _class(architecture)
 
 
-def _class(architecture: str) -> Any:
-    """The causal language model of that name, or None. Nothing of torch is imported for a name that is unknown."""
+def _is_offered(architecture: str) -> bool:
+    """Nothing of torch is imported for a name that is unknown."""
     import transformers
 
-    if not architecture.isidentifier() or architecture.startswith("_") or not hasattr(transformers, architecture):
-        return None
+    if architecture not in dir(transformers):
+        return False
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        return None
+    return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def _class(architecture: str) -> Any:
+    import transformers
+
     return getattr(transformers, architecture)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 from torch import nn
@@ -141,7 +142,7 @@ class TransformersForCausalLM(CausalLM):
 def _place_ends(skeleton: Skeleton, ctx: BuildContext) -> None:
     """Puts our token embedding and head where transformers' are plain ones."""
     causal, prefix = skeleton.causal, f"{skeleton.layers_name}."
-    head: nn.Linear = causal.get_submodule(skeleton.head_name)
+    head: Any = causal.get_submodule(skeleton.head_name)  # its bias may be None
     name = skeleton.embedding_name
     assert name.startswith(prefix), "what embeds is a part of the layers"
     original: nn.Embedding = skeleton.layers.get_submodule(name.removeprefix(prefix))  # type: ignore[assignment]
@@ -226,7 +227,7 @@ def _make_buffers(skeleton: Skeleton, root: nn.Module, device: torch.device) -> 
         if not names:
             continue
         for parameter in module.parameters(recurse=False):
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # the checkpoint's to fill
+            parameter._is_hf_initialized = True  # the checkpoint's to fill
         for name in names:
             buffer = module._buffers[name]
             assert buffer is not None

@@ -21,7 +21,23 @@ from mvllm.models.fallback.dry_run import NAME, AttentionFacts, DryRun, NotServa
 from mvllm.models.fallback.renaming import Renaming
 from mvllm.models.fallback.stand_ins import DryLinear, Given
 
-_NOT_MODEL_SETTINGS = ("architectures", "auto_map", "quantization_config", "compression_config")
+# What says nothing about the model: how it is stored, which code runs it, and what calls of it return.
+_NOT_MODEL_SETTINGS = (
+    "architectures",
+    "auto_map",
+    "quantization_config",
+    "compression_config",
+    "attn_implementation",
+    "_attn_implementation",
+    "experts_implementation",
+    "_experts_implementation",
+    "gradient_checkpointing",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "use_cache",
+)
 _NUMBERS_OF_TOKENS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069)  # primes
 
 _building = threading.Lock()

@@ -42,13 +42,13 @@ class DryLinear(nn.Module):
         return self._original[0]
 
     @property
-    def weight(self) -> nn.Parameter:
+    def weight(self) -> torch.Tensor:
         """Reading it is noted."""
         self.is_read = True
         return self.original.weight
 
     @property
-    def bias(self) -> nn.Parameter | None:
+    def bias(self) -> torch.Tensor | None:
         """Reading it is noted."""
         self.is_read = True
         return self.original.bias
