@@ -5,4 +5,4 @@ import pytest
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "checkpoint" in metafunc.fixturenames:
-        metafunc.parametrize("checkpoint", metafunc.cls.names, scope="class")
+        metafunc.parametrize("checkpoint", metafunc.cls.names)

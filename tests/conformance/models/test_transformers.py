@@ -26,36 +26,36 @@ def generate(llm: LLM, prompts: list[list[int]], **settings: object) -> list:
     return parity.generate(llm, prompts, max_tokens=NUM_TOKENS, **settings)
 
 
-class TestTransformers:
-    names = NAMES
+@pytest.fixture(scope="module", params=NAMES)
+def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    folder = make_fallback_checkpoint(request.param, tmp_path_factory.mktemp("fallback"))
+    return parity.oracle_of(folder, parity.prompts_of(request.param, WHICH), NUM_TOKENS)
 
-    @pytest.fixture(scope="class")
-    def expected(self, checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-        folder = make_fallback_checkpoint(checkpoint, tmp_path_factory.mktemp("fallback"))
-        return parity.oracle_of(folder, parity.prompts_of(checkpoint, WHICH), NUM_TOKENS)
 
-    @pytest.fixture(scope="class")
-    def llm(self, expected: Oracle) -> Iterator[LLM]:
-        settings = {"max_num_seqs": 8, "max_num_batched_tokens": 11}
-        with parity.engine(expected.folder, model_impl="transformers", skip_tokenizer_init=True, **settings) as llm:
-            yield llm
+@pytest.fixture(scope="module")
+def llm(expected: Oracle) -> Iterator[LLM]:
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 11}
+    with parity.engine(expected.folder, model_impl="transformers", skip_tokenizer_init=True, **settings) as llm:
+        yield llm
 
-    def test_alone_in_chunks_in_a_batch_and_after_prefix_hits(self, expected: Oracle, llm: LLM) -> None:
-        for i in (0, 4):
-            parity.check(expected, generate(llm, [expected.prompts[i]]), [i])
-        assert llm.reset_prefix_cache()
-        outputs = generate(llm, expected.prompts, prompt_logprobs=1)
-        parity.check(expected, outputs)
-        parity.check_prompt_logprobs(expected, outputs)
 
-        again = generate(llm, expected.prompts)
-        parity.check(expected, again)
-        for output, prompt in zip(again, expected.prompts, strict=True):
-            assert output.num_cached_tokens == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+def test_alone_in_chunks_in_a_batch_and_after_prefix_hits(expected: Oracle, llm: LLM) -> None:
+    for i in (0, 4):
+        parity.check(expected, generate(llm, [expected.prompts[i]]), [i])
+    assert llm.reset_prefix_cache()
+    outputs = generate(llm, expected.prompts, prompt_logprobs=1)
+    parity.check(expected, outputs)
+    parity.check_prompt_logprobs(expected, outputs)
 
-    def test_preempted_and_recomputed(self, expected: Oracle, llm: LLM) -> None:
-        settings = {"kv_cache_memory_bytes": parity.bytes_of_blocks(llm, 16), "skip_tokenizer_init": True}
-        with parity.engine(expected.folder, model_impl="transformers", **settings) as small:
-            parity.check(expected, generate(small, expected.prompts))
-            stats = small.llm_engine.stats
-            assert stats is not None and stats.num_preemptions > 0
+    again = generate(llm, expected.prompts)
+    parity.check(expected, again)
+    for output, prompt in zip(again, expected.prompts, strict=True):
+        assert output.num_cached_tokens == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def test_preempted_and_recomputed(expected: Oracle, llm: LLM) -> None:
+    settings = {"kv_cache_memory_bytes": parity.bytes_of_blocks(llm, 16), "skip_tokenizer_init": True}
+    with parity.engine(expected.folder, model_impl="transformers", **settings) as small:
+        parity.check(expected, generate(small, expected.prompts))
+        stats = small.llm_engine.stats
+        assert stats is not None and stats.num_preemptions > 0

@@ -145,7 +145,7 @@ def save_config(folder: Path, config: str, **settings: Any) -> Path:
     ("config", "settings", "reason"),
     [
         ("Bloom", {}, "computes its attention itself"),
-        ("Jamba", {}, "keeps a state between tokens"),
+        ("Jamba", {"num_key_value_heads": 2}, "keeps a state between tokens"),
         (
             "Lfm2",
             {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},

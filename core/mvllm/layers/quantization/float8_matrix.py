@@ -26,7 +26,6 @@ from mvllm.layers.quantization.interface import Float8Format
 from mvllm.layers.quantization.matrix import Product, QuantizedMatrix, staging
 from mvllm.layers.weight_target import WeightTarget
 
-
 _ELEMENTS_AT_ONCE = 1 << 20  # multiplied at one time: their float32 copies are all the memory that it takes beside
 
 

@@ -19,7 +19,7 @@ def objection(architecture: str) -> str | None:
         return "transformers has no causal language model of that name."
     try:
         found = _class(architecture)
-    except Exception as e:  # it needs something that is not installed, for instance
+    except (ImportError, RuntimeError) as e:  # it needs something that is not installed, for instance
         return f"transformers' class cannot be imported: {type(e).__name__}: {e}"
     if getattr(found, "_is_stateful", False):
         return "transformers' class keeps a state between tokens that is not keys and values, which is not supported."

@@ -76,9 +76,9 @@ class Skeleton:
         with _building:
             self.causal = self._built(chosen, dtype)
             self._check_modules()
-            self.cuts = CutPlan(getattr(self.causal, "_tp_plan", None) or {}, tp.world_size, config.architecture)
             self.renaming = self._renaming()
             self._split()
+            self.cuts = self._cuts()
             self._replace_linear()
             self.attention = self._run_dry()
 
@@ -127,6 +127,12 @@ class Skeleton:
         if self.head_name.startswith(f"{self.layers_name}."):
             raise self.refusal("its head is a part of its layers")
         self.is_tied = head.weight is embedding.weight
+
+    def _cuts(self) -> CutPlan:
+        """The plan for the layers; how the head is shared, our own head knows."""
+        plan = getattr(self.causal, "_tp_plan", None) or {}
+        layers = {name: style for name, style in plan.items() if name.startswith(f"{self.layers_name}.")}
+        return CutPlan(layers, self._tp.world_size, self._config.architecture)
 
     def _replace_linear(self) -> None:
         for name, module in list(self.causal.named_modules()):
