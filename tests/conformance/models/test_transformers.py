@@ -7,6 +7,7 @@ everything between layers with windows, and one with soft caps and embeddings of
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +60,12 @@ def test_preempted_and_recomputed(expected: Oracle, llm: LLM) -> None:
         parity.check(expected, generate(small, expected.prompts))
         stats = small.llm_engine.stats
         assert stats is not None and stats.num_preemptions > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["cohere2", "gptneox"])
+def test_processes_that_share_it_give_the_same(name: str, tmp_path: Path) -> None:
+    folder = make_fallback_checkpoint(name, tmp_path)
+    expected = parity.oracle_of(folder, parity.prompts_of(name, WHICH), NUM_TOKENS)
+    with parity.engine(folder, model_impl="transformers", skip_tokenizer_init=True, tensor_parallel_size=2) as llm:
+        parity.check(expected, generate(llm, expected.prompts))
