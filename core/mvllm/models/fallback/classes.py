@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from typing import Any
 
@@ -46,6 +47,7 @@ def model_class(architecture: str) -> Any:
     return _class(architecture)
 
 
+@functools.cache
 def _is_offered(architecture: str) -> bool:
     """Nothing of torch is imported for a name that is unknown."""
     import transformers
