@@ -43,6 +43,13 @@ class EngineArgs:
         False, help="Load no tokenizer: prompts and outputs are token ids only.", group="model"
     )
     trust_remote_code: bool = option(False, help="Permit running Python code that comes with the model.", group="model")
+    model_impl: str = option(
+        "auto",
+        help="Whose code runs the model: 'native' (mvllm's or a plugin's), 'transformers' (its modules around mvllm's "
+        "attention and linear layers), or 'auto': native where the architecture has a class.",
+        group="model",
+        choices=MODEL_IMPLS,
+    )
     revision: str | None = option(
         None, help="Branch, tag or commit on the hub, for every file of the model.", group="model"
     )
@@ -66,13 +73,6 @@ class EngineArgs:
         help="'int8' or 'int4' quantizes a checkpoint of floats while it is loaded; one that is quantized says so "
         "itself, by the name of its method.",
         group="model",
-    )
-    model_impl: str = option(
-        "auto",
-        help="Whose code runs the model: 'native' (mvllm's or a plugin's), 'transformers' (its modules around mvllm's "
-        "attention and linear layers), or 'auto': native where the architecture has a class.",
-        group="model",
-        choices=MODEL_IMPLS,
     )
     max_model_len: int | None = option(
         None,
@@ -360,10 +360,10 @@ class EngineArgs:
             generation_config=self._generation_folder(folder),
             max_logprobs=self.max_logprobs,
             trust_remote_code=self.trust_remote_code,
+            model_impl=self.model_impl,
             revision=self.revision,
             seed=self.seed,
             quantization=self.quantization,
-            model_impl=self.model_impl,
         )
 
     def _tokenizer_folder(self, model_folder: Path) -> str | None:

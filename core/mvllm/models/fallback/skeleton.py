@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from mvllm.config.model import ModelConfig
-from mvllm.config.rope_parameters import rope_settings, rope_type_of
 from mvllm.distributed.group import GroupCoordinator
 from mvllm.errors import ConfigError, ModelError, MvllmError
 from mvllm.layers.linear import share
@@ -70,12 +69,12 @@ class Skeleton:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, tp: GroupCoordinator) -> None:
         self._config, self._tp = config, tp
         self._where = f"{config.hf_config.source}: {config.architecture}, run through transformers,"
-        _check_rope(config)
         chosen = model_class(config.architecture)
         register()
         with _building:
             self.causal = self._built(chosen, dtype)
             self._check_modules()
+            self._check_rope()
             self.renaming = self._renaming()
             self._split()
             self.cuts = self._cuts()
@@ -105,6 +104,16 @@ class Skeleton:
             loose = [key for key, value in vars(module).items() if isinstance(value, torch.Tensor) and value.is_meta]
             if loose:
                 raise self.refusal(f"{name} keeps a tensor ({', '.join(loose)}) that is neither weight nor buffer")
+
+    def _check_rope(self) -> None:
+        for module, rope_type in _scaled_ropes(self.causal):
+            native = _native_len(getattr(module, "config", self.causal.config), rope_type)
+            if self._config.max_model_len > native:
+                raise ConfigError(
+                    f"{self._where} rotates all tokens of a step by the longest sequence in it, by its RoPE scaling "
+                    f"{rope_type!r}. Set max_model_len to {native} (it is {self._config.max_model_len}), up to which "
+                    "every sequence rotates alike."
+                )
 
     def _renaming(self) -> Renaming:
         renaming = Renaming.of(self.causal)
@@ -208,35 +217,36 @@ def set_module(root: nn.Module, name: str, module: nn.Module) -> None:
     root.get_submodule(parent)._modules[attribute] = module
 
 
-def _check_rope(config: ModelConfig) -> None:
-    """Refuses scalings by which transformers would rotate the tokens of a whole batch by its longest sequence."""
-    settings = rope_settings(config.hf_config)
-    nested = [value for value in settings.values() if isinstance(value, dict) and "rope_theta" in value]
-    for one in nested or [settings]:
-        rope_type = rope_type_of(one)
-        if rope_type not in ("dynamic", "longrope"):
-            continue
-        native = config.hf_config.positive_int("max_position_embeddings", 2048)
-        if rope_type == "longrope":
-            original = one.get("original_max_position_embeddings")
-            native = config.hf_config.positive_int("original_max_position_embeddings", original or native)
-        if config.max_model_len > native:
-            raise ConfigError(
-                f"{config.hf_config.source}: through transformers, the RoPE scaling {rope_type!r} rotates all tokens "
-                f"of a step by the longest sequence in it. Set max_model_len to {native} (it is "
-                f"{config.max_model_len}), up to which every sequence rotates alike."
-            )
+def _scaled_ropes(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Modules that rotate all tokens of a call by its longest sequence, where that exceeds a length, and how."""
+    for module in root.modules():
+        types = getattr(module, "rope_type", None)
+        for rope_type in types.values() if isinstance(types, dict) else (types,):
+            if isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope"):
+                yield module, rope_type
+
+
+def _native_len(config: Any, rope_type: str) -> int:
+    """The length up to which sequences rotate alike."""
+    if rope_type == "longrope":
+        settings = getattr(config, "rope_parameters", None) or {}
+        nested = [value for value in settings.values() if isinstance(value, dict)]
+        originals = [one.get("original_max_position_embeddings") for one in (settings, *nested)]
+        found = [length for length in originals if length]
+        if found:
+            return int(min(found))
+    return int(config.max_position_embeddings)
 
 
 @contextmanager
 def _plain_rope(layers: nn.Module) -> Iterator[None]:
     """While nobody looks whether positions, which have no values here, exceed what a RoPE scaling was made for."""
-    scaled = [module for module in layers.modules() if getattr(module, "rope_type", None) in ("dynamic", "longrope")]
-    types = [module.rope_type for module in scaled]
-    for module in scaled:
-        module.rope_type = "default"  # type: ignore[assignment]
+    scaled = {module: module.rope_type for module, _ in _scaled_ropes(layers)}
+    for module, types in scaled.items():
+        plain = dict.fromkeys(types, "default") if isinstance(types, dict) else "default"
+        module.rope_type = plain  # type: ignore[assignment]
     try:
         yield
     finally:
-        for module, rope_type in zip(scaled, types, strict=True):
-            module.rope_type = rope_type
+        for module, types in scaled.items():
+            module.rope_type = types
