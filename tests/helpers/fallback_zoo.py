@@ -78,6 +78,36 @@ FALLBACK_ZOO: dict[str, Family] = {
     "hunyuan": Family("HunYuanDenseV1", {"head_dim": 16}, ranks=1),
     # Experts that lie one by one in the checkpoint, and a part of whose name is another there.
     "mixtral": Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, ranks=1),
+    # Experts beside one that all tokens take; a mask that no layer takes.
+    "qwen2-moe": Family(
+        "Qwen2Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+        },
+        ranks=1,
+    ),
+    # Latent attention, computed as heads whose values are smaller than their keys.
+    "deepseek-v3": Family(
+        "DeepseekV3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        ranks=1,
+    ),
     # Matrices that ranks gather and split.
     "olmo2": Family("Olmo2"),
 }

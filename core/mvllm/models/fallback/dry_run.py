@@ -84,6 +84,7 @@ class DryRun:
     def __init__(self, num_tokens: int, max_len: int) -> None:
         self.num_tokens, self._max_len = num_tokens, max_len
         self.attention: dict[nn.Module, AttentionFacts] = {}
+        self._rules: dict[int, MaskRule] = {}
         self._windows: dict[int, int | None] = {}
         self._masks: list[torch.Tensor] = []  # kept, so that no other gets the id of one
 
@@ -104,10 +105,10 @@ class DryRun:
             _current.reset(token)
 
     def blank_mask(self, rule: MaskRule) -> torch.Tensor:
-        """Stands for the mask that `rule` makes."""
+        """Stands for the mask that `rule` makes. A model may ask for some that none of its layers takes."""
         blank = torch.empty((1, 1, self.num_tokens, self.num_tokens), dtype=torch.bool, device="meta")
         self._masks.append(blank)
-        self._windows[id(blank)] = window_of(rule, self._max_len)
+        self._rules[id(blank)] = rule
         return blank
 
     def attend(
@@ -127,7 +128,7 @@ class DryRun:
             raise NotServable("its attention is not of each token over those before it")
         if mask is None:
             raise NotServable("it has attention without a mask, over tokens that come later as well")
-        if id(mask) not in self._windows:
+        if id(mask) not in self._rules:
             raise NotServable("it makes attention masks of its own")
         strange = sorted(
             name
@@ -145,11 +146,16 @@ class DryRun:
             head_size=query.shape[3],
             value_size=value.shape[3],
             scale=float(query.shape[3] ** -0.5 if scaling is None else scaling),
-            window=self._windows[id(mask)],
+            window=self._window(mask),
             soft_cap=None if cap is None else float(cap),
             sinks=_sinks(module, extras.get("s_aux")),
         )
         return query.new_empty(1, self.num_tokens, query.shape[1], value.shape[3])
+
+    def _window(self, mask: torch.Tensor) -> int | None:
+        if id(mask) not in self._windows:
+            self._windows[id(mask)] = window_of(self._rules[id(mask)], self._max_len)
+        return self._windows[id(mask)]
 
 
 class Watch(TorchDispatchMode):
