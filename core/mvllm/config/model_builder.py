@@ -104,6 +104,7 @@ def build_model_config(
     generation_config: Path | None = None,
     max_logprobs: int = DEFAULT_MAX_LOGPROBS,
     trust_remote_code: bool = False,
+    model_impl: str = "auto",
     revision: str | None = None,
     seed: int = 0,
     quantization: str | None = None,
@@ -115,6 +116,7 @@ def build_model_config(
         folder: Where it was found.
         generation_config: Folder whose `generation_config.json` gives the sampling defaults; None goes without.
         max_logprobs: -1 permits the whole vocabulary.
+        model_impl: As in ModelConfig.
         quantization: The method asked for; None leaves it to the checkpoint.
 
     Raises:
@@ -148,6 +150,7 @@ def build_model_config(
         generation_defaults=_defaults_from(generation_config),
         eos_token_ids=end_token_ids(own_generation, hf_config, shape.vocab_size),
         trust_remote_code=trust_remote_code,
+        model_impl=model_impl,
         revision=revision,
         seed=seed,
         quantization=settle_quantization(hf_config, quantization),

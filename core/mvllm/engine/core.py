@@ -27,6 +27,7 @@ from mvllm.kv_cache.manager import KVCacheManager
 from mvllm.logging import get_logger
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.models.support import runs_natively
 from mvllm.platform.interface import Platform
 from mvllm.scheduler.scheduler import Scheduler
 from mvllm.structured_output.library import check_available
@@ -67,7 +68,8 @@ class EngineCore:
         self._grammars: GrammarManager | None = None
         self._asleep: tuple[str, ...] = ()  # of TAGS, what has been given back
         self._held: list[EngineCoreOutput] = []  # to be told by the next step
-        self._position_key = prompt_cache_key(config.model)
+        # Through transformers, only sequences that all rotate alike are taken.
+        self._position_key = prompt_cache_key(config.model) if runs_natively(config.model) else lambda prompt_len: 0
         self._plans_alike = config.parallel.distributed_executor_backend == "external_launcher"
         self._may_share_blocks = platform.capabilities.prefix_caching
         self._executor = self._timed("start workers", lambda: make_executor(config, platform))

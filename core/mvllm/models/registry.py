@@ -48,13 +48,27 @@ def supported_architectures() -> tuple[str, ...]:
     return tuple(sorted({*_MODELS, *doors.offered(doors.MODELS)}))
 
 
-def resolve_model_class(architecture: str) -> type[CausalLM]:
+def is_native(architecture: str) -> bool:
+    """Whether core or an installed plugin has a class for `architecture`.
+
+    Raises:
+        ConfigError: A plugin has it, but is not let in, or several have it.
+    """
+    return architecture in _MODELS or doors.find(doors.MODELS, architecture) is not None
+
+
+def resolve_model_class(architecture: str, model_impl: str = "auto") -> type[CausalLM]:
     """The class that runs checkpoints of `architecture`.
+
+    Args:
+        model_impl: As in ModelConfig.
 
     Raises:
         ModelError: There is none, and the message lists those there are; or a plugin's is no model class.
         ConfigError: The plugin that has it is not let in, or cannot be loaded.
     """
+    if model_impl == "transformers" or (model_impl == "auto" and not is_native(architecture)):
+        return _fallback(architecture)
     if architecture in _MODELS:
         for rival in doors.installed(doors.MODELS):
             if rival.name == architecture:
@@ -73,3 +87,17 @@ def resolve_model_class(architecture: str) -> type[CausalLM]:
     if not (isinstance(found, type) and issubclass(found, CausalLM)):
         raise ModelError(f"{source} must name a subclass of mvllm.extension_api.CausalLM, found {found!r}.")
     return found
+
+
+def _fallback(architecture: str) -> type[CausalLM]:
+    from mvllm.models.fallback.classes import objection
+
+    reason = objection(architecture)
+    if reason is not None:
+        raise ModelError(
+            f"The architecture {architecture!r} is not supported. Supported: {', '.join(supported_architectures())}. "
+            f"As for others: {reason}"
+        )
+    from mvllm.models.fallback.model import TransformersForCausalLM
+
+    return TransformersForCausalLM

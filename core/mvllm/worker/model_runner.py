@@ -126,7 +126,7 @@ class ModelRunner:
             kv_dtype=kv_dtype,
             quantization=quantization_method(config),
         )
-        model_class = resolve_model_class(config.architecture)
+        model_class = resolve_model_class(config.architecture, config.model_impl)
         with _out_of_memory_as(ModelError, f"The weights of {config.model}, whose sizes config.json gives,"):
             self.model = model_class(config, context)
         self._argmax = context.op("argmax", size=config.vocab_size).function
