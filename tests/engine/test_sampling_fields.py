@@ -87,6 +87,9 @@ def test_bad_words_are_those_of_transformers(llm: LLM, reference: Any) -> None:
     expected = [by_transformers(reference, p, bad_words_ids=w) for p, w in zip(PROMPTS, words, strict=True)]
     assert generate(llm, [greedy(bad_words_token_ids=w) for w in words]) == expected
     assert expected != [by_transformers(reference, prompt) for prompt in PROMPTS]
+    stats = llm.llm_engine.stats
+    assert stats is not None
+    assert (stats.num_preemptions > 0) == (llm.llm_engine.cache_summary.num_blocks < 11)
 
 
 def test_logit_bias_is_that_of_transformers(llm: LLM, reference: Any) -> None:
