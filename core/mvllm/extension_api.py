@@ -169,6 +169,7 @@ __all__ = [
     "RopeParameters",
     "RotaryEmbedding",
     "RowParallelLinear",
+    "RowTokens",
     "SamplingParams",
     "SchedulerOutput",
     "SchedulerStats",

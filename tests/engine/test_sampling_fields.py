@@ -21,7 +21,7 @@ LENGTH = 24
 WAYS = {
     "together": {},
     "ahead": {"async_scheduling": True},
-    "preempted": {"kv_cache_memory_bytes": 6 * 16 * 768, "async_scheduling": True, "enable_prefix_caching": False},
+    "preempted": {"kv_cache_memory_bytes": 10 * 16 * 768, "async_scheduling": True, "enable_prefix_caching": False},
     "on-device": {"platform": "late", "async_scheduling": True},
 }
 

@@ -40,7 +40,9 @@ MAX_LOGIT_BIAS = 100.0
 MAX_ALLOWED_TOKEN_IDS = 1 << 20
 MAX_EXTRA_ARGS_BYTES = 1 << 16
 
-MAX_BEAM_WIDTH = MAX_N
+MAX_BEAM_WIDTH = 32
+"""Each beam's whole sequence is sent to the engine core for each of its tokens."""
+
 MAX_LENGTH_PENALTY = 10.0
 """Of either sign: lengths are raised to this power."""
 
@@ -98,7 +100,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         use_beam_search: Follow the `beam_width` best sequences at a time instead of sampling one, and give the best `n`
             of those that have ended, by their scores: the sum of the log-probabilities of their tokens, divided by
             `length ** length_penalty`. Nothing is shown before the end.
-        beam_width: 1 to 128, at least `n`; by default `best_of`, or else `n`.
+        beam_width: 1 to 32, at least `n`; by default `best_of`, or else `n`.
         length_penalty: From -10 to 10; above 0 it favours long sequences.
         early_stopping: When the search ends before `max_tokens`. True: with `beam_width` sequences that have ended.
             False: when the best that runs has no better score, at its present length, than the worst of these.
@@ -205,9 +207,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             _refuse("temperature", self.temperature, "0 or 1 when use_beam_search is True, which does not sample")
         if self.beam_width is not None and self.best_of not in (None, self.beam_width):
             _refuse("best_of", self.best_of, f"unset, or equal to beam_width, which is {self.beam_width}")
-        if self.num_beams < self.n:
-            name = "best_of" if self.beam_width is None else "beam_width"
-            _refuse(name, self.num_beams, f"an integer from n, which is {self.n}, to {MAX_BEAM_WIDTH}")
+        if not self.n <= self.num_beams <= MAX_BEAM_WIDTH:
+            names = (("beam_width", self.beam_width), ("best_of", self.best_of))
+            name = next((name for name, given in names if given is not None), "n")
+            low = 1 if name == "n" else f"n, which is {self.n},"
+            _refuse(name, self.num_beams, f"an integer from {low} to {MAX_BEAM_WIDTH} when use_beam_search is True")
 
 
 def validate_for_model(

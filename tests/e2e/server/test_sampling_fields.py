@@ -65,7 +65,7 @@ def test_beam_search(client: httpx.Client) -> None:
 
 
 def test_a_search_whose_client_leaves_ends(server: ServerProcess, client: httpx.Client) -> None:
-    ask = {**STORY, "use_beam_search": True, "beam_width": 64, "max_tokens": 1000}
+    ask = {**STORY, "use_beam_search": True, "beam_width": 32, "max_tokens": 1000}
     with pytest.raises(httpx.ReadTimeout):
         client.post(PATH, json=ask, timeout=httpx.Timeout(30, read=0.05))
     wait_idle(client)

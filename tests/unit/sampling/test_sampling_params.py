@@ -18,6 +18,7 @@ from mvllm.errors import RequestError
 from mvllm.messages.sampling_params import (
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORDS,
+    MAX_BEAM_WIDTH,
     MAX_LOGIT_BIASES,
     MAX_N,
     MAX_STOP_STRING_LENGTH,
@@ -120,7 +121,7 @@ REFUSED = [
     ),
     ("truncate_prompt_tokens", [0, -2, *NO_INT64]),
     ("use_beam_search", NO_BOOLEAN),
-    ("beam_width", [0, -1, 2, MAX_N + 1, *NO_INT64]),
+    ("beam_width", [0, -1, 2, MAX_BEAM_WIDTH + 1, *NO_INT64]),
     ("length_penalty", [2.0, 0.0, -10.5, 10.5, *NO_FINITE_NUMBER]),
     ("early_stopping", [True, "never", "sometimes", 1, None, [], math.nan]),
     ("extra_args", [[], "a", 5, {5: 1}, {"a": object()}, {"a": HUGE}, {"a": "x" * 70_000}, {"a": 1j}]),
@@ -393,6 +394,8 @@ class TestBeamSearch:
         [
             ("beam_width", {"n": 3, "beam_width": 2}),
             ("best_of", {"best_of": 3, "beam_width": 2}),
+            ("best_of", {"best_of": MAX_BEAM_WIDTH + 1}),
+            ("n", {"n": MAX_BEAM_WIDTH + 1}),
             ("temperature", {"temperature": 0.7}),
             ("top_p", {"top_p": 0.9}),
             ("top_k", {"top_k": 5}),
