@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from mvllm.ops.quantized_linear import QuantizedWeight
     from mvllm.platform.interface import Platform
     from mvllm.platform.op_provider import OpCase, OpProvider
-    from mvllm.sampling.logits_processor import LogitsProcessor, LogitsProcessorContext
+    from mvllm.sampling.logits_processor import LogitsProcessor, LogitsProcessorContext, RowTokens
 
 _HOMES = {
     "EngineConfig": "mvllm.config.engine_config",

@@ -31,8 +31,18 @@ def llm(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[LLM]:
         yield llm
 
 
+_known: dict[str, list[tuple[list[int], float]]] = {}
+
+
 def by_transformers(model: Any, prompt: list[int], ends: list[int], **settings: Any) -> list[tuple[list[int], float]]:
-    """Generated tokens and scores, best first."""
+    """Generated tokens and scores, best first; kept, since all tests have one model."""
+    key = str((prompt, ends, settings))
+    if key not in _known:
+        _known[key] = _by_transformers(model, prompt, ends, **settings)
+    return _known[key]
+
+
+def _by_transformers(model: Any, prompt: list[int], ends: list[int], **settings: Any) -> list[tuple[list[int], float]]:
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         found = model.generate(
@@ -153,9 +163,11 @@ def test_where_nothing_can_end_there_is_an_error(llm: LLM) -> None:
     assert not llm.llm_engine.has_unfinished_requests()
 
 
-def test_in_an_event_loop_searches_run_beside_others_and_end_with_their_callers(checkpoint: Path, llm: LLM) -> None:
+def test_in_an_event_loop_searches_run_beside_others_and_end_with_their_callers(
+    checkpoint: Path, reference: Any
+) -> None:
     params = SamplingParams(use_beam_search=True, beam_width=3, n=3, max_tokens=6, ignore_eos=True)
-    expected = llm.generate([5, 6, 7], params, use_tqdm=False)[0].outputs
+    expected = by_transformers(reference, [5, 6, 7], [], max_new_tokens=6, num_beams=3)
     with async_engine(checkpoint) as engine:
 
         async def main() -> None:
@@ -169,7 +181,7 @@ def test_in_an_event_loop_searches_run_beside_others_and_end_with_their_callers(
             assert [each.finish_reason for each in (await waiting).outputs] == ["abort"] * 4
             await left.aclose()
             for output in outputs:
-                assert [each.token_ids for each in output.outputs] == [each.token_ids for each in expected]
+                assert [each.token_ids for each in output.outputs] == [tokens for tokens, _ in expected]
             assert engine.num_requests == 0 and engine._num_sequences == 0
             assert await engine.reset_prefix_cache(), "blocks are still held"
 

@@ -23,7 +23,10 @@ WAYS = {
     "ahead": {"async_scheduling": True},
     "preempted": {"kv_cache_memory_bytes": 10 * 16 * 768, "async_scheduling": True, "enable_prefix_caching": False},
     "on-device": {"platform": "late", "async_scheduling": True},
+    "pipeline": {"distributed_executor_backend": "mp", "pipeline_parallel_size": 2},
+    "two-ranks": {"distributed_executor_backend": "mp", "tensor_parallel_size": 2, "async_scheduling": True},
 }
+PROCESSES = ("pipeline", "two-ranks")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +34,10 @@ def reference(checkpoint: Path) -> Any:
     return load_reference(checkpoint)
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(way, marks=pytest.mark.exhaustive) if way in PROCESSES else way for way in WAYS],
+)
 def llm(request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     folder = tmp_path_factory.mktemp("late")
     with pytest.MonkeyPatch.context() as patch:
