@@ -85,7 +85,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         prompt_logprobs: Likewise for each prompt token. Such a request does not read the prefix cache.
         detokenize: Turn the output into text.
         skip_special_tokens: Leave special tokens out of the text.
-        spaces_between_special_tokens: Put spaces between special tokens in the text.
+        spaces_between_special_tokens: Put spaces between special tokens in the text, where the tokenizer knows a
+            difference; those of the library `tokenizers` know none.
         output_kind: What each output of the engine carries.
         structured_outputs: The form that the text must have. The output ends as soon as nothing can follow; tokens that
             end it can be chosen only where it is complete, and before `min_tokens` only if nothing else can follow.
