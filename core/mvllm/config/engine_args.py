@@ -237,6 +237,12 @@ class EngineArgs:
         None, help="Installed stat loggers to tell every step, by name, comma-separated.", group="platform"
     )
 
+    logits_processors: str | None = option(
+        None,
+        help="Installed logits processors that requests may ask something of, by name, comma-separated.",
+        group="platform",
+    )
+
     def __post_init__(self) -> None:
         for name in ("model", "tokenizer", "generation_config"):
             value = getattr(self, name)
@@ -334,6 +340,7 @@ class EngineArgs:
             enforce_eager=self.enforce_eager,
             op_providers=_names(self.op_providers),
             stat_loggers=_names(self.stat_loggers),
+            logits_processors=_names(self.logits_processors),
         )
 
     def create_model_config(self) -> ModelConfig:

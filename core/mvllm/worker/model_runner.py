@@ -44,9 +44,11 @@ from mvllm.platform.shapes import ShapePolicy
 from mvllm.platform.tokens_on_device import keeps_tokens_on_device
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.pooling.pooler import pool
+from mvllm.sampling.logits_processor import LogitsProcessorContext
 from mvllm.sampling.logprobs import gather_prompt_logprobs
 from mvllm.sampling.masks import TokenMasks
 from mvllm.sampling.output import SamplerOutput
+from mvllm.sampling.processors import LogitsProcessors
 from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.state import SamplingState, TokenHistory
 from mvllm.worker.device_tokens import DeviceTokens
@@ -171,7 +173,7 @@ class ModelRunner:
         self._allocate_layers(num_blocks, block_size)
         self._compile_model()
         scheduler, model = self._config.scheduler, self._config.model
-        state = SamplingState(scheduler.max_num_seqs, model.vocab_size, model.seed)
+        state = SamplingState(scheduler.max_num_seqs, model.vocab_size, model.seed, self._logits_processors())
         self.rows = RowTable(scheduler.max_num_seqs, model.max_model_len, block_size, state, len(self._groups))
         shapes: ShapePolicy = ask(self._platform, "shapes", returns=ShapePolicy)
         on_device = keeps_tokens_on_device(self._config, self._platform.capabilities)
@@ -341,6 +343,14 @@ class ModelRunner:
         # As steps will: where none may wait for the device, a whole batch goes through the filters at a time.
         sampler.may_look = not keeps_tokens_on_device(self._config, self._platform.capabilities)
         sampler.sample(logits, np.arange(num_rows), state, history)
+
+    def _logits_processors(self) -> LogitsProcessors | None:
+        """Those that the settings name, where tokens are sampled."""
+        names = self._config.logits_processors
+        if not names or not self._pipeline.is_last:
+            return None
+        max_rows, vocab_size = self._config.scheduler.max_num_seqs, self._config.model.vocab_size
+        return LogitsProcessors(names, LogitsProcessorContext(vocab_size, max_rows, self._runtime.device))
 
     def _backend_for(self, spec: AttentionSpec) -> AttentionBackend:
         if spec not in self._backends:

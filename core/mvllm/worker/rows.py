@@ -18,6 +18,7 @@ import numpy as np
 
 from mvllm.messages.scheduler_output import NewRequestData, SchedulerOutput
 from mvllm.pooling.pooler import PoolingState
+from mvllm.sampling.logits_processor import RowTokens
 from mvllm.sampling.state import SamplingState, TokenHistory
 
 
@@ -84,6 +85,7 @@ class RowTable:
             eos_token_ids=request.eos_token_ids,
             request_id=request.request_id,
             num_prompt_tokens=request.num_prompt_tokens,
+            tokens=None if self.sampling.processors is None else RowTokens(self.history, row),
         )
 
     def _free(self, row: int) -> None:
