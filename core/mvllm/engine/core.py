@@ -86,6 +86,8 @@ class EngineCore:
                 block_size=self.cache_summary.block_size,
                 enable_caching=config.cache.enable_prefix_caching,
                 hash_seed=config.cache.prefix_caching_seed,
+                windows=self.cache_summary.windows,
+                max_step_tokens=config.scheduler.max_num_batched_tokens,
             ),
             num_stages=num_stages,
         )
@@ -278,6 +280,8 @@ class EngineCore:
         return size_kv_cache(self.config, needs, available)
 
     def _allocate_kv_cache(self) -> None:
+        if len(self.cache_summary.windows) > 1:
+            self._executor.collective_rpc("group_layers", (list(self.cache_summary.windows),))
         self._executor.allocate_kv_cache(self.cache_summary.num_blocks, self.cache_summary.block_size)
 
     def _timed(self, phase: str, action: Callable[[], _T]) -> _T:

@@ -23,8 +23,23 @@ _MODELS = {
     "MistralForCausalLM": "mvllm.models.mistral:MistralForCausalLM",
     "Qwen2ForCausalLM": "mvllm.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "mvllm.models.qwen3:Qwen3ForCausalLM",
+    "MixtralForCausalLM": "mvllm.models.mixtral:MixtralForCausalLM",
+    "Qwen2MoeForCausalLM": "mvllm.models.qwen2_moe:Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM": "mvllm.models.qwen3_moe:Qwen3MoeForCausalLM",
+    "GptOssForCausalLM": "mvllm.models.gpt_oss:GptOssForCausalLM",
+    "DeepseekV2ForCausalLM": "mvllm.models.deepseek:DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": "mvllm.models.deepseek:DeepseekV3ForCausalLM",
     "OPTForCausalLM": "mvllm.models.opt:OPTForCausalLM",
     "GPT2LMHeadModel": "mvllm.models.gpt2:GPT2LMHeadModel",
+    "Gemma2ForCausalLM": "mvllm.models.gemma2:Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": "mvllm.models.gemma3:Gemma3ForCausalLM",
+    "Phi3ForCausalLM": "mvllm.models.phi3:Phi3ForCausalLM",
+    "GraniteForCausalLM": "mvllm.models.granite:GraniteForCausalLM",
+    "Olmo2ForCausalLM": "mvllm.models.olmo2:Olmo2ForCausalLM",
+    "GlmForCausalLM": "mvllm.models.glm:GlmForCausalLM",
+    "Glm4ForCausalLM": "mvllm.models.glm:Glm4ForCausalLM",
+    "Starcoder2ForCausalLM": "mvllm.models.starcoder2:Starcoder2ForCausalLM",
+    "FalconForCausalLM": "mvllm.models.falcon:FalconForCausalLM",
 }
 
 

@@ -249,6 +249,7 @@ def _copy(reader: SafetensorsReader, entry: TensorEntry, target: WeightTarget, b
     if len(shape) == 1:
         shape, source, destination = (*shape, 1), (*source, slice(0, 1)), destination.unsqueeze(1)
     rows, columns = source[:2]
+    every_one = slice(None, None, columns.step)
     column_bytes = math.prod(shape[2:]) * dtype.itemsize  # what lies below the second dimension is read whole
     row_bytes, part_bytes = shape[1] * column_bytes, (columns.stop - columns.start) * column_bytes
     if part_bytes > len(buffer):
@@ -260,7 +261,7 @@ def _copy(reader: SafetensorsReader, entry: TensorEntry, target: WeightTarget, b
         offset = start * row_bytes + columns.start * column_bytes
         reader.read_strips(view, entry, offset, part_bytes, row_bytes)
         chunk = torch.frombuffer(view, dtype=dtype).view(stop - start, columns.stop - columns.start, *shape[2:])
-        destination[start - rows.start : stop - rows.start].copy_(chunk[(slice(None), slice(None), *source[2:])])
+        destination[start - rows.start : stop - rows.start].copy_(chunk[(slice(None), every_one, *source[2:])])
     return buffer
 
 
@@ -290,7 +291,7 @@ def _rectangle(target: WeightTarget) -> tuple[tuple[int, ...], tuple[slice, ...]
         return (1,), (slice(0, 1),), target.parameter.detach().view(1)
     destination = target.parameter.detach()[target.destination]
     if target.transpose:
-        destination = destination.transpose(0, 1)
+        destination = destination.transpose(-2, -1)
     return tuple(target.source_shape), target.source, destination
 
 

@@ -220,14 +220,3 @@ class TestWhichMatrices:
         assert method.matrix(make_context(), layout("x")).format.bits == 4  # type: ignore[union-attr]
         head = method.matrix(make_context(), layout("lm_head", is_head=True))
         assert head is not None and (head.format.bits, head.group_size, head.format.symmetric) == (8, 64, True)  # type: ignore[attr-defined]
-
-
-def test_experts_cannot_be_quantized_yet_and_say_so() -> None:
-    import dataclasses
-
-    from mvllm.layers.moe import MoE
-    from mvllm.layers.quantization.on_load import Int8
-
-    ctx = dataclasses.replace(make_context(), quantization=Int8.of(HFConfig({}, "")))
-    with pytest.raises(ConfigError, match="quantized experts are not supported"):
-        MoE(ctx, "router", "experts", 16, 32, num_experts=2, top_k=1)

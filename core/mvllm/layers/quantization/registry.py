@@ -25,6 +25,7 @@ _METHODS = {
     "gptq": "mvllm.layers.quantization.gptq:GPTQ",
     "int4": "mvllm.layers.quantization.on_load:Int4",
     "int8": "mvllm.layers.quantization.on_load:Int8",
+    "mxfp4": "mvllm.layers.quantization.mxfp4:MXFP4",
 }
 
 
