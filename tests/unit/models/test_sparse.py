@@ -117,6 +117,7 @@ def test_experts_and_latents_stored_as_integers_are_dequantized(
         torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=0)
 
 
+@pytest.mark.shows("quantization", how="fp8")
 @pytest.mark.parametrize(("name", "ranks"), [("deepseek3", 1), ("deepseek3", 2), ("qwen3moe", 2)])
 def test_those_stored_as_fp8_too(name: str, ranks: int, tmp_path: Path) -> None:
     """In blocks, as DeepSeek publishes them."""
