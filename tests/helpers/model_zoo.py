@@ -32,6 +32,7 @@ from transformers import (
 from transformers.models.auto import AutoModelForCausalLM
 
 from tests.helpers.zoo_dense import DENSE
+from tests.helpers.zoo_sparse import SPARSE
 
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 1
@@ -234,6 +235,7 @@ ZOO: dict[str, ZooEntry] = {
     "gpt2-untied": ZooEntry(_gpt2(tie_word_embeddings=False)),
     "gpt2-first-names": ZooEntry(_gpt2(), edit_tensors=_as_the_first_gpt2),
     **{name: ZooEntry(**settings) for name, settings in DENSE.items()},
+    **{name: ZooEntry(**settings) for name, settings in SPARSE.items()},
 }
 
 
@@ -281,6 +283,9 @@ def make_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) 
                 parameter *= 0.5  # the same spread of scores as with the usual scale
             if model.config.model_type in _OFFSET_NORMS and "norm" in parameter_name:
                 parameter -= 1.0
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(_draw(buffer_name, buffer.shape, generator))
     return model.to(dtype).eval()
 
 

@@ -205,6 +205,17 @@ SCHEMES: dict[str, Scheme] = {
         group_size=16,
         floats=r"lm_head|layers\.1\.|down_proj",
     ),
+    "awq-latent": Scheme(  # what makes latents stays floats
+        {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": 32,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": ["kv_a_proj_with_mqa"],
+        },
+        pack_awq,
+    ),
     "gptq": Scheme(_gptq(), pack_gptq),
     "gptq-symmetric-v2": Scheme(_gptq(sym=True, checkpoint_format="gptq_v2"), pack_gptq_v2, symmetric=True),
     "gptq-rows": Scheme(_gptq(group_size=-1), pack_gptq, group_size=None),

@@ -32,6 +32,12 @@ _ARCHITECTURE_OF_TYPE = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "opt": "OPTForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gemma2": "Gemma2ForCausalLM",
@@ -55,11 +61,17 @@ _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 
 # What transformers assumes where the key is absent altogether (null means the same as for the other families).
-_ABSENT_HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256, "glm": 128, "glm4": 128}
-_ABSENT_SLIDING_WINDOW = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096, "gemma2": 4096, "gemma3_text": 4096}
+_ABSENT_HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256, "glm": 128, "glm4": 128, "gpt_oss": 64}
+_ABSENT_SLIDING_WINDOW = {
+    **dict.fromkeys(("mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3_text"), 4096),
+    "gpt_oss": 128,
+}
 
 # Families that attend to everything even where the key `sliding_window` was left in their config.
-_NEVER_SLIDING = ("llama", "opt", "gpt2", "granite", "olmo2", "glm", "glm4", "falcon")
+_NEVER_SLIDING = (
+    *("llama", "opt", "gpt2", "granite", "olmo2", "glm", "glm4", "falcon"),
+    *("deepseek_v2", "deepseek_v3"),
+)
 # Families whose `sliding_window` counts only with `use_sliding_window`, which is off by default.
 _SLIDING_ON_REQUEST = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
@@ -92,6 +104,7 @@ def build_model_config(
     generation_config: Path | None = None,
     max_logprobs: int = DEFAULT_MAX_LOGPROBS,
     trust_remote_code: bool = False,
+    model_impl: str = "auto",
     revision: str | None = None,
     seed: int = 0,
     quantization: str | None = None,
@@ -103,6 +116,7 @@ def build_model_config(
         folder: Where it was found.
         generation_config: Folder whose `generation_config.json` gives the sampling defaults; None goes without.
         max_logprobs: -1 permits the whole vocabulary.
+        model_impl: As in ModelConfig.
         quantization: The method asked for; None leaves it to the checkpoint.
 
     Raises:
@@ -136,6 +150,7 @@ def build_model_config(
         generation_defaults=_defaults_from(generation_config),
         eos_token_ids=end_token_ids(own_generation, hf_config, shape.vocab_size),
         trust_remote_code=trust_remote_code,
+        model_impl=model_impl,
         revision=revision,
         seed=seed,
         quantization=settle_quantization(hf_config, quantization),
@@ -261,6 +276,8 @@ def _key(hf_config: HFConfig, keys: tuple[str, ...]) -> str:
 
 
 def _head_size(hf_config: HFConfig, hidden_size: int, num_heads: int) -> int:
+    if "kv_lora_rank" in hf_config:  # latent attention: what counts is the part of a head that is rotated
+        return hf_config.positive_int("qk_rope_head_dim", at_most=_LARGEST_SIZE)
     if "head_dim" in hf_config:
         return hf_config.positive_int("head_dim", at_most=_LARGEST_SIZE)
     absent = _ABSENT_HEAD_DIM.get(str(hf_config.get("model_type")))

@@ -10,7 +10,7 @@ from torch import nn
 
 from mvllm.config.model import ModelConfig
 from mvllm.config.rope_parameters import RopeParameters
-from mvllm.layers.attention import Attention
+from mvllm.layers.attention import Attention, Sinks
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import QKVLinear, RowParallelLinear
 from mvllm.layers.mlp import GatedMLP
@@ -52,6 +52,7 @@ class LlamaOptions:
         interleaved_rotary: As in RotaryEmbedding.
         attention_scale: Factor on query-key products; None is one over the root of the head's size.
         soft_cap: Of query-key products, as in AttentionSpec.
+        sinks: Each query head has a learned extra logit.
         embedding_scale: Factor on embeddings, rounded to the compute dtype.
         residual_scale: Factor on what a block adds to the residual stream.
         logits_scale, logits_soft_cap: Logits are divided by the one, then capped as the products of attention are.
@@ -74,6 +75,7 @@ class LlamaOptions:
     interleaved_rotary: bool = False
     attention_scale: float | None = None
     soft_cap: float | None = None
+    sinks: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
@@ -114,9 +116,15 @@ class LlamaAttention(nn.Module):
             QKWidthNorm(ctx, names, self.qkv.heads, *heads, head_size, eps) if options.qk_width_norm else None
         )
         scale = head_size**-0.5 if options.attention_scale is None else options.attention_scale
-        window = options.windows[layer]
+        self.sinks = Sinks(ctx, f"{name}.sinks", config.num_heads, self.qkv.heads) if options.sinks else None
         self.attention = Attention(
-            ctx, self.qkv.heads, head_size, scale, sliding_window=window, soft_cap=options.soft_cap
+            ctx,
+            self.qkv.heads,
+            head_size,
+            scale,
+            sliding_window=options.windows[layer],
+            soft_cap=options.soft_cap,
+            sinks=None if self.sinks is None else self.sinks.weight,
         )
         self._rotary = [rotary]  # in a list: it belongs to the model, not to every layer
 
@@ -139,9 +147,9 @@ class LlamaLayer(nn.Module):
         config: ModelConfig,
         ctx: BuildContext,
         options: LlamaOptions,
-        rotary: RotaryEmbedding,
         layer: int,
-        build_mlp: Callable[[BuildContext, LlamaOptions, int], nn.Module],
+        attention: nn.Module,
+        mlp: nn.Module,
     ) -> None:
         super().__init__()
 
@@ -150,10 +158,10 @@ class LlamaLayer(nn.Module):
             return None if name is None else options.norm(ctx, full_name, config.hidden_size, eps)
 
         self.input_norm = norm(options.norms.before_attention)
-        self.attention = LlamaAttention(config, ctx, options, rotary, layer)
+        self.attention = attention
         self.attention_result_norm = norm(options.norms.after_attention)
         self.mlp_norm = norm(options.norms.before_mlp)
-        self.mlp = build_mlp(ctx, options, layer)
+        self.mlp = mlp
         self.mlp_result_norm = norm(options.norms.after_mlp)
         self.residual_scale = options.residual_scale
 
@@ -190,7 +198,14 @@ class LlamaForCausalLM(CausalLM):
         self.embed_tokens = self._build_embedding(ctx, "model.embed_tokens", config.hidden_size)
         self.embedding_scale = torch.tensor(options.embedding_scale, dtype=ctx.dtype).item()
         self.layers = nn.ModuleList(
-            LlamaLayer(config, ctx, options, self._rotary_of(layer), layer, self.build_mlp)
+            LlamaLayer(
+                config,
+                ctx,
+                options,
+                layer,
+                self.build_attention(ctx, options, self._rotary_of(layer), layer),
+                self.build_mlp(ctx, options, layer),
+            )
             for layer in self._layer_numbers()
         )
         eps = norm_eps(config, options)
@@ -207,6 +222,12 @@ class LlamaForCausalLM(CausalLM):
             output_bias=attention_bias,
             mlp_bias=bool(config.hf_config.get("mlp_bias", False)),
         )
+
+    def build_attention(
+        self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int
+    ) -> nn.Module:
+        """The attention of a layer: called as LlamaAttention is."""
+        return LlamaAttention(self.config, ctx, options, rotary, layer)
 
     def build_mlp(self, ctx: BuildContext, options: LlamaOptions, layer: int) -> nn.Module:
         """What follows the attention of a layer: [T, hidden_size] to [T, hidden_size]."""
