@@ -40,6 +40,7 @@ def llm(expected: Oracle) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.shows("tokens", impl="transformers")
 def test_alone_in_chunks_in_a_batch_and_after_prefix_hits(expected: Oracle, llm: LLM) -> None:
     for i in (0, 4):
         parity.check(expected, generate(llm, [expected.prompts[i]]), [i])
@@ -54,6 +55,7 @@ def test_alone_in_chunks_in_a_batch_and_after_prefix_hits(expected: Oracle, llm:
         assert output.num_cached_tokens == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
+@pytest.mark.shows("tokens", impl="transformers")
 def test_preempted_and_recomputed(expected: Oracle, llm: LLM) -> None:
     settings = {"kv_cache_memory_bytes": parity.bytes_of_blocks(llm, 16), "skip_tokenizer_init": True}
     with parity.engine(expected.folder, model_impl="transformers", **settings) as small:
@@ -63,6 +65,7 @@ def test_preempted_and_recomputed(expected: Oracle, llm: LLM) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.shows("tp", impl="transformers")
 @pytest.mark.parametrize("name", ["cohere2", "gptneox"])
 def test_processes_that_share_it_give_the_same(name: str, tmp_path: Path) -> None:
     folder = make_fallback_checkpoint(name, tmp_path)

@@ -59,6 +59,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     assert any(isinstance(module, LinearInPlace) for module in model.modules())
 
 
+@pytest.mark.shows("tp", impl="transformers")
 @pytest.mark.parametrize("name", SHARED)
 def test_ranks_that_share_it_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
     folder = make_fallback_checkpoint(name, tmp_path)
@@ -105,6 +106,7 @@ def test_a_window_longer_than_any_sequence_is_none(tmp_path: Path) -> None:
     assert [layer.spec.sliding_window for layer in load(folder, max_model_len=8).attention_layers()] == [None] * 3
 
 
+@pytest.mark.shows("quantization", by="quantization", family="llama", impl="transformers")
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_floats_are_quantized_on_load_as_in_native_models(quantization: str, tmp_path: Path) -> None:
     folder = make_checkpoint("llama-mha-tied", tmp_path, tokenizer=False)
@@ -112,6 +114,7 @@ def test_floats_are_quantized_on_load_as_in_native_models(quantization: str, tmp
     torch.testing.assert_close(run(load(folder, quantization=quantization)), run(native), atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.shows("quantization", how="fp8", family="llama", impl="transformers")
 def test_quantized_checkpoints_run_too(tmp_path: Path) -> None:
     from tests.helpers.float8_zoo import make_float8
 
