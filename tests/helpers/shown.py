@@ -1,6 +1,6 @@
 """What tests show of models: marks that say it, and notes of the marked tests that have passed.
 
-    @pytest.mark.shows("tokens")                     of the family of the parameter `checkpoint`, `name` or `expected`
+    @pytest.mark.shows("tokens")                     of the family that the parameter `checkpoint` or `name` is of
     @pytest.mark.shows("layout")                     shards, stages: whichever the test's parameters have several of
     @pytest.mark.shows("quantization", by="scheme")  how: what the parameter `scheme` begins with
     @pytest.mark.shows("lora", family="llama")       a test without a parameter that says it
@@ -25,7 +25,7 @@ VARIABLE = "TESTS_SHOWN_FILE"
 FEATURES = ("tokens", "tp", "pp", "quantization", "lora")
 IMPLS = ("native", "transformers")
 _SIZES = {"tp": ("tensor", "tp", "tp_size"), "pp": ("pipeline", "pp", "pp_size")}
-_NAMES = ("checkpoint", "name", "expected")
+_NAMES = ("checkpoint", "name")
 
 Claim = tuple[str, str, str, str]
 """Family, implementation, feature, how."""
@@ -46,7 +46,7 @@ def claims_of(item: pytest.Item) -> Iterator[Claim]:
             raise pytest.UsageError(f"{item.nodeid}: mark `shows` with {unknown or 'no feature'}")
         cls = getattr(item, "cls", None)
         impl = mark.kwargs.get("impl") or getattr(cls, "shown_impl", "native")
-        name = next((params[key] for key in _NAMES if isinstance(params.get(key), str)), None)
+        name = next((params[key] for key in _NAMES if key in params), None)
         family = mark.kwargs.get("family") or getattr(cls, "shown_family", None) or (name and family_of(name))
         if impl not in IMPLS or not family:
             raise pytest.UsageError(f"{item.nodeid}: mark `shows` with family {family!r} and impl {impl!r}")
@@ -59,16 +59,9 @@ def claims_of(item: pytest.Item) -> Iterator[Claim]:
 
 def family_of(name: str) -> str:
     """`model_type` of a zoo's checkpoint; names of other zoos begin with it."""
-    import transformers
-
-    from tests.helpers.fallback_zoo import FALLBACK_ZOO
     from tests.helpers.model_zoo import ZOO
 
-    if name in ZOO:
-        return ZOO[name].config().model_type
-    if name in FALLBACK_ZOO:
-        return getattr(transformers, f"{FALLBACK_ZOO[name].config}Config").model_type
-    return name.split("-")[0]
+    return ZOO[name].config().model_type if name in ZOO else name.split("-")[0]
 
 
 def function_of(item: pytest.Item) -> str:

@@ -26,7 +26,7 @@ from tests.unit.models.test_parity import draw_tokens, reference_logits, run_mix
 
 TOLERANCE = 1e-4
 TOKENS, PROMPT_LEN = draw_tokens(40, seed=1), 24
-EVERY_DAY = ("cohere2", "gptneox", "phi", "olmo2")
+EVERY_DAY = ("cohere2", "gpt_neox", "phi", "olmo2")
 SHARED = [
     name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.exhaustive)
     for name, family in FALLBACK_ZOO.items()
@@ -79,7 +79,7 @@ def test_ranks_hold_their_share_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "words"),
     [
-        ("hunyuan", 2, r"tensor_parallel_size is 2, but transformers has no tensor parallel plan"),
+        ("hunyuan_v1_dense", 2, r"tensor_parallel_size is 2, but transformers has no tensor parallel plan"),
         ("llama", 4, r"cannot be shared by 4 ranks: .*Use tensor_parallel_size=1, with data_parallel_size"),
         ("cohere", 2, r"cannot be shared by 2 ranks"),
     ],
@@ -97,7 +97,7 @@ def test_what_each_layer_asks_for_becomes_its_spec(tmp_path: Path) -> None:
     specs = [layer.spec for layer in load(make_fallback_checkpoint("gemma2", tmp_path / "g")).attention_layers()]
     assert [spec.sliding_window for spec in specs] == [9, None, 9]
     assert {(spec.soft_cap, spec.scale, spec.sinks, spec.num_kv_heads) for spec in specs} == {(2.0, 0.25, False, 2)}
-    specs = [layer.spec for layer in load(make_fallback_checkpoint("gpt-oss", tmp_path / "o")).attention_layers()]
+    specs = [layer.spec for layer in load(make_fallback_checkpoint("gpt_oss", tmp_path / "o")).attention_layers()]
     assert [spec.sliding_window for spec in specs] == [9, None, 9] and all(spec.sinks for spec in specs)
 
 
