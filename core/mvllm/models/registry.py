@@ -25,6 +25,28 @@ _MODELS = {
     "Qwen3ForCausalLM": "mvllm.models.qwen3:Qwen3ForCausalLM",
     "OPTForCausalLM": "mvllm.models.opt:OPTForCausalLM",
     "GPT2LMHeadModel": "mvllm.models.gpt2:GPT2LMHeadModel",
+    # decoders that generate nothing
+    "LlamaModel": "mvllm.models.pooled_decoders:LlamaModel",
+    "LlamaForSequenceClassification": "mvllm.models.pooled_decoders:LlamaForSequenceClassification",
+    "MistralModel": "mvllm.models.pooled_decoders:MistralModel",
+    "MistralForSequenceClassification": "mvllm.models.pooled_decoders:MistralForSequenceClassification",
+    "Qwen2Model": "mvllm.models.pooled_decoders:Qwen2Model",
+    "Qwen2ForSequenceClassification": "mvllm.models.pooled_decoders:Qwen2ForSequenceClassification",
+    "Qwen3Model": "mvllm.models.pooled_decoders:Qwen3Model",
+    "Qwen3ForSequenceClassification": "mvllm.models.pooled_decoders:Qwen3ForSequenceClassification",
+    # encoders
+    "BertModel": "mvllm.models.bert:Bert",
+    "BertForMaskedLM": "mvllm.models.bert:Bert",
+    "BertForSequenceClassification": "mvllm.models.bert:Bert",
+    "RobertaModel": "mvllm.models.bert:Roberta",
+    "RobertaForMaskedLM": "mvllm.models.bert:Roberta",
+    "RobertaForSequenceClassification": "mvllm.models.bert:Roberta",
+    "XLMRobertaModel": "mvllm.models.bert:Roberta",
+    "XLMRobertaForMaskedLM": "mvllm.models.bert:Roberta",
+    "XLMRobertaForSequenceClassification": "mvllm.models.bert:Roberta",
+    "DistilBertModel": "mvllm.models.bert:DistilBert",
+    "DistilBertForMaskedLM": "mvllm.models.bert:DistilBert",
+    "DistilBertForSequenceClassification": "mvllm.models.bert:DistilBert",
 }
 
 
