@@ -296,7 +296,7 @@ class EngineArgs:
         self.validate()
         model = self.create_model_config()
         self._check_parallel(model)
-        # The tokens of an encoder's prompt see those behind them: it is computed in one step, and nothing is kept of it.
+        # The tokens of an encoder's prompt see those behind them: it is computed in one step, and nothing is kept.
         is_encoder = model.kind.is_encoder
         return EngineConfig(
             model=model,

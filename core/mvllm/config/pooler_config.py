@@ -32,9 +32,11 @@ def check_pooler_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     if unknown:
         raise ConfigError(f"pooler_config has the settings {', '.join(allowed)}; found {unknown[0]!r:.40}.")
     try:
-        PoolingParams(**settings)
+        params = PoolingParams(**settings)
     except RequestError as e:
         raise ConfigError(f"pooler_config: {e}") from e
+    if params.pooling_type is PoolingType.ALL:
+        raise ConfigError("pooler_config: vectors of each token are for single requests to ask for.")
     return dict(settings)
 
 

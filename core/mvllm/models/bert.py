@@ -1,7 +1,7 @@
 """BERT, RoBERTa, XLM-RoBERTa and DistilBERT: encoders with learned positions and a norm behind each block.
 
-They differ in the names of their tensors and in the head that classifies, which `EncoderLayout` says, in where positions
-begin, and in whether tokens know which of two texts they belong to, which `config.json` says.
+They differ in the names of their tensors and in the head that classifies, which `EncoderLayout` says, in where
+positions begin, and in whether tokens know which of two texts they belong to, which `config.json` says.
 """
 
 from __future__ import annotations

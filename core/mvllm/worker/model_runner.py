@@ -348,7 +348,7 @@ class ModelRunner:
         return self._run_model(inputs.token_ids, inputs.positions, inputs.prompt_lens, intermediate, *plans)
 
     def _encode(self, inputs: StepInputs, intermediate: torch.Tensor | None) -> torch.Tensor:
-        """As `_forward`, of a model that has no cache. Where prompts begin differs in every step: nothing to compile."""
+        """As `_forward`, of a model without a cache. Where prompts begin differs in every step: nothing to compile."""
         starts, token_types = inputs.layout.query_start_loc.tolist(), None
         if self.model.uses_token_types:
             types = second_text_types(
