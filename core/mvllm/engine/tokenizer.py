@@ -122,6 +122,8 @@ class Tokenizer:
         encoding = (self._fast if plain is None else plain.fast).encode(first, second)
         ids: list[int] = encoding.ids
         types: list[int] = encoding.type_ids
+        if plain is None and "token_type_ids" not in self.hf.model_input_names:
+            types = [0] * len(ids)  # the model is not told
         if max_tokens is None or len(ids) <= max_tokens:
             return ids, types
         texts: list[int | None] = encoding.sequence_ids

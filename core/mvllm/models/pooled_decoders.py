@@ -28,10 +28,9 @@ class Qwen3Model(Headless, Qwen3ForCausalLM):
 
 
 class _Classifier(Headless):
-    last_stage_names = ("model.norm.", "score.")
-
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
         super().__init__(config, ctx)
+        self.last_stage_names = (*self.last_stage_names, "score.")
         if self.stage.is_last:
             self.scores = ScoreHead(ctx, config.hidden_size, config.kind.num_labels)
 

@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings` and `POST /pooling`: vectors of one or several inputs, and whatever else a model says of them."""
+"""`POST /v1/embeddings` and `POST /pooling`: vectors of inputs, and whatever else a model says of them."""
 
 from __future__ import annotations
 
