@@ -178,19 +178,19 @@ class Encoder(Headless):
 
 
 class Bert(Encoder):
-    """`BertModel` of Hugging Face checkpoints, and those with a head on it."""
+    """BERT, with whatever head."""
 
     layout = BERT
 
 
 class Roberta(Encoder):
-    """`RobertaModel` and `XLMRobertaModel` of Hugging Face checkpoints, and those with a head on it."""
+    """RoBERTa and XLM-RoBERTa, with whatever head."""
 
     layout = ROBERTA
 
 
 class DistilBert(Encoder):
-    """`DistilBertModel` of Hugging Face checkpoints, and those with a head on it."""
+    """DistilBERT, with whatever head."""
 
     layout = DISTILBERT
 
