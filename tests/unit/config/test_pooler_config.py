@@ -119,6 +119,7 @@ def test_a_model_that_projects_its_states_has_as_many_components_as_come_out(tmp
         {"task": "dance"},
         {"use_activation": "yes"},
         {"truncate_prompt_tokens": 0},
+        {"second_text_start": -1},
         {"normalize": 1},
         {"dimensions": 0},
         {"dimensions": True},
@@ -159,7 +160,7 @@ def test_what_a_classifier_was_trained_for_makes_its_scores(
 
 def test_a_classifiers_labels_must_be_named(tmp_path: Path) -> None:
     for wrong in ({"id2label": []}, {"id2label": "x"}, {"num_labels": -1}, {"num_labels": 2**40}):
-        with pytest.raises(ModelError, match="id2label|num_labels"):
+        with pytest.raises(ModelError, match=r"id2label|num_labels"):
             model(tmp_path, architectures=["BertForSequenceClassification"], **wrong)
 
 
