@@ -86,7 +86,7 @@ class PoolerConfig:
             tuple(sizes),
             wanted.dimensions,
             kind.num_labels,
-            _activation(hf, kind.num_labels),
+            _activation(hf, kind.num_labels) if kind.num_labels else Activation.IDENTITY,
             wanted.use_activation is not False,
         )
 
