@@ -14,7 +14,7 @@ from mvllm.version import __version__
 if TYPE_CHECKING:
     from mvllm.config.engine_args import EngineArgs
     from mvllm.engine.llm_engine import LLMEngine
-    from mvllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from mvllm.engine.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
     from mvllm.engine.pooling_outputs import (
         ClassificationRequestOutput,
         EmbeddingRequestOutput,
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from mvllm.entrypoints.llm import LLM
     from mvllm.errors import ConfigError, ModelError, MvllmError, PlatformError, RequestError
+    from mvllm.messages.beam_search_params import BeamSearchParams
     from mvllm.messages.inputs import TextPrompt, TokensPrompt
     from mvllm.messages.pooling_params import PoolingParams
     from mvllm.messages.sampling_params import SamplingParams
@@ -33,6 +34,8 @@ _EXPORTS = {
     "LLMEngine": "mvllm.engine.llm_engine",
     "EngineArgs": "mvllm.config.engine_args",
     "SamplingParams": "mvllm.messages.sampling_params",
+    "BeamSearchParams": "mvllm.messages.beam_search_params",
+    "BeamSearchOutput": "mvllm.engine.outputs",
     "PoolingParams": "mvllm.messages.pooling_params",
     "PoolingRequestOutput": "mvllm.engine.pooling_outputs",
     "EmbeddingRequestOutput": "mvllm.engine.pooling_outputs",
@@ -53,6 +56,8 @@ _EXPORTS = {
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "ClassificationRequestOutput",
     "CompletionOutput",
     "ConfigError",

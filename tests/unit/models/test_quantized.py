@@ -236,8 +236,10 @@ def give_rounded_weights(reference: PreTrainedModel, model: CausalLM) -> None:
         layout, dequantized = layer.layout, weight.dequantize()
         for name in dict.fromkeys(layout.names):
             parts = [part for part in layout.parts if part.name == name]
-            rows = torch.cat([dequantized[part.destination] for part in parts])
-            assert len(rows) == parts[0].num_rows
+            rows = torch.full((parts[0].num_rows, dequantized.shape[1]), torch.nan)
+            for part in parts:
+                rows[part.source] = dequantized[part.destination]
+            assert not rows.isnan().any()
             parent, _, attribute = ("lm_head" if layout.is_head else name).rpartition(".")
             module = reference.get_submodule(parent)
             bias = getattr(module, attribute).bias
@@ -249,7 +251,10 @@ def give_rounded_weights(reference: PreTrainedModel, model: CausalLM) -> None:
 def test_every_family_gives_what_transformers_gives_with_the_rounded_weights(
     name: str, quantization: str, tmp_path: Path
 ) -> None:
-    folder = make_checkpoint(name, tmp_path, tokenizer=False)
+    check_quantized_on_load(make_checkpoint(name, tmp_path, tokenizer=False), quantization)
+
+
+def check_quantized_on_load(folder: Path, quantization: str) -> None:
     model, reference = load_model(folder, quantization=quantization), load_reference(folder)
     plain = reference_logits(reference, TOKENS, PROMPT_LEN)
     give_rounded_weights(reference, model)
