@@ -80,6 +80,7 @@ SHARDS, STAGES, BOTH = (2, 1), (1, 2), (2, 2)
 
 
 @pytest.mark.slow
+@pytest.mark.shows("layout")
 @pytest.mark.parametrize(
     ("name", "tensor", "pipeline"),
     [
@@ -101,6 +102,7 @@ CUTS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.shows("layout")
 @CUTS
 def test_so_does_every_way_of_cutting_a_checkpoint(name: str, tensor: int, pipeline: int) -> None:
     """Which element of a tensor a rank has does not depend on where the rank runs: here, in a thread."""
@@ -110,6 +112,7 @@ def test_so_does_every_way_of_cutting_a_checkpoint(name: str, tensor: int, pipel
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
+@pytest.mark.shows("layout")
 @pytest.mark.parametrize(("name", "tensor", "pipeline"), LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_so_does_every_way_of_cutting_it_over_processes(name: str, tensor: int, pipeline: int) -> None:
     check_under_pressure(name, tensor, pipeline)

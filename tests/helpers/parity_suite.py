@@ -14,6 +14,7 @@ from tests.helpers import parity
 from tests.helpers.parity import BLOCK_SIZE, Oracle
 
 
+@pytest.mark.shows("tokens")
 class ParitySuite:
     """`checkpoint` runs through `names`. However the engine treats a prompt, it gives what transformers gives."""
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from platforms.cpu.tests.instruction_sets import once_each, run_again
 
 from mvllm.ops.moe import clamped_moe as clamped_reference
 from mvllm.ops.moe import moe as reference
 from mvllm_cpu import kernels
-from mvllm_cpu.doctor import ISAS
 from mvllm_cpu.moe import Moe, clamped_moe
 
 LOADED = kernels.load()
@@ -159,9 +157,3 @@ def test_packing_takes_the_memory_of_the_loaded_weights_over(op):
     gate_up, down = experts(4, 128, 64, torch.bfloat16)
     ready = op.pack((torch.nn.Parameter(gate_up, requires_grad=False), down))
     assert [w.data.data_ptr() for w in ready] == [gate_up.data_ptr(), down.data_ptr()]
-
-
-@once_each
-@pytest.mark.parametrize("isa", [isa for isa in ISAS.split(", ") if isa != LOADED.isa])
-def test_every_instruction_set(isa):
-    run_again(__file__, isa)

@@ -47,6 +47,7 @@ def build(folder: Path, tp: GroupCoordinator | None = None, pp: GroupCoordinator
     return resolve_model_class(config.architecture)(config, make_context(tp=tp, pp=pp))
 
 
+@pytest.mark.shows("tp")
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_tensor_parallel_ranks_give_the_logits_of_one(name: str, world_size: int, tmp_path: Path) -> None:
@@ -57,6 +58,7 @@ def test_tensor_parallel_ranks_give_the_logits_of_one(name: str, world_size: int
         torch.testing.assert_close(logits, alone, atol=1e-4, rtol=0)
 
 
+@pytest.mark.shows("pp")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_pipeline_stages_give_the_logits_of_one(name: str, world_size: int, tmp_path: Path) -> None:

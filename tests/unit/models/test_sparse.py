@@ -42,6 +42,7 @@ def expected(folder: Path) -> torch.Tensor:
     return reference_logits(load_reference(folder), TOKENS, PROMPT_LEN)
 
 
+@pytest.mark.shows("tp")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tensor_parallel_ranks_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
     folder = make_checkpoint(name, tmp_path, tokenizer=False)
@@ -50,6 +51,7 @@ def test_tensor_parallel_ranks_give_the_logits_of_one(name: str, tmp_path: Path)
         torch.testing.assert_close(logits, alone, atol=1e-4, rtol=0)
 
 
+@pytest.mark.shows("pp")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_pipeline_stages_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
     folder = make_checkpoint(name, tmp_path, tokenizer=False)
@@ -74,6 +76,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "packed", plain
 
 
+@pytest.mark.shows("quantization", family="gpt_oss", how="mxfp4")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_experts_in_mxfp4_are_those_of_the_dequantized_checkpoint(packed: tuple[Path, Path], ranks: int) -> None:
     in_blocks, plain = packed
@@ -98,6 +101,7 @@ def test_mxfp4_values_are_those_of_the_format() -> None:
     assert floats.tolist() == [[code * scale for scale in (1, 8, 2**-7) for code in codes * 2]]
 
 
+@pytest.mark.shows("quantization", by="scheme")
 @pytest.mark.parametrize(
     ("scheme", "name", "ranks"),
     [("gptq", "qwen3moe", 1), ("w8a16-rows", "qwen3moe", 2), ("awq-latent", "deepseek3", 1)],
