@@ -132,6 +132,8 @@ class ModelRunner:
         model_class = resolve_model_class(config.architecture, config.model_impl)
         with _out_of_memory_as(ModelError, f"The weights of {config.model}, whose sizes config.json gives,"):
             self.model = model_class(config, context)
+        if config.kind.num_labels and self._pipeline.is_last and self.model.scores is None:
+            raise ModelError(f"{model_class.__name__}, which is to classify prompts, sets no `scores` as its head.")
         self._argmax = context.op("argmax", size=config.vocab_size).function
         self._sampler = Sampler(argmax=self._argmax)
         load_weights(
