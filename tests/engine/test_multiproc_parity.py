@@ -44,6 +44,7 @@ LAYOUTS = {
     "attention that is scaled by the number of the layer in the whole model": ("gpt2-scaled-by-layer", 1, 2),
     "a head of its own beside a fused projection": ("gpt2-untied", 2, 1),
     "an inner width that is not four times the hidden one": ("gpt2-inner-relu", 2, 1),
+    "norms over the heads of all ranks, one key/value head copied": ("olmo2-mqa-biases", 2, 2),
     "four ranks for two key/value heads": ("llama-gqa", 4, 1),
     "four ranks for one key/value head and norms of each head": ("qwen3-mqa", 4, 1),
 }

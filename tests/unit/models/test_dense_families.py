@@ -75,7 +75,7 @@ def test_a_setting_that_a_family_forgot_would_show(
     family = resolve_model_class(config.architecture)
     assert issubclass(family, LlamaForCausalLM)
     right, options = run(PagedDriver(load_model(folder))), family.options(config)
-    monkeypatch.setattr(family, "options", lambda config: replace(options, **without))
+    monkeypatch.setattr(family, "options", staticmethod(lambda config: replace(options, **without)))
     assert (run(PagedDriver(load_model(folder))) - right).abs().max() > 100 * TOLERANCE
 
 

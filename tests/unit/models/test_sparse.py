@@ -20,6 +20,7 @@ from mvllm.layers.quantization.mxfp4 import dequantize
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.registry import resolve_model_class
 from mvllm.models.weights import load_weights
+from tests.helpers.float8_zoo import make_float8
 from tests.helpers.model_zoo import load_reference, make_checkpoint
 from tests.helpers.mxfp4 import pack_experts
 from tests.helpers.paged_driver import PagedDriver, load_model, make_context, read_config
@@ -111,6 +112,16 @@ def test_experts_and_latents_stored_as_integers_are_dequantized(
 ) -> None:
     checkpoint = make_quantized(scheme, tmp_path, name)
     assert any(".experts." in matrix for matrix in checkpoint.matrices)
+    wanted = expected(checkpoint.plain)
+    for logits in run_ranks(ranks, lambda tp: run(load_model(checkpoint.quantized, make_context(tp=tp)))):
+        torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.shows("quantization", how="fp8")
+@pytest.mark.parametrize(("name", "ranks"), [("deepseek3", 1), ("deepseek3", 2), ("qwen3moe", 2)])
+def test_those_stored_as_fp8_too(name: str, ranks: int, tmp_path: Path) -> None:
+    """In blocks, as DeepSeek publishes them."""
+    checkpoint = make_float8("fp8-blocks", tmp_path, name)
     wanted = expected(checkpoint.plain)
     for logits in run_ranks(ranks, lambda tp: run(load_model(checkpoint.quantized, make_context(tp=tp)))):
         torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=0)
