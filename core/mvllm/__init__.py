@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from mvllm.config.engine_args import EngineArgs
     from mvllm.engine.llm_engine import LLMEngine
     from mvllm.engine.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
-    from mvllm.engine.pooling_outputs import EmbeddingRequestOutput, PoolingRequestOutput
+    from mvllm.engine.pooling_outputs import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
     from mvllm.entrypoints.llm import LLM
     from mvllm.errors import ConfigError, ModelError, MvllmError, PlatformError, RequestError
     from mvllm.messages.beam_search_params import BeamSearchParams
@@ -34,6 +39,8 @@ _EXPORTS = {
     "PoolingParams": "mvllm.messages.pooling_params",
     "PoolingRequestOutput": "mvllm.engine.pooling_outputs",
     "EmbeddingRequestOutput": "mvllm.engine.pooling_outputs",
+    "ClassificationRequestOutput": "mvllm.engine.pooling_outputs",
+    "ScoringRequestOutput": "mvllm.engine.pooling_outputs",
     "StructuredOutputsParams": "mvllm.messages.structured_outputs",
     "TextPrompt": "mvllm.messages.inputs",
     "TokensPrompt": "mvllm.messages.inputs",
@@ -51,6 +58,7 @@ __all__ = [
     "LLM",
     "BeamSearchOutput",
     "BeamSearchParams",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "ConfigError",
     "EmbeddingRequestOutput",
@@ -65,6 +73,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",

@@ -21,6 +21,9 @@ _NOT_STRETCHED = ("gemma3_text",)
 _ABSENT_LENGTH = {"falcon": 2048}
 _LARGEST_FACTOR = 1_000_000
 
+_POSITIONS_BEHIND_PADDING = ("roberta", "xlm-roberta")
+"""Families that count positions from one behind the padding token's id."""
+
 
 @dataclass(frozen=True)
 class ContextLength:
@@ -71,6 +74,11 @@ def derive_context_length(hf_config: HFConfig) -> ContextLength | None:
         length = _ABSENT_LENGTH.get(model_type)
         return None if length is None else ContextLength(length, f"what {model_type} models have by default")
     base = hf_config.positive_int(key)
+    taken = first_position(hf_config)
+    if taken:
+        if base <= taken:
+            raise ModelError(f"{hf_config.source}: {key!r} is {base}, of which the first {taken} are never used.")
+        return ContextLength(base - taken, f"{key} = {base}, the first {taken} of which are never used,")
     rope = _full_attention(rope_settings(hf_config))
     rope_type = rope_type_of(rope)
     factor = rope.get("factor")
@@ -89,6 +97,20 @@ def derive_context_length(hf_config: HFConfig) -> ContextLength | None:
             key = "original_max_position_embeddings"
             base = HFConfig(rope, f"{hf_config.source}, rope scaling").positive_int(key)
     return ContextLength(int(base * factor), f"{key} = {base} times the {rope_type} rope scaling's factor {factor:g}")
+
+
+def first_position(hf_config: HFConfig) -> int:
+    """The position at which a model's first token stands, in its table of positions.
+
+    Raises:
+        ModelError: It depends on the padding token, which is none.
+    """
+    if hf_config.get("model_type") not in _POSITIONS_BEHIND_PADDING:
+        return 0
+    padding = hf_config.get("pad_token_id", 1)
+    if isinstance(padding, bool) or not isinstance(padding, int) or padding < 0:
+        raise ModelError(f"{hf_config.source}: 'pad_token_id' should be a token's id, found {padding!r:.40}.")
+    return padding + 1
 
 
 def _full_attention(settings: dict[str, Any]) -> Mapping[str, Any]:

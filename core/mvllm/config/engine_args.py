@@ -91,6 +91,12 @@ class EngineArgs:
         help="Where sampling defaults come from: 'auto' (the model's generation_config.json), 'none', or a folder.",
         group="model",
     )
+    pooler_config: dict[str, Any] | None = option(  # noqa: RUF009  (as above)
+        None,
+        help="How prompts become vectors or scores where requests do not say, as a JSON object: pooling_type, "
+        "normalize, dimensions, use_activation; by default what the model's files say.",
+        group="model",
+    )
     enforce_eager: bool = option(False, help="Never capture graphs or compile.", group="model")
 
     memory_utilization: float | None = option(
@@ -304,6 +310,8 @@ class EngineArgs:
         self.validate()
         model = self.create_model_config()
         self._check_parallel(model)
+        # The tokens of an encoder's prompt see those behind them: it is computed in one step, and nothing is kept.
+        is_encoder = model.kind.is_encoder
         return EngineConfig(
             model=model,
             cache=CacheConfig(
@@ -311,13 +319,13 @@ class EngineArgs:
                 memory_utilization=self.memory_utilization,
                 kv_cache_memory_bytes=self.kv_cache_memory_bytes,
                 dtype=_KV_DTYPES.get(self.kv_cache_dtype, self.kv_cache_dtype),
-                enable_prefix_caching=self.enable_prefix_caching,
+                enable_prefix_caching=self.enable_prefix_caching and not is_encoder,
                 prefix_caching_seed=self.prefix_caching_seed,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=self._token_budget(model.max_model_len),
-                enable_chunked_prefill=self.enable_chunked_prefill,
+                max_num_batched_tokens=self._token_budget(model),
+                enable_chunked_prefill=self.enable_chunked_prefill and not is_encoder,
                 policy=self.scheduling_policy,
                 async_scheduling=self.async_scheduling,
                 max_queued_requests=self.max_queued_requests,
@@ -371,6 +379,7 @@ class EngineArgs:
             revision=self.revision,
             seed=self.seed,
             quantization=self.quantization,
+            pooler_config=self.pooler_config,
         )
 
     def _tokenizer_folder(self, model_folder: Path) -> str | None:
@@ -398,17 +407,19 @@ class EngineArgs:
             )
         return folder
 
-    def _token_budget(self, max_model_len: int) -> int:
+    def _token_budget(self, model: ModelConfig) -> int:
         """`max_num_batched_tokens`, given or derived; without chunked prefill it must hold the longest prompt."""
-        needed = self.max_num_seqs if self.enable_chunked_prefill else max(self.max_num_seqs, max_model_len)
+        chunks = self.enable_chunked_prefill and not model.kind.is_encoder
+        needed = self.max_num_seqs if chunks else max(self.max_num_seqs, model.max_model_len)
         given = self.max_num_batched_tokens
         if given is None:
             return max(DEFAULT_NUM_BATCHED_TOKENS, needed)
         if given < needed:
+            reason = "with an encoder" if model.kind.is_encoder else "without chunked prefill"
+            remedy = "" if model.kind.is_encoder else ", or set enable_chunked_prefill=True"
             raise ConfigError(
-                f"max_num_batched_tokens is {given}, but without chunked prefill it must be at least max_model_len "
-                f"({max_model_len}): a prompt is computed in one step. Raise the one, lower the other, or set "
-                "enable_chunked_prefill=True."
+                f"max_num_batched_tokens is {given}, but {reason} it must be at least max_model_len "
+                f"({model.max_model_len}): a prompt is computed in one step. Raise the one, or lower the other{remedy}."
             )
         return given
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mvllm.config.hf_config import HFConfig
+from mvllm.config.model_kind import ModelKind
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class ModelConfig:
         seed: Seed of everything random in the engine.
         quantization: Name of the method by which weights are stored, or are quantized while they are loaded; None for
             floats.
+        kind: What it can do.
+        pooler_config: What the user wants otherwise than its sentence-transformers files say, by setting.
     """
 
     model: str
@@ -60,3 +63,5 @@ class ModelConfig:
     seed: int = 0
     checkpoint_dtype: str = "float32"
     quantization: str | None = None
+    kind: ModelKind = field(default_factory=ModelKind)
+    pooler_config: dict[str, Any] = field(default_factory=dict)

@@ -21,7 +21,10 @@ from mvllm.config.generation_config import (
 )
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
+from mvllm.config.model_kind import ModelKind
+from mvllm.config.pooler_config import check_pooler_config
 from mvllm.config.quantization import settle_quantization
+from mvllm.config.sentence_files import max_seq_length
 from mvllm.errors import ConfigError, ModelError
 from mvllm.logging import get_logger
 
@@ -40,6 +43,10 @@ _ARCHITECTURE_OF_TYPE = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "opt": "OPTForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "bert": "BertModel",
+    "roberta": "RobertaModel",
+    "xlm-roberta": "XLMRobertaModel",
+    "distilbert": "DistilBertModel",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
@@ -55,7 +62,7 @@ _LARGEST_SIZE = 2**31 - 1
 _MOST_LAYERS = 10_000
 """Far beyond any model: a damaged config should be told from a large one before anything is allocated for it."""
 
-_HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
+_HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model", "dim")
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
@@ -71,6 +78,7 @@ _ABSENT_SLIDING_WINDOW = {
 _NEVER_SLIDING = (
     *("llama", "opt", "gpt2", "granite", "olmo2", "glm", "glm4", "falcon"),
     *("deepseek_v2", "deepseek_v3"),
+    *("bert", "roberta", "xlm-roberta", "distilbert"),
 )
 # Families whose `sliding_window` counts only with `use_sliding_window`, which is off by default.
 _SLIDING_ON_REQUEST = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
@@ -108,6 +116,7 @@ def build_model_config(
     revision: str | None = None,
     seed: int = 0,
     quantization: str | None = None,
+    pooler_config: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
     """Reads `folder` and settles everything about the model that needs no device.
 
@@ -118,6 +127,7 @@ def build_model_config(
         max_logprobs: -1 permits the whole vocabulary.
         model_impl: As in ModelConfig.
         quantization: The method asked for; None leaves it to the checkpoint.
+        pooler_config: What is wanted otherwise than the model's own pooling, by setting.
 
     Raises:
         ModelError: A file or key is missing, wrong, or contradicts another.
@@ -130,12 +140,17 @@ def build_model_config(
             raise ConfigError(f"max_logprobs is {max_logprobs}, but the vocabulary has only {shape.vocab_size} tokens.")
         max_logprobs = shape.vocab_size  # nobody asked for the default: for a tiny vocabulary it permits what there is
     own_generation = load_generation_config(folder)
+    architecture = architecture_of(hf_config)
+    kind = ModelKind.of(architecture, hf_config)
+    if max_model_len is None and not kind.generates:
+        longest = settle_max_model_len(hf_config, None)
+        max_model_len = min(longest, max_seq_length(folder) or longest)
     return ModelConfig(
         model=model,
         path=folder,
         tokenizer=tokenizer,
         hf_config=hf_config,
-        architecture=architecture_of(hf_config),
+        architecture=architecture,
         dtype=DTYPE_ALIASES.get(dtype, dtype),
         checkpoint_dtype=checkpoint_dtype(hf_config),
         max_model_len=settle_max_model_len(hf_config, max_model_len),
@@ -154,6 +169,8 @@ def build_model_config(
         revision=revision,
         seed=seed,
         quantization=settle_quantization(hf_config, quantization),
+        kind=kind,
+        pooler_config=check_pooler_config(pooler_config or {}),
     )
 
 

@@ -1,33 +1,48 @@
-"""What a model folder says about pooling, in the files that sentence-transformers writes.
-
-modules.json              [{"type": "...Transformer", "path": ""}, {"type": "...Pooling", "path": "1_Pooling"},
-                           {"type": "...Normalize", "path": "2_Normalize"}]
-1_Pooling/config.json     {"pooling_mode_lasttoken": true, ...} or {"pooling_mode": "lasttoken"}
-"""
+"""What a model does with a prompt where a request does not say: its own files, and over these the user's settings."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
-from mvllm.errors import ModelError, RequestError
-from mvllm.messages.pooling_params import PoolingParams, PoolingType
+from mvllm.config.sentence_files import has_modules, read_modules
+from mvllm.errors import ConfigError, ModelError, RequestError
+from mvllm.messages.pooling_params import Activation, PoolingParams, PoolingTask, PoolingType
 
-_MODES = {"lasttoken": PoolingType.LAST, "cls": PoolingType.CLS, "mean": PoolingType.MEAN}
-_OLD_MODES = {
-    "lasttoken": "pooling_mode_lasttoken",
-    "cls": "pooling_mode_cls_token",
-    "mean": "pooling_mode_mean_tokens",
+_ACTIVATIONS = {
+    "Identity": Activation.IDENTITY,
+    "Sigmoid": Activation.SIGMOID,
+    "Softmax": Activation.SOFTMAX,
+    "Tanh": Activation.TANH,
 }
+"""Classes of `torch.nn` that models name for their scores."""
+
+
+def check_pooler_config(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings.
+
+    Raises:
+        ConfigError: They are none of `PoolingParams`, or have values that these do not take.
+    """
+    allowed = ("pooling_type", "normalize", "dimensions", "use_activation")
+    unknown = [name for name in settings if name not in allowed]
+    if unknown:
+        raise ConfigError(f"pooler_config has the settings {', '.join(allowed)}; found {unknown[0]!r:.40}.")
+    try:
+        params = PoolingParams(**settings)
+    except RequestError as e:
+        raise ConfigError(f"pooler_config: {e}") from e
+    if params.pooling_type is PoolingType.ALL:
+        raise ConfigError("pooler_config: vectors of each token are for single requests to ask for.")
+    return dict(settings)
 
 
 @dataclass(frozen=True)
 class PoolerConfig:
-    """A model's own way to make a vector of a prompt.
+    """A model's own way to say something about a prompt.
 
     Attributes:
         pooling_type: Which hidden states count.
@@ -35,28 +50,45 @@ class PoolerConfig:
         max_dimensions: Components of a whole vector.
         dimensions: The shorter sizes that vectors may be cut to; empty where the model names none, and then every size
             may be asked for.
+        default_dimensions: The size where none is asked for; None for whole vectors.
+        num_labels: Scores of a prompt, where the model classifies; else 0.
+        activation: What is done to these.
+        use_activation: Whether it is done where a request does not say.
     """
 
     pooling_type: PoolingType
     normalize: bool
     max_dimensions: int
     dimensions: tuple[int, ...] = ()
+    default_dimensions: int | None = None
+    num_labels: int = 0
+    activation: Activation = Activation.IDENTITY
+    use_activation: bool = True
 
     @classmethod
     def of(cls, model: ModelConfig) -> PoolerConfig:
-        """Of a model; what its folder does not say is what is usual for models that generate.
+        """Of a model; what its folder does not say is what is usual for models of its kind.
 
         Raises:
             ModelError: A file is not what it should be, or names a step that is not known here.
         """
-        pooling_type, normalize = PoolingType.LAST, True
-        if (model.path / "modules.json").is_file():
-            pooling_type, normalize = _read_modules(model.path)
-        hf = model.hf_config
+        kind, hf, wanted = model.kind, model.hf_config, PoolingParams(**model.pooler_config)
+        pooling_type, normalize = PoolingType.CLS if kind.is_encoder else PoolingType.LAST, True
+        if has_modules(model.path) and not kind.num_labels:
+            pooling_type, normalize = read_modules(model.path)
         sizes = hf.get("matryoshka_dimensions", [])
         if not isinstance(sizes, list) or not all(isinstance(size, int) and size > 0 for size in sizes):
             raise ModelError(f"{hf.source}: 'matryoshka_dimensions' should be a list of sizes, found {sizes!r}.")
-        return cls(pooling_type, normalize, _output_size(model), tuple(sizes))
+        return cls(
+            wanted.pooling_type or pooling_type,
+            normalize if wanted.normalize is None else wanted.normalize,
+            _output_size(model),
+            tuple(sizes),
+            wanted.dimensions,
+            kind.num_labels,
+            _activation(hf, kind.num_labels) if kind.num_labels else Activation.IDENTITY,
+            wanted.use_activation is not False,
+        )
 
     def settle(self, params: PoolingParams) -> PoolingParams:
         """`params` with every choice made.
@@ -64,7 +96,14 @@ class PoolerConfig:
         Raises:
             RequestError: The model cannot give what they ask for.
         """
-        dimensions = params.dimensions
+        task = params.task or (PoolingTask.CLASSIFY if self.num_labels else PoolingTask.EMBED)
+        if task is PoolingTask.CLASSIFY:
+            return self._settle_scores(params)
+        if self.num_labels:
+            raise RequestError("The model classifies prompts: it gives no embeddings.", parameter="task")
+        if params.use_activation is not None:
+            raise RequestError("use_activation is for models that classify prompts.", parameter="use_activation")
+        dimensions = self.default_dimensions if params.dimensions is None else params.dimensions
         if dimensions is not None:
             if dimensions > self.max_dimensions:
                 raise RequestError(
@@ -82,6 +121,30 @@ class PoolerConfig:
             pooling_type=params.pooling_type or self.pooling_type,
             normalize=self.normalize if params.normalize is None else params.normalize,
             dimensions=dimensions,
+            task=task,
+        )
+
+    def _settle_scores(self, params: PoolingParams) -> PoolingParams:
+        if not self.num_labels:
+            raise RequestError(
+                "The model does not classify prompts: it has no head for that (...ForSequenceClassification).",
+                parameter="task",
+            )
+        for name in ("normalize", "dimensions"):
+            if getattr(params, name) is not None:
+                raise RequestError(f"{name} is for embeddings, but the model classifies prompts.", parameter=name)
+        if params.pooling_type not in (None, self.pooling_type):
+            raise RequestError(
+                f"pooling_type is {params.pooling_type}, but the model's head was trained for {self.pooling_type}.",
+                parameter="pooling_type",
+            )
+        use = self.use_activation if params.use_activation is None else params.use_activation
+        return PoolingParams(
+            pooling_type=self.pooling_type,
+            normalize=False,
+            task=PoolingTask.CLASSIFY,
+            activation=self.activation if use else Activation.IDENTITY,
+            second_text_start=params.second_text_start,
         )
 
 
@@ -91,44 +154,27 @@ def _output_size(model: ModelConfig) -> int:
     return size if isinstance(size, int) and size > 0 else model.hidden_size
 
 
-def _read_modules(folder: Path) -> tuple[PoolingType, bool]:
-    """Which states count, and whether a module scales what comes out."""
-    path = folder / "modules.json"
-    modules = _read_json(path)
-    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise ModelError(f"{path} should be a list of modules.")
-    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
-    unknown = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
-    if unknown or kinds.count("Pooling") != 1:
-        raise ModelError(
-            f"{path} lists the modules {', '.join(kinds)}; what is known here is a Transformer, one Pooling and "
-            "perhaps a Normalize."
-        )
-    where = modules[kinds.index("Pooling")].get("path")
-    if not isinstance(where, str) or where in ("", ".", "..") or Path(where).name != where:
-        raise ModelError(f"{path}: the path of the Pooling module should be a folder's name, found {where!r}.")
-    return _read_mode(folder / where / "config.json"), "Normalize" in kinds
+def _activation(hf: HFConfig, num_labels: int) -> Activation:
+    """What makes scores of a head's results: what the model names, else what follows from what it was trained for.
 
-
-def _read_mode(path: Path) -> PoolingType:
-    pooling = _read_json(path)
-    if not isinstance(pooling, Mapping):
-        raise ModelError(f"{path} should be an object.")
-    named = pooling.get("pooling_mode")
-    if named is None:
-        chosen = [key for key, value in pooling.items() if key.startswith("pooling_mode_") and value is True]
-        modes = [mode for mode, key in _OLD_MODES.items() if key in chosen]
-    else:
-        chosen = list(named) if isinstance(named, list) else [named]
-        modes = [mode for mode in _MODES if mode in chosen]
-    if len(chosen) != 1 or len(modes) != 1:
-        found = ", ".join(map(str, chosen)) or "none"
-        raise ModelError(f"{path} should choose one of {', '.join(_MODES)}, found {found}.")
-    return _MODES[modes[0]]
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise ModelError(f"{path} cannot be read: {e}") from e
+    Raises:
+        ModelError: It names something that is not known here.
+    """
+    own = hf.get("sentence_transformers")
+    named = own.get("activation_fn") if isinstance(own, Mapping) else None
+    named = named or hf.get("sbert_ce_default_activation_function")
+    if named is not None:
+        module, _, name = str(named).rpartition(".")
+        if not module.startswith("torch.nn") or name not in _ACTIVATIONS:
+            raise ModelError(
+                f"{hf.source} names {named!r:.80} as what makes its scores; known are {', '.join(_ACTIVATIONS)} of "
+                "torch.nn."
+            )
+        return _ACTIVATIONS[name]
+    match hf.get("problem_type"):
+        case "regression":
+            return Activation.IDENTITY
+        case "multi_label_classification":
+            return Activation.SIGMOID
+        case _:
+            return Activation.SOFTMAX if num_labels > 1 else Activation.SIGMOID

@@ -19,11 +19,12 @@ import msgspec
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.rope_parameters import prompt_cache_key
 from mvllm.engine.grammar_vocabulary import load_vocabulary
-from mvllm.engine.kv_sizing import CacheSummary, choose_block_size, size_kv_cache
+from mvllm.engine.kv_sizing import CacheSummary, choose_block_size, no_kv_cache, size_kv_cache
 from mvllm.engine.sleep import KV_CACHE, LEVELS, TAGS, WEIGHTS, check_sleep_level
 from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
 from mvllm.executor.choose import make_executor
 from mvllm.kv_cache.manager import KVCacheManager
+from mvllm.kv_cache.none import NoKVCache
 from mvllm.logging import get_logger
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -83,7 +84,9 @@ class EngineCore:
         self.scheduler = Scheduler(
             config.scheduler,
             max_model_len=config.model.max_model_len,
-            kv_cache=KVCacheManager(
+            kv_cache=NoKVCache(config.model.max_model_len)
+            if config.model.kind.is_encoder
+            else KVCacheManager(
                 num_blocks=self.cache_summary.num_blocks,
                 block_size=self.cache_summary.block_size,
                 enable_caching=config.cache.enable_prefix_caching,
@@ -275,6 +278,8 @@ class EngineCore:
         return self.scheduler.update_from_output(plan, output)
 
     def _size_kv_cache(self) -> CacheSummary:
+        if self.config.model.kind.is_encoder:
+            return no_kv_cache(self.config.model.max_model_len)
         needs = self._executor.kv_cache_needs()
         given = self.config.cache.kv_cache_memory_bytes
         choose_block_size(self.config, needs)

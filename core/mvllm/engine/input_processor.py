@@ -276,6 +276,12 @@ class InputProcessor:
             raise RequestError(
                 f"sampling_params must be SamplingParams; found {_show(params)}.", parameter="sampling_params"
             )
+        if not self._model.kind.generates:
+            what = "classifies prompts" if self._model.kind.num_labels else "makes vectors of prompts"
+            raise RequestError(
+                f"The model {self._model.model} ({self._model.architecture}) {what}; it generates nothing.",
+                parameter="model",
+            )
         if self._tokenizer is None and params.stop:
             raise RequestError(
                 "Stop strings need a tokenizer, but the engine was started with skip_tokenizer_init. "

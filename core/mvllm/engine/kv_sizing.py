@@ -59,11 +59,18 @@ class CacheSummary:
         return self.num_blocks / self.blocks_per_request
 
     def __str__(self) -> str:
+        if not self.num_blocks:
+            return "KV cache: none, as the model keeps nothing of a prompt"
         return (
             f"KV cache: {self.num_tokens:,} tokens ({self.num_blocks:,} blocks of {self.block_size}, "
             f"{_size(self.total_bytes)}), enough for {self.max_concurrency:,.1f} concurrent requests of "
             f"{self.max_model_len:,} tokens"
         )
+
+
+def no_kv_cache(max_model_len: int) -> CacheSummary:
+    """Of a model that keeps nothing of a prompt. A table of blocks has one place, for all of its tokens."""
+    return CacheSummary(0, max_model_len, 0, max_model_len)
 
 
 def blocks_for(

@@ -19,6 +19,7 @@ from mvllm.engine.input_processor import ProcessedRequest
 from mvllm.engine.output_text import TextWhenAsked, make_text
 from mvllm.engine.outputs import CompletionOutput, Logprob, PositionLogprobMap, RequestMetrics, RequestOutput
 from mvllm.engine.tokenizer import Tokenizer
+from mvllm.messages.pooling_params import PoolingType
 from mvllm.messages.requests import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -314,7 +315,9 @@ class RequestState:
         self.is_ranked = request.params.is_ranked
         self.kind = RequestOutputKind.FINAL_ONLY if self.is_ranked else request.params.output_kind
         self.final_only = self.kind == RequestOutputKind.FINAL_ONLY
-        self.is_pooled = request.core.pooling_params is not None
+        pooling = request.core.pooling_params
+        self.is_pooled = pooling is not None
+        self._pools_each_token = pooling is not None and pooling.pooling_type is PoolingType.ALL
         self._prompt = request.prompt
         self._prompt_token_ids = request.core.prompt_token_ids
         self._tokenizer = tokenizer if request.params.detokenize else None
@@ -387,6 +390,7 @@ class RequestState:
             self.metrics.snapshot(),
             self._num_cached_tokens or 0,
             self._pooled,
+            self._pools_each_token,
         )
 
     def _prompt_logprobs_to_show(self) -> list[PositionLogprobMap | None] | None:

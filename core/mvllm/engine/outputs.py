@@ -98,6 +98,7 @@ class RequestOutput:
         num_cached_tokens: Prompt tokens whose KV came from the prefix cache.
         pooled: Of a request for a vector, once it is finished: float32 in little-endian order. `PoolingRequestOutput`
             shows it.
+        pooled_each_token: Whether these are vectors of each token of the prompt.
     """
 
     request_id: str
@@ -109,6 +110,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
     pooled: bytes | None = None
+    pooled_each_token: bool = False
 
 
 @dataclass(slots=True)

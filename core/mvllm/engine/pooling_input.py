@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any, cast
 
 import msgspec
 
 from mvllm.config.pooler_config import PoolerConfig
 from mvllm.engine.input_processor import InputProcessor, ProcessedRequest
 from mvllm.errors import ModelError, RequestError
-from mvllm.messages.inputs import PromptType
+from mvllm.messages.inputs import PromptType, TokensPrompt
 from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 
@@ -50,6 +51,7 @@ class PoolingInputProcessor(InputProcessor):
         arrival_time: float | None = None,
     ) -> list[ProcessedRequest]:
         settled = [self._settle(each) for each in params]
+        prompts = [self._at(i, prompts, self._cut, prompt, params[i]) for i, prompt in enumerate(prompts)]
         nothing: list[SamplingParams | None] = [None] * len(prompts)
         requests = super().process_batch(
             request_ids, prompts, nothing, priorities=priorities, arrival_time=arrival_time
@@ -58,6 +60,51 @@ class PoolingInputProcessor(InputProcessor):
             request.core.pooling_params = each
             request.core.eos_token_ids = []
         return requests
+
+    def pair(self, first: str, second: str, params: PoolingParams) -> tuple[TokensPrompt, PoolingParams]:
+        """The prompt by which a model that classifies compares two texts, and how it is to be asked.
+
+        Raises:
+            RequestError: A text is not acceptable.
+        """
+        for text in (first, second):
+            self.check_text(text)
+        assert self._tokenizer is not None
+        ids, start = self._tokenizer.encode_cut(first, second, max_tokens=self._limit(params))
+        asked = msgspec.structs.replace(params, truncate_prompt_tokens=None, second_text_start=start)
+        return TokensPrompt(prompt_token_ids=ids), asked
+
+    def _limit(self, params: PoolingParams) -> int | None:
+        """Tokens that a prompt is cut to."""
+        limit, longest = params.truncate_prompt_tokens, self._model.max_model_len
+        if limit is not None and limit > longest:
+            raise RequestError(
+                f"truncate_prompt_tokens is {limit}, but a prompt may have {longest} tokens (max_model_len).",
+                parameter="truncate_prompt_tokens",
+            )
+        return longest if limit == -1 else limit
+
+    def _cut(self, prompt: PromptType, params: SamplingParams | PoolingParams | None) -> PromptType:
+        """The prompt as it is, or cut and as token ids, where that was asked for."""
+        limit = self._limit(params) if isinstance(params, PoolingParams) else None
+        if limit is None:
+            return prompt
+        parts = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        if not isinstance(parts, Mapping):
+            return _first(prompt, limit)
+        if (ids := parts.get("prompt_token_ids")) is not None:
+            return cast(PromptType, {**parts, "prompt_token_ids": _first(ids, limit)})
+        if not isinstance(parts.get("prompt"), str):
+            return prompt  # which will be refused
+        text = self.check_text(str(parts["prompt"]))
+        assert self._tokenizer is not None
+        ids, _ = self._tokenizer.encode_cut(text, max_tokens=limit)
+        return cast(PromptType, {**parts, "prompt_token_ids": ids})
+
+    @property
+    def num_labels(self) -> int:
+        """Scores that the model gives a prompt; 0 where it does not classify."""
+        return self._model.kind.num_labels
 
     def _settle(self, params: SamplingParams | PoolingParams | None) -> PoolingParams:
         """`params` with every choice made."""
@@ -72,3 +119,8 @@ class PoolingInputProcessor(InputProcessor):
     def _check_params(self, params: SamplingParams | PoolingParams, part: object) -> SamplingParams:
         assert isinstance(params, SamplingParams)
         return params  # `default_params`: nothing in them is a caller's
+
+
+def _first(ids: Any, limit: int) -> Any:
+    """The first so many of what may be token ids; of anything else all, as it will be refused."""
+    return ids[:limit] if isinstance(ids, list | tuple | range) or getattr(ids, "ndim", None) == 1 else ids

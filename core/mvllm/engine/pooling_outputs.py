@@ -15,10 +15,10 @@ _Output = TypeVar("_Output")
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """One vector.
+    """What the model says of one prompt.
 
     Attributes:
-        data: float32 [dimensions].
+        data: float32 [dimensions]; with the pooling type `all` [tokens, dimensions]; of a classifier [labels].
     """
 
     data: np.ndarray
@@ -44,12 +44,39 @@ class EmbeddingOutput:
 
 
 @dataclass(slots=True)
+class ClassificationOutput:
+    """The scores of one prompt.
+
+    Attributes:
+        probs: One per label.
+    """
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """How many labels there are."""
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts go together.
+
+    Attributes:
+        score: What a cross-encoder says, or the cosine of the angle between two vectors.
+    """
+
+    score: float
+
+
+@dataclass(slots=True)
 class PooledRequestOutput(Generic[_Output]):
     """The answer to a request for a vector.
 
     Attributes:
         request_id: As it was given.
-        outputs: The vector.
+        outputs: The vector, or the scores.
         prompt: The prompt as text; None where only token ids were given.
         prompt_token_ids: The prompt as token ids.
         num_cached_tokens: Prompt tokens whose KV came from the prefix cache.
@@ -87,9 +114,10 @@ class PoolingRequestOutput(PooledRequestOutput[PoolingOutput]):
             if sequence.error_parameter is not None:
                 raise RequestError(message, parameter=sequence.error_parameter)
             raise PlatformError(message)
+        data = np.frombuffer(output.pooled, "<f4")
         return cls(
             output.request_id,
-            PoolingOutput(np.frombuffer(output.pooled, "<f4")),
+            PoolingOutput(data.reshape(len(output.prompt_token_ids), -1) if output.pooled_each_token else data),
             output.prompt,
             output.prompt_token_ids,
             output.num_cached_tokens,
@@ -106,12 +134,42 @@ class EmbeddingRequestOutput(PooledRequestOutput[EmbeddingOutput]):
     @classmethod
     def of(cls, output: PoolingRequestOutput) -> EmbeddingRequestOutput:
         """The same answer with Python numbers."""
-        return cls(
-            output.request_id,
-            EmbeddingOutput(output.outputs.data.tolist()),
-            output.prompt,
-            output.prompt_token_ids,
-            output.num_cached_tokens,
-            output.finished,
-            output.metrics,
-        )
+        return cls(*_with(output, EmbeddingOutput(output.outputs.data.tolist())))
+
+
+class ClassificationRequestOutput(PooledRequestOutput[ClassificationOutput]):
+    """What `classify` returns."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, output: PoolingRequestOutput) -> ClassificationRequestOutput:
+        """The same answer with Python numbers."""
+        return cls(*_with(output, ClassificationOutput(output.outputs.data.tolist())))
+
+
+class ScoringRequestOutput(PooledRequestOutput[ScoringOutput]):
+    """What `score` returns. Of two texts that became a prompt each, `prompt_token_ids` are those of both."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, output: PoolingRequestOutput) -> ScoringRequestOutput:
+        """The one score of an answer."""
+        [score] = output.outputs.data.tolist()
+        return cls(*_with(output, ScoringOutput(score)))
+
+
+def _with(
+    output: PoolingRequestOutput, shown: _Output
+) -> tuple[str, _Output, str | None, list[int], int, bool, RequestMetrics | None]:
+    """The fields of an answer, with something else to show."""
+    return (
+        output.request_id,
+        shown,
+        output.prompt,
+        output.prompt_token_ids,
+        output.num_cached_tokens,
+        output.finished,
+        output.metrics,
+    )

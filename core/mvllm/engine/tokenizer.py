@@ -87,6 +87,63 @@ class Tokenizer:
             check_length(i, len(each))
         return [each if isinstance(each, list) else each.ids for each in encoded]
 
+    def encode_cut(
+        self, first: str, second: str | None = None, *, max_tokens: int | None = None
+    ) -> tuple[list[int], int | None]:
+        """The token ids of a text, or of two for a model that compares them, with those that the tokenizer adds.
+
+        Args:
+            max_tokens: Leaves out as many tokens at the end of the longer text, then of both, as are too many.
+
+        Returns:
+            The ids, and where the tokens begin that count as the second text's; None where they all count alike.
+
+        Raises:
+            RequestError: The tokenizer rejects a text, or `max_tokens` leaves no room for a text.
+        """
+        try:
+            ids, types = self._encode_cut(first, second, max_tokens)
+        except RequestError:
+            raise
+        except Exception as e:
+            raise RequestError(
+                f"The tokenizer cannot tokenize the prompt: {type(e).__name__}: {e}", parameter="prompt"
+            ) from e
+        return ids, types.index(1) if 1 in types else None
+
+    def _encode_cut(self, first: str, second: str | None, max_tokens: int | None) -> tuple[list[int], list[int]]:
+        """Token ids, and which text each counts for."""
+        plain = self._plain
+        if plain is None and not (self._encodes_by_backend and self._is_unset()):
+            longest = {} if max_tokens is None else {"max_length": max_tokens}
+            truncation = max_tokens is not None and ("longest_first" if second is not None else "only_first")
+            found = self.hf(first, second, truncation=truncation, verbose=False, **longest)
+            return found["input_ids"], found.get("token_type_ids", [])
+        encoding = (self._fast if plain is None else plain.fast).encode(first, second)
+        ids: list[int] = encoding.ids
+        types: list[int] = encoding.type_ids
+        if plain is None and "token_type_ids" not in self.hf.model_input_names:
+            types = [0] * len(ids)  # the model is not told
+        if max_tokens is None or len(ids) <= max_tokens:
+            return ids, types
+        texts: list[int | None] = encoding.sequence_ids
+        sizes = texts.count(0), texts.count(1)
+        room = max_tokens - texts.count(None)
+        if room < 1:
+            raise RequestError(
+                f"truncate_prompt_tokens is {max_tokens}, which leaves no room for a text beside the "
+                f"{texts.count(None)} tokens that the tokenizer adds.",
+                parameter="truncate_prompt_tokens",
+            )
+        left = _shares(*sizes, room)
+        kept = []
+        for i, text in enumerate(texts):
+            if text is not None:
+                left[text] -= 1
+            if text is None or left[text] >= 0:
+                kept.append(i)
+        return [ids[i] for i in kept], [types[i] for i in kept]
+
     def _encode(self, texts: list[str], add_special_tokens: bool) -> Sequence[Any]:
         """Token ids, or encodings that have them. No length limit of the tokenizer's own: max_model_len counts."""
         if (plain := self._plain) is not None:
@@ -195,6 +252,17 @@ class Tokenizer:
             return plain.eos_token_id
         value = self.hf.eos_token_id
         return value if isinstance(value, int) else None
+
+
+def _shares(first: int, second: int, room: int) -> list[int]:
+    """What is left of two texts that have room for so many tokens together: the longer one gives way first."""
+    shorter = min(first, second)
+    if 2 * shorter <= room:
+        longer = room - shorter
+    else:  # half each; what is odd goes to the longer one
+        shorter = room // 2
+        longer = room - shorter
+    return [shorter, longer] if first <= second else [longer, shorter]
 
 
 def _module_of(cls: type, name: str) -> str | None:

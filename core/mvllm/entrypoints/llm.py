@@ -13,7 +13,13 @@ from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.input_processor import ProcessedRequest
 from mvllm.engine.llm_engine import LLMEngine
 from mvllm.engine.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
-from mvllm.engine.pooling_outputs import EmbeddingRequestOutput, PoolingRequestOutput
+from mvllm.engine.pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
+from mvllm.engine.scoring import Scoring
 from mvllm.entrypoints.chat_template import Conversation, is_conversation, render_chat
 from mvllm.entrypoints.interrupts import interrupts_between_steps
 from mvllm.entrypoints.progress import Progress
@@ -21,7 +27,7 @@ from mvllm.errors import EngineDeadError, RequestError
 from mvllm.logging import configure_logging
 from mvllm.messages.beam_search_params import BeamSearchParams
 from mvllm.messages.inputs import PromptType, TokensPrompt
-from mvllm.messages.pooling_params import PoolingParams
+from mvllm.messages.pooling_params import PoolingParams, PoolingTask, PoolingType
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 
 UseTqdm = bool | Callable[..., Any]
@@ -256,7 +262,7 @@ class LLM:
         use_tqdm: UseTqdm = True,
         priority: int | Sequence[int] | None = None,
     ) -> list[PoolingRequestOutput]:
-        """Makes a vector of each prompt, out of the model's last hidden states.
+        """Makes a vector of each prompt, out of the model's last hidden states; or scores, where the model classifies.
 
         Args:
             prompts: As for `generate`; a prompt may be as long as `max_model_len`.
@@ -291,9 +297,71 @@ class LLM:
         use_tqdm: UseTqdm = True,
         priority: int | Sequence[int] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """As `encode`; each output's `outputs.embedding` is a list of numbers."""
-        encoded = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, priority=priority)
+        """As `encode`; each output's `outputs.embedding` is a list of numbers.
+
+        Raises:
+            RequestError: As `encode`; or the model classifies, or vectors of each token are asked for (`encode`).
+        """
+        asked = _for_task(pooling_params, PoolingTask.EMBED)
+        encoded = self.encode(prompts, asked, use_tqdm=use_tqdm, priority=priority)
         return [EmbeddingRequestOutput.of(output) for output in encoded]
+
+    def classify(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingArgument = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Scores of each prompt, by a model with a head for that (`...ForSequenceClassification`).
+
+        Args:
+            prompts, use_tqdm, priority: As for `encode`.
+            pooling_params: For all prompts, or one per prompt; `use_activation=False` gives what comes out of the head.
+
+        Returns:
+            One output per prompt, in the order of the prompts; its `outputs.probs` has a number for each label.
+
+        Raises:
+            RequestError: As `encode`; or the model does not classify.
+            PlatformError, EngineDeadError: As `encode`.
+        """
+        asked = _for_task(pooling_params, PoolingTask.CLASSIFY)
+        encoded = self.encode(prompts, asked, use_tqdm=use_tqdm, priority=priority)
+        return [ClassificationRequestOutput.of(output) for output in encoded]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: UseTqdm = True,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts go together, pair by pair: what a cross-encoder (a classifier with one label) says of both, or
+        with any other model the cosine of the angle between their vectors.
+
+        Args:
+            data_1: A text, or one for each of `data_2`.
+            data_2: A text or several.
+            pooling_params: For all.
+            use_tqdm: As for `generate`.
+
+        Returns:
+            One output per text of `data_2`, in their order, with the score in `outputs.score`.
+
+        Raises:
+            RequestError: A text or setting is not acceptable, or the model gives several scores for a prompt.
+            PlatformError, EngineDeadError: As `encode`.
+        """
+        engine = self.llm_engine
+        if pooling_params is not None and not isinstance(pooling_params, PoolingParams):
+            raise RequestError("pooling_params must be PoolingParams.", parameter="pooling_params")
+        first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+        scoring = Scoring.of(engine.pooling_input_processor, first, second, pooling_params or PoolingParams())
+        answers = self.encode(scoring.prompts, scoring.params, use_tqdm=use_tqdm)
+        return scoring.outputs(answers)
 
     def _finish(
         self, engine: LLMEngine, requests: Sequence[ProcessedRequest], use_tqdm: UseTqdm
@@ -315,6 +383,21 @@ class LLM:
             engine.abort_request(ids)
             raise
         return [outputs[i] for i in ids]
+
+
+def _for_task(params: PoolingArgument, task: PoolingTask) -> PoolingArgument:
+    """Copies that ask for a task, where they name none; anything that is no PoolingParams is for `encode` to refuse."""
+    if isinstance(params, list | tuple):
+        return [cast(PoolingParams, _for_task(each, task)) for each in params]
+    if params is None:
+        return PoolingParams(task=task)
+    if not isinstance(params, PoolingParams):
+        return params
+    if params.task not in (None, task):
+        raise RequestError(f"task is {params.task}, but this is for {task}; use encode.", parameter="task")
+    if task is PoolingTask.EMBED and params.pooling_type == PoolingType.ALL:
+        raise RequestError("Vectors of each token come from encode, not from embed.", parameter="pooling_type")
+    return msgspec.structs.replace(params, task=task)
 
 
 def _as_beam_search_output(output: RequestOutput, length_penalty: float) -> BeamSearchOutput:

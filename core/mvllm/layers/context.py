@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -76,7 +76,12 @@ class ForwardStep:
         prompt_lens: [T], int32, device: for each token the length of its request's prompt. Read only by models whose
             `uses_prompt_lens` is set (RoPE scalings that depend on the length of the sequence, see RotaryEmbedding);
             None treats every prompt as no longer than the original context.
+        prompt_starts: Host, for encoders: where each prompt begins among the tokens, and where the last ends.
+        token_types: [T], int32, device: which of two texts each token belongs to; None where all belong to the first.
+            Read only by models whose `uses_token_types` is set.
     """
 
     metadata: Mapping[Hashable, AttentionMetadata]
     prompt_lens: torch.Tensor | None = None
+    prompt_starts: Sequence[int] | None = None
+    token_types: torch.Tensor | None = None

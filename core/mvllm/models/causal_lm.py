@@ -35,7 +35,8 @@ class CausalLM(nn.Module, ABC):
         layer_names: Matches names of per-layer tensors; group 1 is the layer's number.
         first_stage_names, last_stage_names: Beginnings of names of tensors that only that stage holds.
         ignored_names: Matches names that carry no weights.
-        uses_prompt_lens: Whether `ForwardStep.prompt_lens` is read.
+        uses_prompt_lens, uses_token_types: Whether `ForwardStep`'s field of that name is read.
+        scores: Of a model that classifies, on the last stage: pooled states [n, hidden_size] to [n, labels].
     """
 
     layer_names: re.Pattern[str] = re.compile(r"model\.layers\.(\d+)\.")
@@ -45,11 +46,13 @@ class CausalLM(nn.Module, ABC):
     head_name: str = "lm_head"
     ties_head_by_default: bool = False
     uses_prompt_lens: bool = False
+    uses_token_types: bool = False
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
         self.config = config
         self.stage = PipelineStage.of(config.num_layers, ctx.pp)
+        self.scores: nn.Module | None = None
         self._quantization = ctx.quantization
         # Modules and all the tensors that they wait for, by tensor.
         self._waiting: dict[str, list[tuple[nn.Module, set[str]]]] = {}

@@ -40,6 +40,28 @@ _MODELS = {
     "Glm4ForCausalLM": "mvllm.models.glm:Glm4ForCausalLM",
     "Starcoder2ForCausalLM": "mvllm.models.starcoder2:Starcoder2ForCausalLM",
     "FalconForCausalLM": "mvllm.models.falcon:FalconForCausalLM",
+    # decoders that generate nothing
+    "LlamaModel": "mvllm.models.pooled_decoders:LlamaModel",
+    "LlamaForSequenceClassification": "mvllm.models.pooled_decoders:LlamaForSequenceClassification",
+    "MistralModel": "mvllm.models.pooled_decoders:MistralModel",
+    "MistralForSequenceClassification": "mvllm.models.pooled_decoders:MistralForSequenceClassification",
+    "Qwen2Model": "mvllm.models.pooled_decoders:Qwen2Model",
+    "Qwen2ForSequenceClassification": "mvllm.models.pooled_decoders:Qwen2ForSequenceClassification",
+    "Qwen3Model": "mvllm.models.pooled_decoders:Qwen3Model",
+    "Qwen3ForSequenceClassification": "mvllm.models.pooled_decoders:Qwen3ForSequenceClassification",
+    # encoders
+    "BertModel": "mvllm.models.encoders:BertModel",
+    "BertForMaskedLM": "mvllm.models.encoders:BertForMaskedLM",
+    "BertForSequenceClassification": "mvllm.models.encoders:BertForSequenceClassification",
+    "RobertaModel": "mvllm.models.encoders:RobertaModel",
+    "RobertaForMaskedLM": "mvllm.models.encoders:RobertaForMaskedLM",
+    "RobertaForSequenceClassification": "mvllm.models.encoders:RobertaForSequenceClassification",
+    "XLMRobertaModel": "mvllm.models.encoders:XLMRobertaModel",
+    "XLMRobertaForMaskedLM": "mvllm.models.encoders:XLMRobertaForMaskedLM",
+    "XLMRobertaForSequenceClassification": "mvllm.models.encoders:XLMRobertaForSequenceClassification",
+    "DistilBertModel": "mvllm.models.encoders:DistilBertModel",
+    "DistilBertForMaskedLM": "mvllm.models.encoders:DistilBertForMaskedLM",
+    "DistilBertForSequenceClassification": "mvllm.models.encoders:DistilBertForSequenceClassification",
 }
 
 

@@ -1,22 +1,25 @@
-"""Makes vectors of prompts, a step at a time.
+"""Makes vectors of prompts, a step at a time, and scores of these.
 
 The idea: a prompt may be computed in pieces, so a row keeps on the device what the pieces so far amount to, one vector
 (the sum of the states, or the first of them), and no states. A vector of the last token's state needs nothing kept.
+(Only where a vector of each token is wanted are these kept, piece by piece.)
 
     step 1   row 3: positions 0-99       sum of 100 states           kept
     step 2   row 3: positions 100-140    + sum of 41 states, / 141   goes to the host
              row 5: positions 0-7        state 7                     goes to the host
+
+Where the model classifies, its head takes the step's vectors together, and what it makes of them goes to the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from mvllm.messages.pooling_params import PoolingParams, PoolingType
+from mvllm.messages.pooling_params import Activation, PoolingParams, PoolingTask, PoolingType
 from mvllm.platform.runtime import DeviceRuntime, HostCopy
 
 
@@ -25,7 +28,7 @@ class PoolingState:
 
     def __init__(self) -> None:
         self.params: dict[int, PoolingParams] = {}
-        self.partial: dict[int, torch.Tensor] = {}
+        self.partial: dict[int, torch.Tensor | list[torch.Tensor]] = {}
 
     def set_row(self, row: int, params: PoolingParams | None) -> None:
         """Begins a row; with None, one that generates."""
@@ -45,7 +48,7 @@ class PooledRows:
     Attributes:
         positions: Positions in the batch of the rows whose prompts have been computed to the end.
         params: Of each.
-        copies: Of each, float32 [hidden_size].
+        copies: Of each, float32 [hidden_size], [labels] or [tokens, hidden_size].
     """
 
     positions: list[int]
@@ -56,7 +59,7 @@ class PooledRows:
         """The vectors, by position in the batch, and what went wrong with those that are none. Waits for the device."""
         vectors, errors = {}, {}
         for position, params, copy in zip(self.positions, self.params, self.copies, strict=True):
-            vector = finish_vector(copy.wait().numpy().reshape(-1), params)
+            vector = finish_vector(copy.wait().numpy(), params)
             if vector is None:
                 errors[position] = "The model gave a hidden state that is not finite (NaN or infinity)."
             else:
@@ -73,6 +76,7 @@ def pool(
     starts: Sequence[int],
     firsts: Sequence[int],
     prompt_lens: Sequence[int],
+    scores: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> PooledRows:
     """Takes in the states of one step.
 
@@ -84,50 +88,97 @@ def pool(
         starts: Where each row's tokens begin among the T, and where the last ends; one more than rows.
         firsts: Each row's first position in this step.
         prompt_lens: Tokens of each row's prompt.
+        scores: The model's head: [n, hidden_size] in the model's dtype to [n, labels]. Asked for rows that want scores.
     """
-    found = PooledRows([], [], [])
+    positions: list[int] = []
+    vectors: list[torch.Tensor] = []
     for i, row in enumerate(rows):
         params = state.params.get(row)
         if params is None:
             continue
         begin, end, first = starts[i], starts[i + 1], firsts[i]
+        if first == 0:
+            state.partial.pop(row, None)
         is_last = first + end - begin == prompt_lens[i]
-        match params.pooling_type:
-            case PoolingType.MEAN:
-                vector = hidden[begin:end].to(torch.float32).sum(0)
-                vector = vector if first == 0 else state.partial[row] + vector
-                if is_last:
-                    vector = vector / prompt_lens[i]
-            case PoolingType.CLS:
-                vector = hidden[begin].to(torch.float32, copy=True) if first == 0 else state.partial[row]
-            case _:
-                if not is_last:
-                    continue
-                vector = hidden[end - 1].to(torch.float32, copy=True)
+        if params.pooling_type is PoolingType.LAST and not is_last:
+            continue
+        vector = _take_in(state, row, params.pooling_type, hidden[begin:end])
         if is_last:
-            found.positions.append(i)
-            found.params.append(params)
-            found.copies.append(runtime.to_host(vector))
+            positions.append(i)
+            vectors.append(_whole(vector, params.pooling_type, prompt_lens[i]))
         else:
             state.partial[row] = vector
-    return found
+    asked = [state.params[rows[i]] for i in positions]
+    scored = [at for at, params in enumerate(asked) if params.task is PoolingTask.CLASSIFY]
+    if scored:
+        assert scores is not None, "the front end lets classify only models that can"
+        found = scores(torch.stack([vectors[at] for at in scored]).to(hidden.dtype)).float()
+        for at, result in zip(scored, found, strict=True):
+            vectors[at] = result
+    return PooledRows(positions, asked, [runtime.to_host(vector) for vector in vectors])
+
+
+def _take_in(
+    state: PoolingState, row: int, kind: PoolingType | None, piece: torch.Tensor
+) -> torch.Tensor | list[torch.Tensor]:
+    """What a row's pieces amount to, with one more: [tokens, hidden_size]."""
+    before = state.partial.get(row)
+    match kind:
+        case PoolingType.ALL:
+            kept = before if isinstance(before, list) else []
+            return [*kept, piece.to(torch.float32, copy=True)]
+        case PoolingType.MEAN | PoolingType.MEAN_SQRT_LEN:
+            vector = piece.to(torch.float32).sum(0)
+            return vector + before if isinstance(before, torch.Tensor) else vector
+        case PoolingType.MAX:
+            vector = piece.to(torch.float32).amax(0)
+            return torch.maximum(vector, before) if isinstance(before, torch.Tensor) else vector
+        case PoolingType.CLS:
+            return before if isinstance(before, torch.Tensor) else piece[0].to(torch.float32, copy=True)
+        case _:
+            return piece[-1].to(torch.float32, copy=True)
+
+
+def _whole(amount: torch.Tensor | list[torch.Tensor], kind: PoolingType | None, num_tokens: int) -> torch.Tensor:
+    """The vector that all pieces of a prompt amount to, or those of all its tokens."""
+    if isinstance(amount, list):
+        return torch.cat(amount)
+    if kind is PoolingType.MEAN:
+        return amount / num_tokens
+    return amount / num_tokens**0.5 if kind is PoolingType.MEAN_SQRT_LEN else amount
 
 
 def finish_vector(vector: np.ndarray, params: PoolingParams) -> bytes | None:
-    """Cuts and scales a vector; None where it is not finite.
+    """Cuts and scales a vector, or turns results of a head into scores; None where something is not finite.
 
     Args:
-        vector: float32 [n].
+        vector: float32 [n], or [tokens, n].
 
     Returns:
         float32 in little-endian order.
     """
     if params.dimensions is not None:
-        vector = vector[: params.dimensions]
+        vector = vector[..., : params.dimensions]
     if not np.isfinite(vector).all():
         return None
+    if params.activation is not Activation.IDENTITY:
+        vector = _activate(vector.astype(np.float64), params.activation)
     if params.normalize:
         # float64, where no square of a float32 overflows or vanishes
-        length = float(np.sqrt(np.square(vector, dtype=np.float64).sum()))
-        vector = vector / length if length > 0 else vector
+        length = np.sqrt(np.square(vector, dtype=np.float64).sum(-1, keepdims=True))
+        vector = vector / np.where(length > 0, length, 1.0)
     return vector.astype("<f4").tobytes()
+
+
+def _activate(values: np.ndarray, how: Activation) -> np.ndarray:
+    """float64 [n] to the same."""
+    match how:
+        case Activation.SOFTMAX:
+            powers = np.exp(values - values.max())
+            return np.asarray(powers / powers.sum())
+        case Activation.SIGMOID:
+            return np.asarray(0.5 * (1.0 + np.tanh(0.5 * values)))  # which overflows nowhere
+        case Activation.TANH:
+            return np.tanh(values)
+        case _:
+            return values

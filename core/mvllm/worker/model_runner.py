@@ -44,6 +44,7 @@ from mvllm.platform.shapes import ShapePolicy
 from mvllm.platform.tokens_on_device import keeps_tokens_on_device
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.pooling.pooler import pool
+from mvllm.pooling.token_types import second_text_types
 from mvllm.sampling.logits_processor import LogitsProcessorContext
 from mvllm.sampling.logprobs import gather_prompt_logprobs
 from mvllm.sampling.masks import TokenMasks
@@ -131,6 +132,8 @@ class ModelRunner:
         model_class = resolve_model_class(config.architecture, config.model_impl)
         with _out_of_memory_as(ModelError, f"The weights of {config.model}, whose sizes config.json gives,"):
             self.model = model_class(config, context)
+        if config.kind.num_labels and self._pipeline.is_last and self.model.scores is None:
+            raise ModelError(f"{model_class.__name__}, which is to classify prompts, sets no `scores` as its head.")
         self._argmax = context.op("argmax", size=config.vocab_size).function
         self._sampler = Sampler(argmax=self._argmax)
         load_weights(
@@ -154,6 +157,8 @@ class ModelRunner:
         Raises:
             CacheError: The backends have no block size in common.
         """
+        if not self._layers:  # an encoder's: one block holds a whole prompt, and takes no memory
+            return KVCacheNeeds(0, (self._config.model.max_model_len,))
         layouts = [layer.backend.kv_layout() for layer in self._layers]
         common = [size for size in layouts[0].block_sizes if all(size in layout.block_sizes for layout in layouts)]
         if not common:
@@ -285,7 +290,7 @@ class ModelRunner:
             with_prompt_lens=self.model.uses_prompt_lens,
         )
         hidden = self._forward(inputs, self._pipeline.placeholder(len(inputs.token_ids)))
-        if self._pipeline.is_last:
+        if self._pipeline.is_last and self._config.model.kind.generates:
             self._profile_sampling(self.model.compute_logits(hidden.index_select(0, inputs.logits_at)))
         self._runtime.synchronize()
         for layer in self._layers:
@@ -322,7 +327,7 @@ class ModelRunner:
             )
             hidden = self._forward(inputs, self._pipeline.placeholder(shape.tokens))
             self._runtime.step_mark()
-        if hidden is None or not self._pipeline.is_last:
+        if hidden is None or not self._pipeline.is_last or not self._config.model.kind.generates:
             return
         for size in sample_sizes(shapes, scheduler.max_num_seqs):
             at = self._runtime.from_numpy(np.zeros(size, dtype=np.int32))
@@ -382,8 +387,26 @@ class ModelRunner:
                 layer.kv_cache = caches[place]
 
     def _forward(self, inputs: StepInputs, intermediate: torch.Tensor | None) -> torch.Tensor:
+        if self._config.model.kind.is_encoder:
+            return self._encode(inputs, intermediate)
         plans = [backend.build_metadata(inputs.layouts[group]) for backend, group in self._plans.values()]
         return self._run_model(inputs.token_ids, inputs.positions, inputs.prompt_lens, intermediate, *plans)
+
+    def _encode(self, inputs: StepInputs, intermediate: torch.Tensor | None) -> torch.Tensor:
+        """As `_forward`, of a model without a cache. Where prompts begin differs in every step: nothing to compile."""
+        starts, token_types = inputs.layout.query_start_loc.tolist(), None
+        if self.model.uses_token_types:
+            types = second_text_types(
+                self.rows.pooling,
+                rows=inputs.rows.tolist(),
+                starts=starts,
+                firsts=inputs.first_positions.tolist(),
+                num_tokens=len(inputs.token_ids),
+            )
+            token_types = None if types is None else self._runtime.from_numpy(types)
+        step = ForwardStep({}, prompt_starts=starts, token_types=token_types)
+        hidden: torch.Tensor = self.model(inputs.token_ids, inputs.positions, step, intermediate)
+        return hidden
 
     def _call_model(
         self,
@@ -400,6 +423,8 @@ class ModelRunner:
 
     def _compile_model(self) -> None:
         """Gives the model to the platform's compiler, where it has one. Once the KV cache is there to stay."""
+        if self._config.model.kind.is_encoder:
+            return
         if self._platform.capabilities.compile and not self._config.enforce_eager:
             compiler: CompileBackend = ask(self._platform, "compiler", returns=CompileBackend)
             self._run_model = compiler.compile(self._call_model, dynamic=True)
@@ -420,6 +445,7 @@ class ModelRunner:
                 starts=inputs.layout.query_start_loc.tolist(),
                 firsts=inputs.first_positions.tolist(),
                 prompt_lens=self.rows.history.num_prompt_tokens[inputs.rows].tolist(),
+                scores=self.model.scores,
             )
         if len(inputs.sampling):
             masks = TokenMasks(plan.mask_rows, plan.token_masks) if plan.mask_rows else None

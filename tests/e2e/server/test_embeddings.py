@@ -100,7 +100,7 @@ def test_many_at_once_and_beside_texts(sdk: OpenAI, llm: LLM) -> None:
         ({"input": "x", "dimensions": 0}, "dimensions"),
         ({"input": "x", "dimensions": 1 << 20}, "dimensions"),
         ({"input": "x", "dimensions": "8"}, "dimensions"),
-        ({"input": "x", "truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
+        ({"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"input": "x", "priority": 3}, "priority"),
     ],
     ids=str,

@@ -12,7 +12,7 @@ from mvllm.config.model import ModelConfig
 from mvllm.config.model_builder import build_model_config
 from mvllm.config.pooler_config import PoolerConfig
 from mvllm.errors import ModelError, RequestError
-from mvllm.messages.pooling_params import PoolingParams, PoolingType
+from mvllm.messages.pooling_params import Activation, PoolingParams, PoolingTask, PoolingType
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -42,6 +42,11 @@ def test_without_files_it_is_the_last_token_scaled(tmp_path: Path) -> None:
     assert PoolerConfig.of(model(tmp_path)) == PoolerConfig(PoolingType.LAST, normalize=True, max_dimensions=64)
 
 
+def test_without_files_an_encoders_is_the_first(tmp_path: Path) -> None:
+    found = PoolerConfig.of(model(tmp_path, architectures=["BertModel"], model_type="bert"))
+    assert (found.pooling_type, found.normalize) == (PoolingType.CLS, True)
+
+
 @pytest.mark.parametrize(
     ("pooling", "kind"),
     [
@@ -50,6 +55,8 @@ def test_without_files_it_is_the_last_token_scaled(tmp_path: Path) -> None:
         ({"pooling_mode_cls_token": True}, "cls"),
         ({"embedding_dimension": 64, "pooling_mode": "lasttoken"}, "last"),
         ({"pooling_mode": ["mean"]}, "mean"),
+        ({"pooling_mode_max_tokens": True}, "max"),
+        ({"pooling_mode": "mean_sqrt_len_tokens"}, "mean_sqrt_len"),
     ],
 )
 @pytest.mark.parametrize("modules", [[TRANSFORMER, POOLING], [TRANSFORMER, POOLING, NORMALIZE]])
@@ -64,7 +71,7 @@ def test_the_files_decide(tmp_path: Path, pooling: object, kind: str, modules: l
         ([TRANSFORMER, POOLING, {"type": "sentence_transformers.models.Dense"}], {}, "Dense"),
         ([TRANSFORMER], {}, "one Pooling"),
         ([TRANSFORMER, {**POOLING, "path": "../elsewhere"}], {}, "folder's name"),
-        ([TRANSFORMER, POOLING], {"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens"),
+        ([TRANSFORMER, POOLING], {"pooling_mode_weightedmean_tokens": True}, "pooling_mode_weightedmean_tokens"),
         ([TRANSFORMER, POOLING], {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, "one of"),
         ([TRANSFORMER, POOLING], {"pooling_mode": "weightedmean"}, "weightedmean"),
         ([TRANSFORMER, POOLING], [], "an object"),
@@ -84,8 +91,10 @@ def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
 
 def test_requests_choose_and_the_model_fills_in_the_rest(tmp_path: Path) -> None:
     config = PoolerConfig.of(model(tmp_path))
-    assert config.settle(PoolingParams()) == PoolingParams(pooling_type=PoolingType.LAST, normalize=True)
-    asked = PoolingParams(pooling_type=PoolingType.MEAN, normalize=False, dimensions=64)
+    assert config.settle(PoolingParams()) == PoolingParams(
+        pooling_type=PoolingType.LAST, normalize=True, task=PoolingTask.EMBED
+    )
+    asked = PoolingParams(pooling_type=PoolingType.MEAN, normalize=False, dimensions=64, task=PoolingTask.EMBED)
     assert config.settle(asked) == asked
     with pytest.raises(RequestError, match="64 components"):
         config.settle(PoolingParams(dimensions=65))
@@ -105,7 +114,17 @@ def test_a_model_that_projects_its_states_has_as_many_components_as_come_out(tmp
 
 @pytest.mark.parametrize(
     "settings",
-    [{"pooling_type": "max"}, {"normalize": 1}, {"dimensions": 0}, {"dimensions": True}, {"dimensions": 1.5}],
+    [
+        {"pooling_type": "most"},
+        {"task": "dance"},
+        {"use_activation": "yes"},
+        {"truncate_prompt_tokens": 0},
+        {"second_text_start": -1},
+        {"normalize": 1},
+        {"dimensions": 0},
+        {"dimensions": True},
+        {"dimensions": 1.5},
+    ],
 )
 def test_settings_of_the_wrong_kind_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as caught:
@@ -115,3 +134,43 @@ def test_settings_of_the_wrong_kind_are_refused(settings: dict[str, Any]) -> Non
 
 def test_pooling_types_may_be_given_by_their_names() -> None:
     assert PoolingParams(pooling_type="mean").pooling_type is PoolingType.MEAN  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("config", "labels", "activation"),
+    [
+        ({}, 2, "softmax"),
+        ({"id2label": {"0": "no", "1": "yes", "2": "perhaps"}}, 3, "softmax"),
+        ({"num_labels": 1}, 1, "sigmoid"),
+        ({"id2label": {"0": "it"}, "problem_type": "regression"}, 1, "identity"),
+        ({"num_labels": 4, "problem_type": "multi_label_classification"}, 4, "sigmoid"),
+        ({"num_labels": 1, "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, 1, "identity"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Tanh"}}, 2, "tanh"),
+    ],
+)
+def test_what_a_classifier_was_trained_for_makes_its_scores(
+    tmp_path: Path, config: dict[str, Any], labels: int, activation: str
+) -> None:
+    found = PoolerConfig.of(model(tmp_path, architectures=["LlamaForSequenceClassification"], **config))
+    assert (found.num_labels, found.activation, found.pooling_type) == (labels, activation, PoolingType.LAST)
+    settled = found.settle(PoolingParams())
+    assert (settled.task, settled.activation, settled.normalize) == (PoolingTask.CLASSIFY, activation, False)
+    assert found.settle(PoolingParams(use_activation=False)).activation is Activation.IDENTITY
+
+
+def test_a_classifiers_labels_must_be_named(tmp_path: Path) -> None:
+    for wrong in ({"id2label": []}, {"id2label": "x"}, {"num_labels": -1}, {"num_labels": 2**40}):
+        with pytest.raises(ModelError, match=r"id2label|num_labels"):
+            model(tmp_path, architectures=["BertForSequenceClassification"], **wrong)
+
+
+def test_the_longest_text_of_an_encoder_is_in_its_files(tmp_path: Path) -> None:
+    bert = {"architectures": ["BertModel"], "model_type": "bert"}
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 24}')
+    assert model(tmp_path, **bert).max_model_len == 24
+    assert model(tmp_path).max_model_len == 64  # which generates
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": null}')
+    assert model(tmp_path, **bert).max_model_len == 64
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": "long"}')
+    with pytest.raises(ModelError, match="max_seq_length"):
+        model(tmp_path, **bert)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mvllm.messages.pooling_params import PoolingParams, PoolingType
+from mvllm.messages.pooling_params import Activation, PoolingParams, PoolingTask, PoolingType
 from mvllm.platform.runtime import FinishedHostCopy
 from mvllm.pooling.pooler import PooledRows, PoolingState, finish_vector, pool
 
@@ -38,8 +38,15 @@ def step(state: PoolingState, batch: list[tuple[int, torch.Tensor, int, int]]) -
 
 def expected(kind: PoolingType, hidden: torch.Tensor) -> np.ndarray:
     hidden = hidden.float()
-    vector = {PoolingType.LAST: hidden[-1], PoolingType.CLS: hidden[0], PoolingType.MEAN: hidden.mean(0)}[kind]
-    return vector.numpy()
+    vectors = {
+        PoolingType.LAST: hidden[-1],
+        PoolingType.CLS: hidden[0],
+        PoolingType.MEAN: hidden.mean(0),
+        PoolingType.MAX: hidden.amax(0),
+        PoolingType.MEAN_SQRT_LEN: hidden.sum(0) / len(hidden) ** 0.5,
+        PoolingType.ALL: hidden.flatten(),
+    }
+    return vectors[kind].numpy()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -107,3 +114,40 @@ def test_lengths_of_any_size_are_scaled(scale: float) -> None:
 def test_a_vector_of_zeros_stays_one() -> None:
     data = finish_vector(np.zeros(3, dtype=np.float32), PoolingParams(normalize=True))
     assert data == bytes(12)
+
+
+def test_the_head_scores_those_who_want_scores_and_no_others() -> None:
+    state, hidden = PoolingState(), states(6)
+    wanted = PoolingParams(
+        pooling_type=PoolingType.LAST, normalize=False, task=PoolingTask.CLASSIFY, activation=Activation.SOFTMAX
+    )
+    state.set_row(0, wanted)
+    state.set_row(1, PoolingParams(pooling_type=PoolingType.LAST, normalize=False))
+    asked = []
+
+    def head(pooled: torch.Tensor) -> torch.Tensor:
+        asked.append(pooled.clone())
+        return torch.tensor([[1e5, -1e5]])
+
+    pooled = pool(state, RUNTIME, hidden, rows=[0, 1], starts=[0, 2, 6], firsts=[0, 0], prompt_lens=[2, 4], scores=head)
+    vectors, errors = pooled.read()
+    assert not errors and len(asked) == 1 and torch.equal(asked[0], hidden[1:2])
+    scores = np.frombuffer(vectors[0], "<f4")
+    assert scores.tolist() == [1.0, 0.0]
+    np.testing.assert_array_equal(np.frombuffer(vectors[1], "<f4"), hidden[5].numpy())
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        (Activation.SIGMOID, [1.0, 0.5, 0.0]),
+        (Activation.TANH, [1.0, 0.0, -1.0]),
+        (Activation.IDENTITY, [1e4, 0.0, -1e4]),
+        (Activation.SOFTMAX, [1.0, 0.0, 0.0]),
+    ],
+)
+def test_no_result_of_a_head_is_too_large(how: Activation, expected: list[float]) -> None:
+    params = PoolingParams(pooling_type=PoolingType.CLS, normalize=False, activation=how)
+    with np.errstate(all="raise", under="ignore"):
+        found = finish_vector(np.array([1e4, 0, -1e4], dtype=np.float32), params)
+    assert found is not None and np.frombuffer(found, "<f4").tolist() == expected

@@ -16,10 +16,14 @@ from fastapi.openapi.utils import get_openapi
 
 from mvllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
+    ClassificationRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
     ResponsesRequest,
+    ScoreRequest,
     TokenizeRequest,
 )
 from mvllm.version import __version__
@@ -28,6 +32,10 @@ _BODIES: tuple[type[msgspec.Struct], ...] = (
     CompletionRequest,
     ChatCompletionRequest,
     EmbeddingRequest,
+    PoolingRequest,
+    ClassificationRequest,
+    ScoreRequest,
+    RerankRequest,
     ResponsesRequest,
     TokenizeRequest,
     DetokenizeRequest,

@@ -135,6 +135,7 @@ class EmbeddingRequest(ModelRequest, kw_only=True):
         encoding_format: `float` (the default) writes numbers, `base64` the bytes of little-endian float32.
         dimensions: Keep only the first so many components.
         normalize: Scale vectors to length 1; by default what the model's files say.
+        truncate_prompt_tokens: Cut longer inputs to so many tokens; -1 for as many as the model takes.
     """
 
     input: str | list[str | int | list[int]] | None = None
@@ -145,7 +146,89 @@ class EmbeddingRequest(ModelRequest, kw_only=True):
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    truncate_prompt_tokens: int | None = None  # known, and refused
+    truncate_prompt_tokens: int | None = None
+
+
+class PoolingRequest(EmbeddingRequest, kw_only=True):
+    """Body of `POST /pooling`.
+
+    Attributes:
+        task: `embed`, `token_embed` or `classify`; by default what the model is for.
+        pooling_type: Which hidden states count; by default what the model's files say. `all` is `token_embed`.
+        use_activation: Turn the results of a classifier's head into probabilities.
+    """
+
+    task: str | None = None
+    pooling_type: str | None = None
+    use_activation: bool | None = None
+
+
+class ClassificationRequest(ModelRequest, kw_only=True):
+    """Body of `POST /classify`.
+
+    Attributes:
+        input: A text, a list of texts, a list of token ids, or a list of those.
+        use_activation: Turn the results of the model's head into probabilities; true by default.
+        truncate_prompt_tokens: Cut longer inputs to so many tokens; -1 for as many as the model takes.
+    """
+
+    input: str | list[str | int | list[int]] | None = None
+    use_activation: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    user: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+
+class ComparisonRequest(ModelRequest, kw_only=True):
+    """What requests to compare texts have in common.
+
+    Attributes:
+        use_activation: As in ClassificationRequest.
+        truncate_prompt_tokens: Cut what the model reads at once, both texts of a cross-encoder together.
+    """
+
+    use_activation: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    user: str | None = None
+    priority: int | None = None
+
+
+class ScoreRequest(ComparisonRequest, kw_only=True):
+    """Body of `POST /score`.
+
+    Attributes:
+        text_1, queries: A text, or one for each of the others; two names for the same.
+        text_2, documents: A text or a list of texts; likewise.
+    """
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+
+
+class Document(msgspec.Struct, kw_only=True):
+    """A document as Cohere's clients send it."""
+
+    text: str
+
+
+class RerankRequest(ComparisonRequest, kw_only=True):
+    """Body of `POST /rerank`.
+
+    Attributes:
+        query: What documents are compared with.
+        documents: Texts, or objects that have one.
+        top_n: How many results are wanted; 0 or none for all.
+        return_documents: Repeat the documents in the results; true by default.
+    """
+
+    query: str | None = None
+    documents: list[str | Document] | None = None
+    top_n: int | None = None
+    return_documents: bool | None = None
 
 
 class ResponsesStreamOptions(msgspec.Struct, kw_only=True):

@@ -18,13 +18,13 @@ from mvllm.entrypoints.openai.bodies import BodyDecoder, BodyReader
 from mvllm.entrypoints.openai.call import Call
 from mvllm.entrypoints.openai.chat import ChatCall
 from mvllm.entrypoints.openai.completions import CompletionCall
-from mvllm.entrypoints.openai.embeddings import EmbeddingRoute
 from mvllm.entrypoints.openai.errors import APIError
 from mvllm.entrypoints.openai.events import encode
 from mvllm.entrypoints.openai.gate import request_role
 from mvllm.entrypoints.openai.http_metrics import CONTENT_TYPE, HTTPMetrics
 from mvllm.entrypoints.openai.keys import Role
 from mvllm.entrypoints.openai.openapi import body_of
+from mvllm.entrypoints.openai.pooled_routes import PooledRoutes
 from mvllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -92,7 +92,7 @@ class Routes:
         api.add_api_route(one, self.show_response, methods=["GET"], summary="A response that was given.")
         api.add_api_route(one, self.delete_response, methods=["DELETE"], summary="Forget a response.")
         api.add_api_route(f"{one}/cancel", self.cancel_response, methods=["POST"], summary="End a response.")
-        EmbeddingRoute(self._state, self._models, self._bodies).add_to(api)
+        PooledRoutes(self._state, self._models, self._bodies).add_to(api)
         api.add_api_route("/v1/models", self.list_models, methods=["GET"], summary="The models.")
         api.add_api_route("/v1/models/{model_id:path}", self.show_model, methods=["GET"], summary="One model.")
 

@@ -16,6 +16,13 @@ _OPERATIONS = {
     "/v1/messages": "chat",
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
+    "/pooling": "pooling",
+    "/classify": "classify",
+    "/score": "score",
+    "/v1/score": "score",
+    "/rerank": "rerank",
+    "/v1/rerank": "rerank",
+    "/v2/rerank": "rerank",
 }
 """Paths that have spans, and what they are for; others are of no interest to who follows a request."""
 

@@ -1,0 +1,66 @@
+"""Attention of encoders: every token sees all tokens of its own prompt, and nothing is kept of any.
+
+There is no cache behind it and so no backend of the platform's in front of it: all that a step needs is where each
+prompt begins and ends among its tokens. Prompts of one length that follow each other are computed together.
+
+    tokens   a a a a b b b b c c        two prompts of 4, one of 2
+             [2, heads, 4, size]  [1, heads, 2, size]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mvllm.layers.context import ForwardStep
+from mvllm.layers.linear import HeadShare
+
+
+class EncoderAttention(nn.Module):
+    """Attention within each prompt, over this rank's heads.
+
+    Args:
+        heads: This rank's share of the heads, of which all have their own keys and values.
+        head_size: Elements per head.
+        scale: Factor on query-key products.
+    """
+
+    def __init__(self, heads: HeadShare, head_size: int, scale: float) -> None:
+        super().__init__()
+        self._num_heads = heads.num_heads
+        self._head_size = head_size
+        self._scale = scale
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """Attends.
+
+        Args:
+            query, key, value: [T, heads on this rank, head_size].
+            step: The step, with `prompt_starts`.
+
+        Returns:
+            [T, heads on this rank * head_size]; zeros where a token belongs to no prompt.
+        """
+        assert step.prompt_starts is not None, "an encoder needs to know where prompts begin"
+        output = query.new_zeros(query.shape[0], self._num_heads * self._head_size)
+        for start, stop, count in _equal_runs(step.prompt_starts):
+            shape = (count, (stop - start) // count, self._num_heads, self._head_size)
+            parts = [tensor[start:stop].reshape(shape).transpose(1, 2) for tensor in (query, key, value)]
+            found = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], scale=self._scale)
+            output[start:stop] = found.transpose(1, 2).reshape(stop - start, -1)
+        return output
+
+
+def _equal_runs(starts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """First token, end and number of prompts, of each run of prompts that have the same length; empty ones left out."""
+    begin, count = starts[0], 0
+    for i in range(1, len(starts)):
+        count += 1
+        length = starts[i] - starts[i - 1]
+        if i + 1 == len(starts) or starts[i + 1] - starts[i] != length:
+            if length:
+                yield begin, starts[i], count
+            begin, count = starts[i], 0
