@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mvllm.entrypoints.llm import LLM
     from mvllm.errors import ConfigError, ModelError, MvllmError, PlatformError, RequestError
     from mvllm.messages.inputs import TextPrompt, TokensPrompt
+    from mvllm.messages.lora import LoRARequest
     from mvllm.messages.pooling_params import PoolingParams
     from mvllm.messages.sampling_params import SamplingParams
     from mvllm.messages.structured_outputs import StructuredOutputsParams
@@ -27,6 +28,7 @@ _EXPORTS = {
     "LLM": "mvllm.entrypoints.llm",
     "LLMEngine": "mvllm.engine.llm_engine",
     "EngineArgs": "mvllm.config.engine_args",
+    "LoRARequest": "mvllm.messages.lora",
     "SamplingParams": "mvllm.messages.sampling_params",
     "PoolingParams": "mvllm.messages.pooling_params",
     "PoolingRequestOutput": "mvllm.engine.pooling_outputs",
@@ -51,6 +53,7 @@ __all__ = [
     "EmbeddingRequestOutput",
     "EngineArgs",
     "LLMEngine",
+    "LoRARequest",
     "Logprob",
     "ModelError",
     "MvllmError",

@@ -19,6 +19,7 @@ from mvllm.engine.grammar_vocabulary import check_tokenizer_for_grammars
 from mvllm.engine.tokenizer import Tokenizer
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.messages.sampling_params import SamplingParams, validate_for_model
@@ -83,9 +84,17 @@ class InputProcessor:
         *,
         priority: int = 0,
         arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> ProcessedRequest:
         """One request; see `process_batch`."""
-        return self.process_batch([request_id], [prompt], [params], priorities=[priority], arrival_time=arrival_time)[0]
+        return self.process_batch(
+            [request_id],
+            [prompt],
+            [params],
+            priorities=[priority],
+            arrival_time=arrival_time,
+            lora_requests=[lora_request],
+        )[0]
 
     def process_batch(
         self,
@@ -95,6 +104,7 @@ class InputProcessor:
         *,
         priorities: Sequence[int] | None = None,
         arrival_time: float | None = None,
+        lora_requests: Sequence[LoRARequest | None] | None = None,
     ) -> list[ProcessedRequest]:
         """Checks all requests and tokenizes their texts together. The sequences are parallel.
 
@@ -102,6 +112,7 @@ class InputProcessor:
             params: None takes the model's defaults.
             priorities: Lower is served earlier; needs the priority policy.
             arrival_time: Monotonic seconds; now by default.
+            lora_requests: The adapters, for those that have one. An AdapterDoor looks at their fields and files.
 
         Raises:
             RequestError: One of them is not acceptable; names it by its position where there are several.
@@ -123,6 +134,7 @@ class InputProcessor:
                 arrival_time=arrival,
                 priority=self._check_priority(priorities[i]) if priorities is not None else 0,
                 cache_salt=part.cache_salt,
+                lora_request=None if lora_requests is None else self._check_adapter(lora_requests[i]),
             )
             processed.append(ProcessedRequest(part.text, settled, core))
         return processed
@@ -261,6 +273,14 @@ class InputProcessor:
             max_logprobs=self._model.max_logprobs,
             prompt_len=len(part.token_ids or ()),
         )
+
+    def _check_adapter(self, request: LoRARequest | None) -> LoRARequest | None:
+        if request is not None and not isinstance(request, LoRARequest):
+            raise RequestError(
+                f"lora_request must be a LoRARequest(lora_name, lora_int_id, lora_path); found {_show(request)}.",
+                parameter="lora_request",
+            )
+        return request
 
     def _check_priority(self, priority: int) -> int:
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > _PRIORITY_LIMIT:

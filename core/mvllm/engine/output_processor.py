@@ -252,6 +252,7 @@ class RequestState:
         self._prompt_logprobs_shown = False
         self._num_cached_tokens: int | None = None
         self._pooled: bytes | None = None
+        self._lora_request = request.core.lora_request
         self.metrics = RequestMetrics(arrival_time=request.core.arrival_time)
 
     @property
@@ -309,6 +310,7 @@ class RequestState:
             self.metrics.snapshot(),
             self._num_cached_tokens or 0,
             self._pooled,
+            self._lora_request,
         )
 
     def _prompt_logprobs_to_show(self) -> list[PositionLogprobMap | None] | None:

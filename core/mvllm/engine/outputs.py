@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mvllm.messages.lora import LoRARequest
+
 PositionLogprobMap = dict[int, "Logprob"]
 """Token id to log-probability at one position; the token that stands there comes first."""
 
@@ -98,6 +100,7 @@ class RequestOutput:
         num_cached_tokens: Prompt tokens whose KV came from the prefix cache.
         pooled: Of a request for a vector, once it is finished: float32 in little-endian order. `PoolingRequestOutput`
             shows it.
+        lora_request: The adapter that it was computed with, if there was one.
     """
 
     request_id: str
@@ -109,3 +112,4 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
     pooled: bytes | None = None
+    lora_request: LoRARequest | None = None

@@ -11,6 +11,7 @@ from mvllm.config.pooler_config import PoolerConfig
 from mvllm.engine.input_processor import InputProcessor, ProcessedRequest
 from mvllm.errors import ModelError, RequestError
 from mvllm.messages.inputs import PromptType
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 
@@ -48,11 +49,17 @@ class PoolingInputProcessor(InputProcessor):
         *,
         priorities: Sequence[int] | None = None,
         arrival_time: float | None = None,
+        lora_requests: Sequence[LoRARequest | None] | None = None,
     ) -> list[ProcessedRequest]:
         settled = [self._settle(each) for each in params]
         nothing: list[SamplingParams | None] = [None] * len(prompts)
         requests = super().process_batch(
-            request_ids, prompts, nothing, priorities=priorities, arrival_time=arrival_time
+            request_ids,
+            prompts,
+            nothing,
+            priorities=priorities,
+            arrival_time=arrival_time,
+            lora_requests=lora_requests,
         )
         for request, each in zip(requests, settled, strict=True):
             request.core.pooling_params = each

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import msgspec
 
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.requests import PositionLogprobs
 from mvllm.messages.sampling_params import SamplingParams
@@ -33,6 +34,7 @@ class NewRequestData(msgspec.Struct, array_like=True):
         sampling_params: How to sample.
         eos_token_ids: Masked until `min_tokens` are generated.
         pooling_params: Set where the prompt's vector is wanted in place of tokens.
+        lora_request: The adapter that computes with the model; None for the model alone.
     """
 
     request_id: str
@@ -44,6 +46,7 @@ class NewRequestData(msgspec.Struct, array_like=True):
     sampling_params: SamplingParams
     eos_token_ids: list[int]
     pooling_params: PoolingParams | None = None
+    lora_request: LoRARequest | None = None
 
 
 class SchedulerOutput(msgspec.Struct, omit_defaults=True):

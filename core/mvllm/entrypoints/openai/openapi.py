@@ -19,8 +19,10 @@ from mvllm.entrypoints.openai.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    LoadLoRAAdapterRequest,
     ResponsesRequest,
     TokenizeRequest,
+    UnloadLoRAAdapterRequest,
 )
 from mvllm.version import __version__
 
@@ -31,6 +33,8 @@ _BODIES: tuple[type[msgspec.Struct], ...] = (
     ResponsesRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    LoadLoRAAdapterRequest,
+    UnloadLoRAAdapterRequest,
 )
 _REF = "#/components/schemas/{name}"
 _ERROR = {
