@@ -108,7 +108,11 @@ def test_adapters_beyond_the_slots_wait_their_turn_and_are_read_again(llama: Fam
 
 def test_it_is_the_same_under_preemption(llama: Family) -> None:
     with engine(
-        llama.checkpoint, enable_lora=True, max_loras=3, block_size=16, kv_cache_memory_bytes=16 * 16 * 3 * 2 * 2 * 16 * 4
+        llama.checkpoint,
+        enable_lora=True,
+        max_loras=3,
+        block_size=16,
+        kv_cache_memory_bytes=16 * 16 * 3 * 2 * 2 * 16 * 4,
     ) as llm:
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2, detokenize=False)
         names = EVERYONE * 2
