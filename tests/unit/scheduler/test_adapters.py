@@ -86,7 +86,7 @@ def test_a_preempted_request_gives_its_slot_back() -> None:
 def test_every_request_ends_and_no_step_has_too_many_adapters(
     requests: list[tuple[int, int, int]], max_loras: int, max_num_seqs: int
 ) -> None:
-    scheduler = make_scheduler(max_loras=max_loras, max_num_seqs=max_num_seqs, num_blocks=8, max_num_batched_tokens=9)
+    scheduler = make_scheduler(max_loras=max_loras, max_num_seqs=max_num_seqs, num_blocks=8, max_num_batched_tokens=128)
     for number, prompt, max_tokens in requests:
         scheduler.add_request(with_adapter(number, prompt=prompt, max_tokens=max_tokens))
     num_ended = 0
