@@ -9,6 +9,7 @@ Each is a copy of the device's sources with its edits in it, so the fault is the
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -82,11 +83,17 @@ def statuses(folder: Path) -> dict[str, str]:
     return {name: clause["status"] for name, clause in found.items()}
 
 
-def unchanged() -> list[tuple[Mutant, tuple[str, ...]]]:
-    """The device as it is, against all that any mutant is examined against, under the same variables."""
+def unchanged(chosen: Collection[int] | None = None) -> list[tuple[Mutant, tuple[str, ...]]]:
+    """The device as it is, against all that any mutant is examined against, under the same variables.
+
+    Args:
+        chosen: Places in MUTANTS of those that are examined; None for all. Variables of none of them have no clauses.
+    """
     runs: dict[tuple[tuple[str, str], ...], set[str]] = {}
-    for mutant in MUTANTS:
-        runs.setdefault(tuple(mutant.environment.items()), set()).update(mutant.clauses)
+    for number, mutant in enumerate(MUTANTS):
+        clauses = runs.setdefault(tuple(mutant.environment.items()), set())
+        if chosen is None or number in chosen:
+            clauses.update(mutant.clauses)
     return [
         (Mutant(f"unchanged {dict(variables) or ''}".strip(), "", environment=dict(variables)), tuple(sorted(clauses)))
         for variables, clauses in runs.items()
@@ -97,7 +104,7 @@ def main(folder: Path, chosen: Collection[int] | None = None) -> None:
     """Examines them, each in `folder`/number, the unchanged first.
 
     Args:
-        chosen: Places in MUTANTS; None for all.
+        chosen: Places in MUTANTS; None for all. A place where none is: only the unchanged.
     """
     import pytest  # noqa: F401  (these are imported before the forks, once for all)
     import torch  # noqa: F401
@@ -106,10 +113,12 @@ def main(folder: Path, chosen: Collection[int] | None = None) -> None:
     import mvllm.entrypoints.llm
     import mvllm.worker.worker  # noqa: F401
 
+    gc.freeze()  # each pytest collects garbage more than once, and would look through all that was imported
     running: set[int] = set()
-    first = len(unchanged())
-    for number, (mutant, clauses) in enumerate([*unchanged(), *((m, m.clauses) for m in MUTANTS)]):
-        if number >= first and chosen is not None and number - first not in chosen:
+    against = unchanged({number for number in chosen or () if number >= 0} or None)
+    first = len(against)
+    for number, (mutant, clauses) in enumerate([*against, *((m, m.clauses) for m in MUTANTS)]):
+        if not clauses or (number >= first and chosen is not None and number - first not in chosen):
             continue
         home = plant(mutant, folder / str(number))
         while len(running) >= AT_ONCE:

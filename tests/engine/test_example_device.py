@@ -80,10 +80,8 @@ def test_a_worker_in_the_engines_process_gives_the_tokens_of_transformers(plugin
 @pytest.mark.parametrize(
     ("name", "tensor", "pipeline"),
     [
-        ("llama-gqa", 2, 1),
         ("gpt2", 1, 2),
-        pytest.param("llama-gqa", 1, 2, marks=pytest.mark.exhaustive),
-        pytest.param("gpt2", 2, 1, marks=pytest.mark.exhaustive),
+        *(pytest.param(*layout, marks=pytest.mark.exhaustive) for layout in [("llama-gqa", 1, 2), ("gpt2", 2, 1)]),
     ],
 )
 def test_worker_processes_give_the_tokens_of_transformers(make: Make, name: str, tensor: int, pipeline: int) -> None:
@@ -92,7 +90,7 @@ def test_worker_processes_give_the_tokens_of_transformers(make: Make, name: str,
     parity.check(expected, parity.generate(llm, expected.prompts[:8]))
 
 
-@pytest.mark.parametrize("mode", ["static", "lazy"])
+@pytest.mark.parametrize("mode", ["static", "lazy", pytest.param("", marks=pytest.mark.exhaustive)])
 def test_modes_give_the_same_tokens_and_their_rules_are_kept(make: Make, mode: str) -> None:
     """In mode `static` a shape that the warm-up has not seen is an error, in mode `lazy` a step that nobody ended."""
     expected = parity.oracle("llama-gqa")
@@ -102,7 +100,9 @@ def test_modes_give_the_same_tokens_and_their_rules_are_kept(make: Make, mode: s
     assert all(len(tokens) == 5 for tokens in run(llm, params))
 
 
-def test_prompt_log_probabilities_of_a_short_model_need_no_shape_beyond_the_warm_up(make: Make) -> None:
+def test_prompt_log_probabilities_of_a_short_model_need_no_shape_beyond_the_warm_up(
+    make: Make, checkpoint: Path
+) -> None:
     """The largest buckets hold more than the model's positions; a prompt has as many rows of logits as it likes."""
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False, prompt_logprobs=1)
     prompts = [{"prompt_token_ids": [5 + i % 7 for i in range(length)]} for length in (2, 6, 20)]
@@ -114,7 +114,8 @@ def test_prompt_log_probabilities_of_a_short_model_need_no_shape_beyond_the_warm
             for o in outputs
         ]
 
-    free = values(make(max_model_len=26))
+    with parity.engine(checkpoint, platform="cpu", max_model_len=26) as elsewhere:
+        free = values(elsewhere)
     static = values(make(max_model_len=26, MVLLM_EXAMPLE_MODE="static"))
     assert [len(row) for row in static] == [1, 5, 19]
     for found, expected in zip(static, free, strict=True):
@@ -168,14 +169,11 @@ def test_a_step_without_memory_ends_the_engine_and_says_so(make: Make) -> None:
         run(llm)
 
 
-def test_nan_fails_the_requests_of_that_step_and_no_later_ones(make: Make) -> None:
+def test_nan_fails_the_requests_of_that_step_and_no_later_ones_and_a_slow_rank_changes_no_token(make: Make) -> None:
     llm = make(FAULT_INJECTION="nan@execute:step=2")
     assert [len(tokens) for tokens in run(llm)] == [2] * 4, "two steps went well"
-    assert [len(tokens) for tokens in run(llm)] == [12] * 4
-
-
-def test_a_slow_rank_changes_no_token(make: Make) -> None:
-    expected = run(make())
+    expected = run(llm)
+    assert [len(tokens) for tokens in expected] == [12] * 4
     slow = make(tensor_parallel_size=2, FAULT_INJECTION="slow@execute:rank=1,step=3,seconds=0.02")
     assert run(slow) == expected
 

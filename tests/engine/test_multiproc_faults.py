@@ -1,6 +1,7 @@
 """A whole engine on worker processes of a platform that fails on demand: who is told what, and who goes on.
 
-What the caller sees does not depend on where the engine core runs; a letter of each kind of fault is sent through both.
+What the caller sees does not depend on where the engine core runs. The gate has the core in its own process, from which
+a fault has one border more to cross; test_example_device has the core here, and `ci/dev.py test --all` both.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ MakeLLM = Callable[..., LLM]
 Settings = dict[str, Any]
 
 HERE, OWN_PROCESS = {"engine_core_process": False}, {"engine_core_process": True}
-in_both = pytest.mark.parametrize("core", [HERE, OWN_PROCESS], ids=["core here", "core in its own process"])
+in_both = pytest.mark.parametrize(
+    "core",
+    [
+        pytest.param(HERE, id="core here", marks=pytest.mark.exhaustive),
+        pytest.param(OWN_PROCESS, id="core in its own process"),
+    ],
+)
 
 
 @pytest.fixture
@@ -70,7 +77,11 @@ def test_tokens_are_those_of_one_process_and_a_fault_of_one_engine_is_not_anothe
 
 @pytest.mark.parametrize(
     ("phase", "activity", "core"),
-    [("init_device", "init_device", HERE), ("load", "load_model", HERE), ("load", "load_model", OWN_PROCESS)],
+    [
+        ("init_device", "init_device", HERE),
+        pytest.param("load", "load_model", HERE, marks=pytest.mark.exhaustive),
+        ("load", "load_model", OWN_PROCESS),
+    ],
 )
 def test_a_worker_that_fails_to_start_gives_the_caller_its_own_error(
     make: MakeLLM, phase: str, activity: str, core: Settings
@@ -84,7 +95,8 @@ def test_a_worker_that_fails_to_start_gives_the_caller_its_own_error(
 
 
 @pytest.mark.parametrize(
-    ("rank", "core"), [pytest.param(0, HERE, marks=pytest.mark.exhaustive), (1, HERE), (1, OWN_PROCESS)]
+    ("rank", "core"),
+    [*(pytest.param(rank, HERE, marks=pytest.mark.exhaustive) for rank in (0, 1)), (1, OWN_PROCESS)],
 )
 def test_a_worker_that_raises_in_a_step_ends_the_engine_with_its_error(
     make: MakeLLM, rank: int, core: Settings
@@ -111,7 +123,8 @@ def test_a_worker_that_exits_in_a_step_is_named_though_its_peer_fails_too(make: 
 
 
 @pytest.mark.parametrize(
-    ("kind", "core"), [("hang", HERE), pytest.param("spin", HERE, marks=pytest.mark.exhaustive), ("hang", OWN_PROCESS)]
+    ("kind", "core"),
+    [*(pytest.param(kind, HERE, marks=pytest.mark.exhaustive) for kind in ("hang", "spin")), ("hang", OWN_PROCESS)],
 )
 def test_a_step_that_hangs_ends_with_the_rank_and_its_stack(make: MakeLLM, kind: str, core: Settings) -> None:
     llm = make(f"{kind}@execute:rank=1,step=3", step_timeout=3, **core)
@@ -149,11 +162,6 @@ def test_a_stopped_core_is_named_and_ended(make: MakeLLM, monkeypatch: pytest.Mo
     wait_until(lambda: not core.is_running(), 10, "the stopped core is gone")
 
 
-def test_a_slow_rank_changes_nothing_but_the_time(make: MakeLLM) -> None:
-    llm = make("slow@execute:rank=1,step=2,seconds=0.05")
-    assert run(llm) == run(make(tensor_parallel_size=1))
-
-
 @in_both
 def test_a_step_of_nan_ends_its_requests_and_not_the_engine(make: MakeLLM, core: Settings) -> None:
     llm = make("nan@execute:rank=-1,step=3", **core)
@@ -172,9 +180,11 @@ def test_the_rank_with_the_least_memory_decides_how_many_blocks_all_have(make: M
     assert poor.total_bytes <= 100 << 20, "half of what is free on that rank: two ranks of one memory share it"
 
 
-def test_where_no_rank_is_short_of_memory_all_have_what_could_be_used(make: MakeLLM) -> None:
-    rich = make(**WANTED).llm_engine.cache_summary
-    assert rich.num_blocks == 2048 * 256 // rich.block_size
+def test_a_slow_rank_changes_nothing_but_the_time_and_has_all_blocks_that_could_be_used(make: MakeLLM) -> None:
+    llm = make("slow@execute:rank=1,step=2,seconds=0.05", **WANTED)
+    rich = llm.llm_engine.cache_summary
+    assert rich.num_blocks == 2048 * 256 // rich.block_size, "no rank is short of memory"
+    assert run(llm) == run(make(tensor_parallel_size=1))
 
 
 def test_a_rank_without_room_for_one_sequence_refuses_for_all(make: MakeLLM) -> None:

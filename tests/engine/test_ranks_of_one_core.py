@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mvllm import LLM, SamplingParams
 from tests.engine.conftest import MakeLLM
+from tests.helpers.parity import engine
 from tests.helpers.thread_executor import ThreadExecutor
 
 PROMPTS = [{"prompt_token_ids": [2 + (i * k + k) % 300 for i in range(1 + 9 * (k % 6))]} for k in range(1, 11)]
@@ -51,9 +54,10 @@ def check_equal(found: list[tuple], expected: list[tuple]) -> None:
         assert prompt_logprobs == pytest.approx(prompt_logprobs0, abs=1e-4)
 
 
-@pytest.fixture
-def alone(make_llm: MakeLLM) -> list[tuple]:
-    return generate(make_llm())
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path) -> list[tuple]:
+    with engine(checkpoint) as llm:
+        return generate(llm)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])

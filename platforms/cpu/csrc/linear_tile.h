@@ -9,6 +9,7 @@
 // into the second cache; meanwhile they prefetch the piece that follows, which comes next in memory, into it too. So
 // reading from memory goes on while rows compute. A piece is larger than a first cache: rows take their weights from the
 // second as fast as they use them, and sums that are put down and taken up again between pieces cost more than that.
+// A single group does nothing but read from memory, and prefetches what it comes to next (NEAR in simd.h).
 
 #define LINEAR_MR 6
 #if LANES == 16
@@ -154,7 +155,7 @@ static void linear_block(const Linear& op, int64_t row_begin, int64_t row_end, i
                 const X* group_x = x + m * op.x_stride + k;
                 float* group_sums = sums + m * LINEAR_TILE;
                 const int lines = lines_ahead(LINEAR_TILE * W::STEP * int(sizeof(T)) / 64, g, groups);
-                const char* from = ahead;
+                const char* from = groups == 1 ? reinterpret_cast<const char*>(w) + NEAR : ahead;
                 ahead += int64_t(steps) * lines * 64;
 #define LINEAR_GROUP(NV) \
     linear_group<W, NV>(height, group_x, op.x_stride, w, steps, group_sums, k == 0, from, lines)

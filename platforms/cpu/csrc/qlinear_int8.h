@@ -176,7 +176,7 @@ static void int8_block(const QLinear& op, int64_t row_begin, int64_t row_end, in
                 const int height = (rows - m + groups - g - 1) / (groups - g);
                 const int lines = qlines(QTILE * 4 / 64, g, groups);
                 int8_group(height, int(next - strip), x + m * op.x_stride + k, op.x_stride, w, steps, sums + m * QTILE,
-                           k == 0, Ahead{ahead, lines});
+                           k == 0, Ahead{groups == 1 ? near(w) : ahead, lines});
                 ahead += int64_t(steps) * lines * 64;
                 m += height;
             }
@@ -373,7 +373,7 @@ static void blocks_block(const QLinear& op, int64_t row_begin, int64_t row_end, 
             const uint32_t* w = weight + k / lane * QTILE;
             const char* ahead = reinterpret_cast<const char*>(w + (size + lane - 1) / lane * QTILE);
             if (op.bits == 4 && rows <= NIBBLE_ROWS) {
-                nibbles_group(rows, strips, op, x + k, totals, w, blocks, at, zeros_at, sums, Ahead{ahead, QTILE * 4 / 64});
+                nibbles_group(rows, strips, op, x + k, totals, w, blocks, at, zeros_at, sums, Ahead{near(w), QTILE * 4 / 64});
                 continue;
             }
             int lines = QTILE * 4 / 64;  // per step of bytes
@@ -382,6 +382,7 @@ static void blocks_block(const QLinear& op, int64_t row_begin, int64_t row_end, 
                 w = panel;
                 lines = (lines + 1) / 2;
             }
+            if (op.bits == 8 && teams == 1) ahead = near(w);
             for (int t = 0, m = 0; t < teams; ++t) {
                 const int height = (rows - m + teams - t - 1) / (teams - t), share = qlines(lines, t, teams);
                 bytes_group(height, strips, op, x + m * op.x_stride + k, totals + int64_t(m) * op.blocks, w, blocks, at,

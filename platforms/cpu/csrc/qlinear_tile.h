@@ -56,11 +56,14 @@ INLINE void store_bytes(int8_t* p, vu v) {
 
 // ---- prefetching ---------------------------------------------------------------------------------------------------------
 // While rows pass over a piece of the weight they fetch the one that follows in memory: each line once, over the groups.
+// Rows that pass over everything once fetch what they come to next.
 
 struct Ahead {
     const char* from;
     int lines;  // per step
 };
+
+INLINE const char* near(const uint32_t* w) { return reinterpret_cast<const char*>(w) + NEAR; }
 
 INLINE void fetch(Ahead& ahead) {
     if (!ahead.lines) return;

@@ -252,11 +252,11 @@ static void weight_only_block(const QLinear& op, int64_t row_begin, int64_t row_
             const Span span = span_at(op, k, scales, zeros);
             size = span.size;
             const uint32_t* w = weight + k / W::DEPTH * QTILE;
-            const char* ahead = reinterpret_cast<const char*>(w + QTILE * (2 * QLINEAR_PIECE / W::DEPTH));
             if (rows <= DIRECT_ROWS) {
-                Direct<W, K>::group(rows, strips, x + k, op.x_stride, w, span, sums, Ahead{ahead, QTILE * 4 / 64});
+                Direct<W, K>::group(rows, strips, x + k, op.x_stride, w, span, sums, Ahead{near(w), QTILE * 4 / 64});
                 continue;
             }
+            const char* ahead = reinterpret_cast<const char*>(w + QTILE * (2 * QLINEAR_PIECE / W::DEPTH));
             unpack<W, K>(w, span, strips * STRIP, panel);
             const int panel_steps = (size + K::STEP - 1) / K::STEP;
             int lines = QTILE * 4 / 64 * ((size + W::DEPTH - 1) / W::DEPTH);

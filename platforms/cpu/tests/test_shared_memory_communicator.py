@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from torch.multiprocessing import ProcessExitedException
 
 from mvllm.plugin_api import GroupSpec, PlatformError
 from mvllm_cpu import kernels, machine
 from mvllm_cpu import shared_memory_communicator as module
 from mvllm_cpu.shared_memory_communicator import SharedMemoryCommunicator
+from tests.helpers.forked_ranks import start_ranks
 
 pytestmark = pytest.mark.skipif(
     not hasattr(kernels.load().library, "mvllm_cpu_shared_wait"), reason="the kernels are not built for this system"
@@ -28,7 +29,7 @@ def spawn(body: Callable[..., None], world_size: int) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{s.getsockname()[1]}"
-    mp.spawn(body, args=(world_size, address), nprocs=world_size)
+    start_ranks(body, world_size, world_size, address)
 
 
 def join(rank: int, world_size: int, address: str, **settings: object) -> SharedMemoryCommunicator:
@@ -153,7 +154,7 @@ def deserted(rank: int, world_size: int, address: str) -> None:
 
 
 def test_a_dead_rank_is_named_within_seconds() -> None:
-    with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
         spawn(deserted, 2)
 
 

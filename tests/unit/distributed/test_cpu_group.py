@@ -19,6 +19,7 @@ from mvllm.messages.scheduler_output import ModelRunnerOutput
 from mvllm.platform.communicator import Communicator
 from mvllm.platform.topology import GroupSpec, WorkerContext
 from mvllm.worker.pipeline import Pipeline
+from tests.helpers.forked_ranks import start_ranks
 from tests.helpers.thread_ranks import ThreadCommunicator, _Meeting, run_ranks
 from tests.unit.distributed.test_torch_communicator import spawn
 from tests.unit.worker.builders import HostRuntime, make_rows
@@ -150,7 +151,7 @@ def test_beside_a_device_group_stands_a_group_for_bytes(body, world_size: int) -
 
 
 def test_ranks_that_meet_through_a_file_find_both_groups(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(through_a_file, args=(f"file://{tmp_path}/meeting",), nprocs=2)
+    start_ranks(through_a_file, 2, f"file://{tmp_path}/meeting")
 
 
 def through_a_file(rank: int, address: str) -> None:

@@ -6,11 +6,11 @@ import socket
 from collections.abc import Callable
 
 import torch
-import torch.multiprocessing as mp
 
 from mvllm.distributed.group import GroupCoordinator
 from mvllm.distributed.torch_communicator import TorchCommunicator
 from mvllm.platform.topology import GroupSpec
+from tests.helpers.forked_ranks import start_ranks
 
 
 def free_port() -> int:
@@ -21,7 +21,7 @@ def free_port() -> int:
 
 def spawn(body: Callable[..., None], world_size: int) -> None:
     """Runs `body(rank, world_size, address)` in as many processes; fails if one fails."""
-    mp.spawn(body, args=(world_size, f"tcp://127.0.0.1:{free_port()}"), nprocs=world_size)
+    start_ranks(body, world_size, world_size, f"tcp://127.0.0.1:{free_port()}")
 
 
 def one_group(rank: int, world_size: int, address: str) -> None:
