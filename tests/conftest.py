@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import settings
+
+from tests.helpers import shown
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so before any test module is
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -17,3 +20,7 @@ for name in [name for name in os.environ if name.startswith("MVLLM_")]:
 # In CI the examples are the same every time; at a developer's desk they are new ones, and find what CI has not seen.
 settings.register_profile("mvllm", deadline=None, print_blob=True, derandomize="CI" in os.environ)
 settings.load_profile("mvllm")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(shown.Notes(), "mvllm-shown")

@@ -14,10 +14,11 @@ from mvllm.version import __version__
 if TYPE_CHECKING:
     from mvllm.config.engine_args import EngineArgs
     from mvllm.engine.llm_engine import LLMEngine
-    from mvllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from mvllm.engine.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
     from mvllm.engine.pooling_outputs import EmbeddingRequestOutput, PoolingRequestOutput
     from mvllm.entrypoints.llm import LLM
     from mvllm.errors import ConfigError, ModelError, MvllmError, PlatformError, RequestError
+    from mvllm.messages.beam_search_params import BeamSearchParams
     from mvllm.messages.inputs import TextPrompt, TokensPrompt
     from mvllm.messages.lora import LoRARequest
     from mvllm.messages.pooling_params import PoolingParams
@@ -30,6 +31,8 @@ _EXPORTS = {
     "EngineArgs": "mvllm.config.engine_args",
     "LoRARequest": "mvllm.messages.lora",
     "SamplingParams": "mvllm.messages.sampling_params",
+    "BeamSearchParams": "mvllm.messages.beam_search_params",
+    "BeamSearchOutput": "mvllm.engine.outputs",
     "PoolingParams": "mvllm.messages.pooling_params",
     "PoolingRequestOutput": "mvllm.engine.pooling_outputs",
     "EmbeddingRequestOutput": "mvllm.engine.pooling_outputs",
@@ -48,6 +51,8 @@ _EXPORTS = {
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "CompletionOutput",
     "ConfigError",
     "EmbeddingRequestOutput",

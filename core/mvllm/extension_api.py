@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from mvllm.ops.quantized_linear import QuantizedWeight
     from mvllm.platform.interface import Platform
     from mvllm.platform.op_provider import OpCase, OpProvider
+    from mvllm.sampling.logits_processor import LogitsProcessor, LogitsProcessorContext, RowTokens
 
 _HOMES = {
     "EngineConfig": "mvllm.config.engine_config",
@@ -114,6 +115,9 @@ _HOMES = {
     "Platform": "mvllm.platform.interface",
     "OpCase": "mvllm.platform.op_provider",
     "OpProvider": "mvllm.platform.op_provider",
+    "LogitsProcessor": "mvllm.sampling.logits_processor",
+    "LogitsProcessorContext": "mvllm.sampling.logits_processor",
+    "RowTokens": "mvllm.sampling.logits_processor",
 }
 """Where each name lives."""
 
@@ -137,6 +141,8 @@ __all__ = [
     "IntegerMatrix",
     "LMHead",
     "LayerNorm",
+    "LogitsProcessor",
+    "LogitsProcessorContext",
     "MLP",
     "MarkedCalls",
     "MatrixLayout",
@@ -163,6 +169,7 @@ __all__ = [
     "RopeParameters",
     "RotaryEmbedding",
     "RowParallelLinear",
+    "RowTokens",
     "SamplingParams",
     "SchedulerOutput",
     "SchedulerStats",

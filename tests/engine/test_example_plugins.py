@@ -15,12 +15,19 @@ from safetensors.torch import load_file, save_file
 
 from mvllm import LLM, SamplingParams
 from mvllm.entrypoints.cli.main import main
-from mvllm.errors import ConfigError, ModelError
-from tests.helpers.model_zoo import make_checkpoint
+from mvllm.errors import ConfigError, ModelError, RequestError
+from tests.helpers.model_zoo import load_reference, make_checkpoint
 from tests.helpers.plugins import ROOT, prepend, write_metadata
 
 PROMPTS = [[5, 6, 7], [90, 1], list(range(40)), [11] * 17]
-EXAMPLES = ("example-model", "example-executor", "example-ops", "example-quantization", "example-stat-logger")
+EXAMPLES = (
+    "example-model",
+    "example-executor",
+    "example-logits-processor",
+    "example-ops",
+    "example-quantization",
+    "example-stat-logger",
+)
 
 
 @pytest.fixture
@@ -200,3 +207,89 @@ class TestStatLogger:
     def test_installed_and_not_asked_for_it_does_nothing(self, model):
         generate(model)
         assert not Path("stats.csv").exists()
+
+
+FAILING = """
+import torch
+from mvllm.extension_api import LogitsProcessor
+
+class Failing(LogitsProcessor):
+    def add_row(self, row, params, tokens):
+        self.what = {**getattr(self, "what", {}), row: (params.extra_args or {}).get("fail")}
+        if self.what[row] == "add":
+            raise ValueError("not this one")
+        return True
+
+    def apply(self, logits, rows):
+        kinds = [self.what[row] for row in rows]
+        if "apply" in kinds:
+            logits.fill_(0.0)
+            raise ZeroDivisionError("at row " + str(rows[kinds.index("apply")]))
+        if "shape" in kinds:
+            return logits[:, :-1]
+        logits[[kind == "nan" for kind in kinds]] = torch.nan
+        return logits
+"""
+
+
+class TestLogitsProcessor:
+    @pytest.mark.parametrize("settings", [{}, {"async_scheduling": True}], ids=str)
+    def test_its_tokens_are_those_of_transformers(self, examples, settings):
+        folder = make_checkpoint("llama-gqa", examples / "llama", tokenizer=False)
+        reference = load_reference(folder)
+
+        def expected(prompt, size):
+            ids = torch.tensor([prompt])
+            found = reference.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, eos_token_id=None,
+                pad_token_id=0, no_repeat_ngram_size=size,
+            )  # fmt: skip
+            return found[0, len(prompt) :].tolist()
+
+        sizes = [2, None, 1, 3]
+        params = [
+            SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False, extra_args=extra)
+            for extra in ({"no_repeat_ngram_size": 2}, None, {"no_repeat_ngram_size": 1}, {"no_repeat_ngram_size": 3})
+        ]
+        with small_llm(folder, logits_processors="no-repeat-ngram", max_num_seqs=2, **settings) as llm:
+            found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+            with pytest.raises(RequestError, match="'no-repeat-ngram' refuses: no_repeat_ngram_size must be"):
+                bad = SamplingParams(extra_args={"no_repeat_ngram_size": 0})
+                llm.generate(PROMPTS[0], bad, use_tqdm=False)
+        assert found == [expected(prompt, size) for prompt, size in zip(PROMPTS, sizes, strict=True)]
+
+    def test_one_that_fails_ends_its_requests_one_by_one_and_nothing_else(self, examples):
+        site = write_metadata(examples / "site", "acme", "[mvllm.logits_processors]\nfailing = acme_fails:Failing\n")
+        (site / "acme_fails.py").write_text(FAILING)
+        folder = make_checkpoint("llama-gqa", examples / "llama", tokenizer=False)
+        kinds = ["add", None, "apply", "shape", "nan"]
+        common = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "detokenize": False}
+        params = [SamplingParams(**common, extra_args={"fail": kind}) for kind in kinds]
+        with small_llm(folder, logits_processors="failing") as llm:
+            outputs = [output.outputs[0] for output in llm.generate([[5, 6, 7]] * 5, params, use_tqdm=False)]
+            again = llm.generate([5, 6, 7], SamplingParams(**common), use_tqdm=False)[0].outputs[0]
+        assert [output.finish_reason for output in outputs] == ["error", "length", "error", "error", "error"]
+        assert outputs[1].token_ids == again.token_ids
+        for at, text in {
+            0: "ValueError: not this one",
+            2: "ZeroDivisionError: at row",
+            3: "TypeError: apply",
+            4: "NaN",
+        }.items():
+            assert text in outputs[at].error, outputs[at].error
+            assert at == 4 or "the logits processor 'failing'" in outputs[at].error
+
+    def test_what_is_none_is_refused_before_anything_is_loaded(self, examples):
+        site = write_metadata(examples / "site", "acme", "[mvllm.logits_processors]\nnone = json:dumps\n")
+        assert site.exists()
+        folder = make_checkpoint("llama-gqa", examples / "llama", tokenizer=False)
+        (folder / "model.safetensors").unlink()
+        with pytest.raises(ConfigError, match=r"acme 0\.1\.0 .*must name a subclass of mvllm.extension_api.LogitsProc"):
+            small_llm(folder, logits_processors="none")
+        with pytest.raises(ConfigError, match="offers a logits processor 'nobody'"):
+            small_llm(folder, logits_processors="nobody")
+
+
+def small_llm(folder, **settings):
+    common = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 22, "skip_tokenizer_init": True, "platform": "cpu"}
+    return LLM(str(folder), use_tqdm_on_load=False, **common, **settings)

@@ -110,13 +110,11 @@ def test_steps_may_be_under_way_together_and_are_answered_by_one_rank(make: Make
 
 def test_a_call_that_does_not_wait_gives_a_future(make: MakeExecutor) -> None:
     executor = make()
-    start = time.monotonic()
-    future = executor.collective_rpc("allocate_kv_cache", (SLEEP_MS, 500), non_block=True)
-    assert time.monotonic() - start < 0.4
+    future = executor.collective_rpc("allocate_kv_cache", (SLEEP_MS, 3000), non_block=True)
     assert isinstance(future, Future) and not future.done()
     with pytest.raises(TimeoutError):
         future.result(0.05)
-    wait_until(future.done, 5, "the future is done without anybody waiting for its result")
+    wait_until(future.done, 60, "the future is done without anybody waiting for its result")
     assert future.result() == [None]
 
 
@@ -189,7 +187,7 @@ def test_a_worker_that_ends_in_a_call_is_named_with_what_it_did(
     start = time.monotonic()
     with pytest.raises(WorkerDiedError, match=rf"Worker_TP1 \(rank 1, pid {pid}\) .*{how}.*during allocate_kv_cache"):
         executor.collective_rpc("allocate_kv_cache", (code, int(value)), ranks=[1])
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 5, "its death is an event; nobody looks for it from time to time"
 
 
 def test_the_stack_of_a_crash_is_in_the_error(make: MakeExecutor) -> None:
@@ -208,7 +206,7 @@ def test_a_death_while_idle_is_noticed_without_a_call_and_ends_the_others(make: 
     failures: list[Exception] = []
     executor.on_failure(failures.append)
     os.kill(executor.worker_pids[0], signal.SIGKILL)
-    wait_until(lambda: failures, 1, "the callback is called")
+    wait_until(lambda: failures, 10, "the callback is called")
     wait_until(lambda: not tagged(tag), 5, "the other worker is ended")
     with pytest.raises(WorkerDiedError, match=r"Worker_TP0 .*SIGKILL.*while it was idle"):
         executor.collective_rpc("check_health")
@@ -296,7 +294,7 @@ def test_a_death_after_a_reported_stack_does_not_repeat_it(make: MakeExecutor) -
 
 
 def test_a_rank_that_takes_no_messages_stops_the_writer_only_so_long(make: MakeExecutor) -> None:
-    executor = make(2, step_timeout=0.5)
+    executor = make(2, step_timeout=2.0)
     with pytest.raises(WorkerStuckError, match=r"Worker_TP1 \(rank 1.*took no request.*step 99(?s:.*)in execute_model"):
         for step in range(99, 120):
             executor.execute_model(SchedulerOutput(step=step)).result()
@@ -473,6 +471,7 @@ def test_an_idle_worker_uses_no_processor(make: MakeExecutor) -> None:
     executor = make()
     executor.collective_rpc("check_health")
     worker = psutil.Process(executor.worker_pids[0])
+    time.sleep(0.5)  # until it waits
     before = sum(worker.cpu_times()[:2])
     time.sleep(2)
     assert sum(worker.cpu_times()[:2]) - before < 0.02

@@ -44,6 +44,7 @@ LAYOUTS = {
     "attention that is scaled by the number of the layer in the whole model": ("gpt2-scaled-by-layer", 1, 2),
     "a head of its own beside a fused projection": ("gpt2-untied", 2, 1),
     "an inner width that is not four times the hidden one": ("gpt2-inner-relu", 2, 1),
+    "norms over the heads of all ranks, one key/value head copied": ("olmo2-mqa-biases", 2, 2),
     "four ranks for two key/value heads": ("llama-gqa", 4, 1),
     "four ranks for one key/value head and norms of each head": ("qwen3-mqa", 4, 1),
 }
@@ -80,6 +81,7 @@ SHARDS, STAGES, BOTH = (2, 1), (1, 2), (2, 2)
 
 
 @pytest.mark.slow
+@pytest.mark.shows("layout")
 @pytest.mark.parametrize(
     ("name", "tensor", "pipeline"),
     [
@@ -101,6 +103,7 @@ CUTS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.shows("layout")
 @CUTS
 def test_so_does_every_way_of_cutting_a_checkpoint(name: str, tensor: int, pipeline: int) -> None:
     """Which element of a tensor a rank has does not depend on where the rank runs: here, in a thread."""
@@ -110,6 +113,7 @@ def test_so_does_every_way_of_cutting_a_checkpoint(name: str, tensor: int, pipel
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
+@pytest.mark.shows("layout")
 @pytest.mark.parametrize(("name", "tensor", "pipeline"), LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_so_does_every_way_of_cutting_it_over_processes(name: str, tensor: int, pipeline: int) -> None:
     check_under_pressure(name, tensor, pipeline)

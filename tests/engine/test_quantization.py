@@ -9,6 +9,7 @@ import torch
 
 from mvllm import LLM, SamplingParams
 from mvllm.errors import ConfigError, ModelError
+from tests.helpers.float8_zoo import FLOAT8_SCHEMES, make_float8
 from tests.helpers.model_zoo import load_reference, make_checkpoint
 from tests.helpers.parity import engine, generate
 from tests.helpers.quantized_zoo import make_quantized
@@ -34,13 +35,13 @@ def expected(folder: Path, num_tokens: int = 24) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("scheme", "sizes"),
-    [("awq", {}), ("gptq-desc-act", {}), ("w8a16-rows", {"tensor_parallel_size": 2})],
+    [("awq", {}), ("gptq-desc-act", {}), ("w8a16-rows", {"tensor_parallel_size": 2}), ("fp8-blocks", {})],
     ids=str,
 )
 def test_tokens_are_those_of_transformers_with_the_dequantized_weights(
     scheme: str, sizes: dict, tmp_path: Path
 ) -> None:
-    checkpoint = make_quantized(scheme, tmp_path)
+    checkpoint = make_float8(scheme, tmp_path) if scheme in FLOAT8_SCHEMES else make_quantized(scheme, tmp_path)
     with engine(checkpoint.quantized, skip_tokenizer_init=True, **sizes) as llm:
         found = [list(o.outputs[0].token_ids) for o in generate(llm, PROMPTS, max_tokens=24)]
     assert found == expected(checkpoint.plain)

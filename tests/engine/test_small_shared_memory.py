@@ -21,6 +21,8 @@ WHICH = (0, 5, 6, 8, 10, 11, 15)
 OTHERS = 32 << 10
 """Bytes that are not ours: libraries have semaphores there."""
 
+SIZES = pytest.mark.parametrize("size", [pytest.param(64 * MIB, marks=pytest.mark.exhaustive), 1 * MIB])
+
 pytestmark = needs_mount
 
 
@@ -36,7 +38,7 @@ def run(size: int, *options: str) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [64 * MIB, 1 * MIB])
+@SIZES
 def test_anonymous_memory_does_not_depend_on_the_file_system(size: int) -> None:
     found, _ = run(size)
     assert found["tokens"] == parity.oracle("llama-gqa", WHICH, 24).tokens
@@ -44,7 +46,7 @@ def test_anonymous_memory_does_not_depend_on_the_file_system(size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [64 * MIB, 1 * MIB])
+@SIZES
 def test_without_anonymous_memory_rings_shrink_into_the_file_system(size: int) -> None:
     found, _ = run(size, "--without-anonymous-memory")
     assert found["tokens"] == parity.oracle("llama-gqa", WHICH, 24).tokens

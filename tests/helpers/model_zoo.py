@@ -11,11 +11,12 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -29,6 +30,9 @@ from transformers import (
     Qwen3Config,
 )
 from transformers.models.auto import AutoModelForCausalLM
+
+from tests.helpers.zoo_dense import DENSE
+from tests.helpers.zoo_sparse import SPARSE
 
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 1
@@ -69,6 +73,7 @@ _GPT2 = {
 }
 _ODD = VOCAB_SIZE + 3  # tokens that neither two nor four ranks share evenly
 _HALF = 8  # pairs of elements in a head of 16
+_OFFSET_NORMS = ("gemma2", "gemma3_text")  # whose norms hold their gain less one
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,7 @@ class ZooEntry:
         edit_config: Changes `config.json` after saving.
         edit_tensors: Changes the saved tensors.
         max_shard_size: As save_pretrained takes it.
+        exhaustive: Only the long run tests it.
     """
 
     config: Callable[[], PreTrainedConfig]
@@ -89,6 +95,7 @@ class ZooEntry:
     edit_config: Callable[[dict[str, Any]], None] | None = None
     edit_tensors: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
     max_shard_size: str = "1GB"
+    exhaustive: bool = False
 
 
 def _llama(**settings: Any) -> Callable[[], PreTrainedConfig]:
@@ -227,7 +234,14 @@ ZOO: dict[str, ZooEntry] = {
     "gpt2-scaled-by-layer": ZooEntry(_gpt2(scale_attn_by_inverse_layer_idx=True, layer_norm_epsilon=1e-3)),
     "gpt2-untied": ZooEntry(_gpt2(tie_word_embeddings=False)),
     "gpt2-first-names": ZooEntry(_gpt2(), edit_tensors=_as_the_first_gpt2),
+    **{name: ZooEntry(**settings) for name, settings in DENSE.items()},
+    **{name: ZooEntry(**settings) for name, settings in SPARSE.items()},
 }
+
+
+def marked(names: Iterable[str]) -> list[Any]:
+    """Checkpoints as parameters of a test, those for the long run marked."""
+    return [pytest.param(name, marks=[pytest.mark.exhaustive] * ZOO[name].exhaustive) for name in names]
 
 
 def make_checkpoint(name: str, folder: Path, *, seed: int = 0, tokenizer: bool = True) -> Path:
@@ -267,6 +281,11 @@ def make_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) 
             parameter.copy_(_draw(parameter_name, parameter.shape, generator))
             if "c_attn" in parameter_name and not model.config.scale_attn_weights:
                 parameter *= 0.5  # the same spread of scores as with the usual scale
+            if model.config.model_type in _OFFSET_NORMS and "norm" in parameter_name:
+                parameter -= 1.0
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(_draw(buffer_name, buffer.shape, generator))
     return model.to(dtype).eval()
 
 
@@ -283,7 +302,7 @@ def _draw(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Ten
         return 0.3 * noise
     if any(part in name for part in ("embed_positions", "wpe")):
         return 0.8 * noise
-    if any(part in name for part in ("embed_tokens", "wte")):
+    if any(part in name for part in ("embed_tokens", "wte", "word_embeddings")):
         return 0.4 * noise
     conv1d = any(part in name for part in ("c_attn", "c_proj", "c_fc"))
     fan_in = shape[0] if conv1d else shape[1]

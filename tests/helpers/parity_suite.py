@@ -11,9 +11,10 @@ from typing import ClassVar
 import pytest
 
 from tests.helpers import parity
-from tests.helpers.parity import BLOCK_SIZE, MAX_LEN, Oracle
+from tests.helpers.parity import BLOCK_SIZE, Oracle
 
 
+@pytest.mark.shows("tokens")
 class ParitySuite:
     """`checkpoint` runs through `names`. However the engine treats a prompt, it gives what transformers gives."""
 
@@ -43,8 +44,11 @@ class ParitySuite:
 
     def test_preempted_and_recomputed(self, expected: Oracle) -> None:
         with parity.engine(expected.folder, kv_cache_memory_bytes=None, memory_utilization=0.9) as llm:
-            enough_for_two = parity.bytes_of_blocks(llm, 2 * MAX_LEN // BLOCK_SIZE)
-        with parity.engine(expected.folder, kv_cache_memory_bytes=enough_for_two) as llm:
+            summary = llm.llm_engine.cache_summary
+            most = 2 if None in summary.windows else 1  # layers with a window soon need less than at first
+            enough_for_few = parity.bytes_of_blocks(llm, most * summary.blocks_per_request)
+        with parity.engine(expected.folder, kv_cache_memory_bytes=enough_for_few) as llm:
             parity.check(expected, parity.generate(llm, expected.prompts))
             stats = llm.llm_engine.stats
-            assert stats is not None and stats.num_preemptions > 0
+            # A request whose layers all have a window may never need more than it was given when it began.
+            assert stats is not None and (stats.num_preemptions > 0 or None not in summary.windows)

@@ -26,6 +26,9 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where the eight neighbours of a word stand in it, counted from its lowest bits."""
 
 
+_MATRICES = re.compile(r"(_proj|lm_head|c_attn|c_proj|c_fc|query_key_value|dense|dense_h_to_4h|dense_4h_to_h)\.weight$")
+
+
 @dataclass
 class Rounded:
     """A matrix of integers.
@@ -202,6 +205,17 @@ SCHEMES: dict[str, Scheme] = {
         group_size=16,
         floats=r"lm_head|layers\.1\.|down_proj",
     ),
+    "awq-latent": Scheme(  # what makes latents stays floats
+        {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": 32,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": ["kv_a_proj_with_mqa"],
+        },
+        pack_awq,
+    ),
     "gptq": Scheme(_gptq(), pack_gptq),
     "gptq-symmetric-v2": Scheme(_gptq(sym=True, checkpoint_format="gptq_v2"), pack_gptq_v2, symmetric=True),
     "gptq-rows": Scheme(_gptq(group_size=-1), pack_gptq, group_size=None),
@@ -269,10 +283,10 @@ def make_quantized(scheme: str, folder: Path, name: str = "llama-gqa") -> Quanti
     tensors, packed, matrices = load_file(plain / "model.safetensors"), {}, {}
     for tensor_name, tensor in list(tensors.items()):
         module = tensor_name.removesuffix(".weight")
-        if not re.search(r"(_proj|lm_head|c_attn|c_proj|c_fc)\.weight$", tensor_name) or _is_float(how, module):
+        if not _MATRICES.search(tensor_name) or _is_float(how, module):
             packed[tensor_name] = tensor
             continue
-        transposed = ".c_" in tensor_name
+        transposed = ".c_" in tensor_name and not tensor_name.startswith("model.layers.")
         bits, symmetric = (8, True) if _is_8_bit(scheme, module) else (how.bits, how.symmetric)
         matrix = round_matrix(
             tensor.T if transposed else tensor, bits, how.group_size, symmetric=symmetric, act_order=how.act_order

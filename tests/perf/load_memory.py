@@ -47,6 +47,9 @@ class Model(nn.Module):
     def ignores(self, name):
         return False
 
+    def given_name(self, name):
+        return name
+
 from mvllm_cpu import kernels
 from mvllm_cpu.linear import Linear
 loaded = kernels.load()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mvllm.config.hf_config import HFConfig
-from mvllm.config.rope_parameters import rope_settings, rope_type_of
+from mvllm.config.rope_parameters import rope_settings, rope_type_of, settings_by_type
 from mvllm.errors import ConfigError, ModelError
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
@@ -15,6 +15,10 @@ _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"
 # These scalings stretch `max_position_embeddings`. All others (llama3, longrope, ...) are written into the config
 # together with a `max_position_embeddings` that is already the long one.
 _STRETCHING = ("linear", "dynamic", "yarn")
+# Families whose `max_position_embeddings` is the long one under every scaling.
+_NOT_STRETCHED = ("gemma3_text",)
+# What transformers assumes in families whose first checkpoints came without any of the keys.
+_ABSENT_LENGTH = {"falcon": 2048}
 _LARGEST_FACTOR = 1_000_000
 
 
@@ -62,13 +66,15 @@ def derive_context_length(hf_config: HFConfig) -> ContextLength | None:
         ModelError: One of the keys it depends on holds something impossible.
     """
     key = next((k for k in _LENGTH_KEYS if k in hf_config), None)
+    model_type = str(hf_config.get("model_type"))
     if key is None:
-        return None
+        length = _ABSENT_LENGTH.get(model_type)
+        return None if length is None else ContextLength(length, f"what {model_type} models have by default")
     base = hf_config.positive_int(key)
     rope = _full_attention(rope_settings(hf_config))
     rope_type = rope_type_of(rope)
     factor = rope.get("factor")
-    if rope_type not in _STRETCHING or factor is None:
+    if rope_type not in _STRETCHING or factor is None or model_type in _NOT_STRETCHED:
         return ContextLength(base, f"{key} = {base}")
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= _LARGEST_FACTOR:
         raise ModelError(
@@ -87,6 +93,6 @@ def derive_context_length(hf_config: HFConfig) -> ContextLength | None:
 
 def _full_attention(settings: dict[str, Any]) -> Mapping[str, Any]:
     """Where each type of layer has settings of its own, those of full attention decide."""
-    if settings and all(isinstance(value, dict) for value in settings.values()):
-        return settings.get("full_attention") or next(iter(settings.values()))
+    if settings_by_type(settings):
+        return settings.get("full_attention") or next(of_type for of_type in settings.values() if of_type is not None)
     return settings

@@ -29,6 +29,7 @@ from mvllm.config.option import Option, option, options_of
 from mvllm.errors import ConfigError
 
 DEFAULT_NUM_BATCHED_TOKENS = 2048
+MODEL_IMPLS = ("auto", "native", "transformers")
 _LARGEST_SEED = 2**63 - 1
 _KV_DTYPES = DTYPE_ALIASES | {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 _LARGEST_BUDGET = 2**24  # of tokens in one step: buffers are made for as many
@@ -49,6 +50,13 @@ class EngineArgs:
         False, help="Load no tokenizer: prompts and outputs are token ids only.", group="model"
     )
     trust_remote_code: bool = option(False, help="Permit running Python code that comes with the model.", group="model")
+    model_impl: str = option(
+        "auto",
+        help="Whose code runs the model: 'native' (mvllm's or a plugin's), 'transformers' (its modules around mvllm's "
+        "attention and linear layers), or 'auto': native where the architecture has a class.",
+        group="model",
+        choices=MODEL_IMPLS,
+    )
     revision: str | None = option(
         None, help="Branch, tag or commit on the hub, for every file of the model.", group="model"
     )
@@ -255,6 +263,12 @@ class EngineArgs:
         None, help="Installed stat loggers to tell every step, by name, comma-separated.", group="platform"
     )
 
+    logits_processors: str | None = option(
+        None,
+        help="Installed logits processors that requests may ask something of, by name, comma-separated.",
+        group="platform",
+    )
+
     def __post_init__(self) -> None:
         for name in ("model", "tokenizer", "generation_config"):
             value = getattr(self, name)
@@ -358,6 +372,7 @@ class EngineArgs:
             enforce_eager=self.enforce_eager,
             op_providers=_names(self.op_providers),
             stat_loggers=_names(self.stat_loggers),
+            logits_processors=_names(self.logits_processors),
         )
 
     def create_model_config(self) -> ModelConfig:
@@ -384,6 +399,7 @@ class EngineArgs:
             generation_config=self._generation_folder(folder),
             max_logprobs=self.max_logprobs,
             trust_remote_code=self.trust_remote_code,
+            model_impl=self.model_impl,
             revision=self.revision,
             seed=self.seed,
             quantization=self.quantization,

@@ -131,6 +131,7 @@ class EngineConfig:
         enforce_eager: Never capture graphs or compile.
         op_providers: Names of installed sets of op providers to use before the platform's.
         stat_loggers: Names of installed stat loggers to tell every step.
+        logits_processors: Names of installed logits processors, in the order in which they change logits.
     """
 
     model: ModelConfig
@@ -143,6 +144,7 @@ class EngineConfig:
     enforce_eager: bool = False
     op_providers: tuple[str, ...] = ()
     stat_loggers: tuple[str, ...] = ()
+    logits_processors: tuple[str, ...] = ()
 
 
 def replace_field(config: EngineConfig, field: str, value: Any) -> EngineConfig:

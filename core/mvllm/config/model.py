@@ -29,6 +29,8 @@ class ModelConfig:
         generation_defaults: Sampling defaults from `generation_config.json` (only keys that SamplingParams has).
         eos_token_ids: Tokens that end a sequence, from `generation_config.json` and `config.json`.
         trust_remote_code: Whether code from the model folder may run.
+        model_impl: Whose code runs the model: `native` (core's or a plugin's), `transformers`, or `auto`: native where
+            the architecture has a class.
         revision: Revision asked for on the hub.
         seed: Seed of everything random in the engine.
         quantization: Name of the method by which weights are stored, or are quantized while they are loaded; None for
@@ -53,6 +55,7 @@ class ModelConfig:
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()
     trust_remote_code: bool = False
+    model_impl: str = "auto"
     revision: str | None = None
     seed: int = 0
     checkpoint_dtype: str = "float32"

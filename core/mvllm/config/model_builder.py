@@ -32,8 +32,23 @@ _ARCHITECTURE_OF_TYPE = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "opt": "OPTForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+    "falcon": "FalconForCausalLM",
 }
 
 _LARGEST_SIZE = 2**31 - 1
@@ -46,11 +61,17 @@ _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 
 # What transformers assumes where the key is absent altogether (null means the same as for the other families).
-_ABSENT_HEAD_DIM = {"qwen3": 128}
-_ABSENT_SLIDING_WINDOW = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096}
+_ABSENT_HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256, "glm": 128, "glm4": 128, "gpt_oss": 64}
+_ABSENT_SLIDING_WINDOW = {
+    **dict.fromkeys(("mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3_text"), 4096),
+    "gpt_oss": 128,
+}
 
 # Families that attend to everything even where the key `sliding_window` was left in their config.
-_NEVER_SLIDING = ("llama", "opt", "gpt2")
+_NEVER_SLIDING = (
+    *("llama", "opt", "gpt2", "granite", "olmo2", "glm", "glm4", "falcon"),
+    *("deepseek_v2", "deepseek_v3"),
+)
 # Families whose `sliding_window` counts only with `use_sliding_window`, which is off by default.
 _SLIDING_ON_REQUEST = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
@@ -83,6 +104,7 @@ def build_model_config(
     generation_config: Path | None = None,
     max_logprobs: int = DEFAULT_MAX_LOGPROBS,
     trust_remote_code: bool = False,
+    model_impl: str = "auto",
     revision: str | None = None,
     seed: int = 0,
     quantization: str | None = None,
@@ -94,6 +116,7 @@ def build_model_config(
         folder: Where it was found.
         generation_config: Folder whose `generation_config.json` gives the sampling defaults; None goes without.
         max_logprobs: -1 permits the whole vocabulary.
+        model_impl: As in ModelConfig.
         quantization: The method asked for; None leaves it to the checkpoint.
 
     Raises:
@@ -127,6 +150,7 @@ def build_model_config(
         generation_defaults=_defaults_from(generation_config),
         eos_token_ids=end_token_ids(own_generation, hf_config, shape.vocab_size),
         trust_remote_code=trust_remote_code,
+        model_impl=model_impl,
         revision=revision,
         seed=seed,
         quantization=settle_quantization(hf_config, quantization),
@@ -182,6 +206,8 @@ def transformer_shape(hf_config: HFConfig) -> TransformerShape:
     hidden_size = _size(hf_config, _HIDDEN_SIZE)
     num_heads = _size(hf_config, _NUM_HEADS)
     num_kv_heads = _size(hf_config, _NUM_KV_HEADS, default=num_heads)
+    if _is_multi_query(hf_config):
+        num_kv_heads = 1
     if num_heads % num_kv_heads:
         raise ModelError(
             f"{hf_config.source}: {_key(hf_config, _NUM_HEADS)!r} is {num_heads}, which is not a multiple of "
@@ -195,6 +221,13 @@ def transformer_shape(hf_config: HFConfig) -> TransformerShape:
         num_kv_heads=num_kv_heads,
         head_size=_head_size(hf_config, hidden_size, num_heads),
     )
+
+
+def _is_multi_query(hf_config: HFConfig) -> bool:
+    """Whether it is a Falcon whose heads share one key and value, whatever `num_kv_heads` says."""
+    if hf_config.get("model_type") != "falcon" or hf_config.get("new_decoder_architecture", False):
+        return False
+    return bool(hf_config.get("multi_query", True))
 
 
 def sliding_window(hf_config: HFConfig) -> int | None:
@@ -243,6 +276,8 @@ def _key(hf_config: HFConfig, keys: tuple[str, ...]) -> str:
 
 
 def _head_size(hf_config: HFConfig, hidden_size: int, num_heads: int) -> int:
+    if "kv_lora_rank" in hf_config:  # latent attention: what counts is the part of a head that is rotated
+        return hf_config.positive_int("qk_rope_head_dim", at_most=_LARGEST_SIZE)
     if "head_dim" in hf_config:
         return hf_config.positive_int("head_dim", at_most=_LARGEST_SIZE)
     absent = _ABSENT_HEAD_DIM.get(str(hf_config.get("model_type")))

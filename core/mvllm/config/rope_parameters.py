@@ -49,8 +49,16 @@ def rope_settings(config: HFConfig) -> dict[str, Any]:
         if settings is not None and not isinstance(settings, dict):
             raise ModelError(f"{config.source}: {key!r} should be a JSON object, found {settings!r}.")
         if settings:
-            return dict(settings)
+            return _in_known_words(dict(settings), config.get("model_type"))
     return {}
+
+
+def _in_known_words(settings: dict[str, Any], model_type: object) -> dict[str, Any]:
+    """LongRoPE was called `su` at first, and in some Phi-3 checkpoints `yarn`."""
+    name = rope_type_of(settings)
+    if name == "su" or (name == "yarn" and model_type == "phi3"):
+        settings["rope_type"] = "longrope"
+    return settings
 
 
 def rope_type_of(settings: Mapping[str, Any]) -> Any:
@@ -68,7 +76,17 @@ def prompt_cache_key(config: ModelConfig) -> Callable[[int], int]:
     hf = config.hf_config
     if "rope_parameters" not in hf and "rope_scaling" not in hf:
         return lambda prompt_len: 0
-    return RopeParameters.of(hf, config.head_size).cache_key
+    settings = rope_settings(hf)
+    if not settings_by_type(settings):
+        return RopeParameters.of(hf, config.head_size).cache_key
+    ropes = [RopeParameters.of(hf, config.head_size, settings=of_type) for of_type in settings.values() if of_type]
+    return lambda prompt_len: max(rope.cache_key(prompt_len) for rope in ropes)
+
+
+def settings_by_type(settings: Mapping[str, Any]) -> bool:
+    """Whether each type of layer has settings of its own: objects by the type's name, null for those without any."""
+    values = [value for value in settings.values() if value is not None]
+    return bool(values) and all(isinstance(value, dict) for value in values)
 
 
 @dataclass(frozen=True)
@@ -111,16 +129,28 @@ class RopeParameters:
         return 1 if self.rope_type == "longrope" else prompt_len
 
     @classmethod
-    def of(cls, config: HFConfig, head_size: int) -> RopeParameters:
+    def of(
+        cls,
+        config: HFConfig,
+        head_size: int,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        partial: float | None = None,
+    ) -> RopeParameters:
         """Reads the settings from a `config.json`.
 
-        `partial_rotary_factor` counts only together with a scaling: the model families that read their settings here
-        rotate the whole head when the type is `default`, whatever their config says.
+        Args:
+            config: The file.
+            head_size: Elements per head.
+            settings: Flat settings of one type of layer; None takes the model's own.
+            partial: The share of a head that is rotated where the config says nothing. None for families whose
+                `partial_rotary_factor` counts only together with a scaling: with the type `default` they rotate the
+                whole head, whatever their config says.
 
         Raises:
             ModelError: The type is unknown, or a setting is missing or of the wrong kind.
         """
-        values = rope_settings(config)
+        values = rope_settings(config) if settings is None else dict(settings)
         if any(isinstance(value, dict) for value in values.values()):
             raise ModelError(f"{config.source}: the RoPE settings should be one flat JSON object, found {values!r}.")
         rope_type = rope_type_of(values)
@@ -143,10 +173,10 @@ class RopeParameters:
         original = values.get("original_max_position_embeddings")
         if "original_max_position_embeddings" in config:
             original = config.positive_number("original_max_position_embeddings", 0)
-        partial = values.get("partial_rotary_factor") or config.positive_number("partial_rotary_factor", 1.0)
-        whole = rope_type in ("default", "proportional")
-        rotary_dim = head_size if whole else int(head_size * partial)
-        values["partial_rotary_factor"] = partial
+        whole = rope_type == "proportional" or (rope_type == "default" and partial is None)
+        share = values.get("partial_rotary_factor") or config.positive_number("partial_rotary_factor", partial or 1.0)
+        rotary_dim = head_size if whole else int(head_size * share)
+        values["partial_rotary_factor"] = share
         if rotary_dim % 2 or not 0 < rotary_dim <= head_size:
             raise ModelError(
                 f"{config.source}: rotary embedding over {rotary_dim} of {head_size} elements per head "

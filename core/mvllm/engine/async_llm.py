@@ -24,6 +24,7 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.config.model import ModelConfig
 from mvllm.engine.adapter_door import AdapterDoor
 from mvllm.engine.async_client import AsyncClient, make_async_client
+from mvllm.engine.beam_search import BeamSearch
 from mvllm.engine.front_end import FrontEnd
 from mvllm.engine.input_processor import InputProcessor, ProcessedRequest
 from mvllm.engine.kv_sizing import CacheSummary
@@ -270,7 +271,9 @@ class AsyncLLM:
         if lora_request is not None and not self._adapter_door.is_known(self._adapter_door.check(lora_request)):
             await self.add_lora(lora_request)
             self._require_ready()
-        self._check_room(sum(r.params.n for r in requests), sum(len(r.core.prompt_token_ids) for r in requests))
+        self._check_room(
+            sum(r.params.num_sequences for r in requests), sum(len(r.core.prompt_token_ids) for r in requests)
+        )
         return [self._start(request) for request in requests]
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
@@ -588,12 +591,13 @@ class AsyncLLM:
 
     def _start(self, request: ProcessedRequest) -> RequestStream:
         self._phases.note_request()
-        children = fan_out(request.core, self._core_ids)
-        state = self._output_processor.add_request(request, children, key=children[0].request_id)
+        search = BeamSearch(request.core, self._core_ids) if request.params.use_beam_search else None
+        children = fan_out(request.core, self._core_ids) if search is None else search.requests()
+        state = self._output_processor.add_request(request, children, key=children[0].request_id, search=search)
         stream = RequestStream(state, self._show, self._drop)
         self._streams[state] = stream
         self._by_id.setdefault(state.request_id, []).append(state)
-        self._num_sequences += len(children)
+        self._num_sequences += state.num_sequences
         self._num_prompt_tokens += state.num_prompt_tokens
         if self.tracer is not None:
             self.tracer.begin(state)
@@ -608,6 +612,8 @@ class AsyncLLM:
             taken = self._output_processor.take(outputs)
             if taken.requests_to_abort:
                 self._client.abort_requests(taken.requests_to_abort)
+            for children in taken.requests_to_add:
+                self._client.add_requests(children)
             if taken.num_new_tokens:
                 self._phases.note_tokens()
             self._hand_out(taken)
@@ -659,7 +665,7 @@ class AsyncLLM:
         same_id.remove(state)
         if not same_id:
             del self._by_id[state.request_id]
-        self._num_sequences -= len(state.sequences)
+        self._num_sequences -= state.num_sequences
         self._num_prompt_tokens -= state.num_prompt_tokens
         if self.tracer is not None:
             self.tracer.end(state, error)

@@ -29,6 +29,7 @@ from mvllm.logging import get_logger
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.models.support import runs_natively
 from mvllm.platform.interface import Platform
 from mvllm.scheduler.scheduler import Scheduler
 from mvllm.structured_output.library import check_available
@@ -70,7 +71,8 @@ class EngineCore:
         self._grammars: GrammarManager | None = None
         self._asleep: tuple[str, ...] = ()  # of TAGS, what has been given back
         self._held: list[EngineCoreOutput] = []  # to be told by the next step
-        self._position_key = prompt_cache_key(config.model)
+        # Through transformers, only sequences that all rotate alike are taken.
+        self._position_key = prompt_cache_key(config.model) if runs_natively(config.model) else lambda prompt_len: 0
         self._plans_alike = config.parallel.distributed_executor_backend == "external_launcher"
         self._may_share_blocks = platform.capabilities.prefix_caching
         self._executor = self._timed("start workers", lambda: make_executor(config, platform))
@@ -89,6 +91,8 @@ class EngineCore:
                 block_size=self.cache_summary.block_size,
                 enable_caching=config.cache.enable_prefix_caching,
                 hash_seed=config.cache.prefix_caching_seed,
+                windows=self.cache_summary.windows,
+                max_step_tokens=config.scheduler.max_num_batched_tokens,
             ),
             num_stages=num_stages,
             max_loras=0 if config.lora is None else config.lora.max_loras,
@@ -317,6 +321,8 @@ class EngineCore:
         return size_kv_cache(self.config, needs, available)
 
     def _allocate_kv_cache(self) -> None:
+        if len(self.cache_summary.windows) > 1:
+            self._executor.collective_rpc("group_layers", (list(self.cache_summary.windows),))
         self._executor.allocate_kv_cache(self.cache_summary.num_blocks, self.cache_summary.block_size)
 
     def _timed(self, phase: str, action: Callable[[], _T]) -> _T:

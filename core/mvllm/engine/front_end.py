@@ -15,6 +15,7 @@ from mvllm.executor.process_tools import collector_paused
 from mvllm.models.support import check_architecture, check_quantization
 from mvllm.ops.installed import check_providers
 from mvllm.platform.choose import ChosenPlatform, choose_platform
+from mvllm.sampling.logits_processor import processor_classes
 
 Client = TypeVar("Client")
 MakeClient = Callable[[EngineConfig, ChosenPlatform, Callable[[EngineConfig], None]], Client]
@@ -29,6 +30,7 @@ def check_config(config: EngineConfig) -> None:
     check_architecture(config.model)
     check_quantization(config.model, config.load.load_format)
     check_providers(config.op_providers)
+    processor_classes(config.logits_processors)
 
 
 class FrontEnd(Generic[Client]):

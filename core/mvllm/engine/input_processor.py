@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mvllm.config.engine_config import EngineConfig
+from mvllm.engine.bad_words import bad_word_token_ids
 from mvllm.engine.grammar_vocabulary import check_tokenizer_for_grammars
 from mvllm.engine.tokenizer import Tokenizer
 from mvllm.errors import RequestError
@@ -23,12 +24,14 @@ from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.messages.sampling_params import SamplingParams, validate_for_model
+from mvllm.sampling.logits_processor import processor_classes, validate
 from mvllm.structured_output.library import check_available
 
 MAX_CACHE_SALT_LENGTH = 256
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _PRIORITY_LIMIT = 2**31
 _CHECKED_AT_ONCE = 1 << 20  # characters: between them, other threads get their turn
+_LONGEST_CUT_TEXT = 1 << 22  # characters of a text of which only the end is wanted, and all must be tokenized
 
 
 @dataclass(slots=True)
@@ -48,11 +51,16 @@ class ProcessedRequest:
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt taken apart; `token_ids` is empty until the text is tokenized."""
+    """A prompt taken apart; `token_ids` is empty until the text is tokenized.
+
+    Attributes:
+        keep: How many of its last tokens are wanted; None for all.
+    """
 
     text: str | None
     token_ids: list[int] | None
     cache_salt: str | None = None
+    keep: int | None = None
 
 
 class InputProcessor:
@@ -71,6 +79,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._priorities_allowed = config.scheduler.policy == "priority"
         self._eos_token_ids = self._end_tokens()
+        self._processor_classes = processor_classes(config.logits_processors)
 
     def default_params(self) -> SamplingParams:
         """A new SamplingParams with the defaults of the model's generation_config.json."""
@@ -118,7 +127,7 @@ class InputProcessor:
             RequestError: One of them is not acceptable; names it by its position where there are several.
         """
         arrival = time.monotonic() if arrival_time is None else _check_arrival_time(arrival_time)
-        parts = [self._at(i, prompts, self._take_apart, prompt) for i, prompt in enumerate(prompts)]
+        parts = [self._at(i, prompts, self._take_apart, prompt, params[i]) for i, prompt in enumerate(prompts)]
         self._tokenize(parts)
         processed = []
         for i, part in enumerate(parts):
@@ -164,20 +173,36 @@ class InputProcessor:
                 ) from None
         return text
 
-    def _take_apart(self, prompt: PromptType) -> _Prompt:
+    def _take_apart(self, prompt: PromptType, params: SamplingParams | PoolingParams | None) -> _Prompt:
+        keep = self._num_kept(params)
         if isinstance(prompt, str):
-            return _Prompt(self.check_text(prompt), None)
+            return _Prompt(self.check_text(prompt), None, None, keep)
         if isinstance(prompt, Mapping):
-            return self._take_apart_dict(prompt)
+            return self._take_apart_dict(prompt, keep)
         if _is_token_sequence(prompt):
-            return _Prompt(None, self._check_token_ids(prompt))
+            return _Prompt(None, self._check_token_ids(prompt, keep))
         raise RequestError(
             "A prompt is a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}; "
             f"found {_show(prompt)}.",
             parameter="prompt",
         )
 
-    def _take_apart_dict(self, prompt: Mapping[str, Any]) -> _Prompt:
+    def _num_kept(self, params: SamplingParams | PoolingParams | None) -> int | None:
+        """How many of a prompt's last tokens are wanted, as far as the context has room; None where it is not cut."""
+        asked = getattr(params, "truncate_prompt_tokens", None)
+        if asked is None:
+            return None
+        limit = self._model.max_model_len
+        if asked > limit:
+            raise RequestError(
+                f"truncate_prompt_tokens must be an integer from 1 to {limit}, the model's context (max_model_len), or "
+                f"-1; got {_show(asked)}",
+                parameter="truncate_prompt_tokens",
+            )
+        most = limit - self.num_generated
+        return most if asked == -1 else min(asked, most)
+
+    def _take_apart_dict(self, prompt: Mapping[str, Any], keep: int | None) -> _Prompt:
         for key in prompt:
             if key not in _PROMPT_KEYS:
                 near = difflib.get_close_matches(str(key), _PROMPT_KEYS, n=1)
@@ -195,14 +220,16 @@ class InputProcessor:
                 raise RequestError(
                     f"'prompt_token_ids' must be a list of token ids; found {_show(ids)}.", parameter="prompt"
                 )
-            return _Prompt(text, self._check_token_ids(ids), salt)
+            return _Prompt(text, self._check_token_ids(ids, keep), salt)
         if text is None:
             raise RequestError("A prompt dict needs 'prompt' or 'prompt_token_ids'; found neither.", parameter="prompt")
-        return _Prompt(self.check_text(text), None, salt)
+        return _Prompt(self.check_text(text), None, salt, keep)
 
-    def _check_token_ids(self, ids: Sequence[int]) -> list[int]:
+    def _check_token_ids(self, ids: Sequence[int], keep: int | None = None) -> list[int]:
         if not len(ids):
             raise RequestError("The prompt is empty: it has no token ids.", parameter="prompt")
+        if keep is not None:
+            ids = ids[-keep:]
         self._check_length(len(ids))  # before anything is copied
         values: list[int] = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         if set(map(type, values)) != {int}:
@@ -237,10 +264,14 @@ class InputProcessor:
         texts = [part.text or "" for _, part in waiting]
 
         def check_length(at: int, length: int) -> None:
-            self._at(waiting[at][0], parts, self._check_length, length)
+            if waiting[at][1].keep is None:
+                self._at(waiting[at][0], parts, self._check_length, length)
 
         for at, text in enumerate(texts):  # what is far too long need not be tokenized to know that
-            self._at(waiting[at][0], parts, self._check_length, self._tokenizer.fewest_tokens(text), "at least ")
+            if waiting[at][1].keep is None:
+                self._at(waiting[at][0], parts, self._check_length, self._tokenizer.fewest_tokens(text), "at least ")
+            else:
+                self._at(waiting[at][0], parts, check_cut_text, text)
         encoded = self._tokenizer.encode_batch(texts, check_length=check_length)
         for (i, part), ids in zip(waiting, encoded, strict=True):
             if not ids:
@@ -248,7 +279,7 @@ class InputProcessor:
                     f"{_which(i, parts)}The prompt is empty: its text {_show(part.text)} gives no tokens.",
                     parameter="prompt",
                 )
-            part.token_ids = self._at(i, parts, self._check_token_ids, ids)
+            part.token_ids = self._at(i, parts, self._check_token_ids, ids, part.keep)
 
     # --- settings
 
@@ -266,8 +297,13 @@ class InputProcessor:
         if params.structured_outputs is not None:
             check_available()
             check_tokenizer_for_grammars(self._tokenizer)
+        if self._processor_classes:
+            validate(self._processor_classes, params)
+        params = params.clone()  # checked anew: its fields may have been set since, and may be while it is under way
+        if params.bad_words:
+            params.bad_words_token_ids = [*(params.bad_words_token_ids or ()), *self._bad_words(params.bad_words)]
         return validate_for_model(
-            params.clone(),  # checked anew: its fields may have been set since, and may be while it is under way
+            params,
             vocab_size=self._model.vocab_size,
             max_model_len=self._model.max_model_len,
             max_logprobs=self._model.max_logprobs,
@@ -281,6 +317,15 @@ class InputProcessor:
                 parameter="lora_request",
             )
         return request
+
+    def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        if self._tokenizer is None:
+            raise RequestError(
+                "Bad words need a tokenizer, but the engine was started with skip_tokenizer_init. "
+                "Pass bad_words_token_ids instead of bad_words.",
+                parameter="bad_words",
+            )
+        return bad_word_token_ids(words, self._tokenizer)
 
     def _check_priority(self, priority: int) -> int:
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > _PRIORITY_LIMIT:
@@ -309,6 +354,20 @@ class InputProcessor:
             if len(all_of_them) == 1:
                 raise
             raise RequestError(f"{_which(i, all_of_them)}{e}", parameter=e.parameter) from e
+
+
+def check_cut_text(text: str) -> None:
+    """Refuses a text of which only the end is wanted, if tokenizing all of it would take too long.
+
+    Raises:
+        RequestError: It is too long.
+    """
+    if len(text) > _LONGEST_CUT_TEXT:
+        raise RequestError(
+            f"The prompt has {len(text)} characters; a text that is to be cut to its end may have {_LONGEST_CUT_TEXT}. "
+            "Shorten the prompt.",
+            parameter="prompt",
+        )
 
 
 def _which(i: int, all_of_them: Sequence[Any]) -> str:

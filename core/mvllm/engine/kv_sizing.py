@@ -1,14 +1,19 @@
 """How many KV blocks the engine gets: what the memory allows, but no more than it could ever use.
 
-All workers hold the same blocks, each for its own layers and heads, so the worker with the least room decides.
+All workers hold the same blocks, each for its own layers and heads, so the worker with the least room decides. Where
+layers see different spans, a request takes blocks in each group of them (`kv_groups.py`), in the groups with a window
+only as many as are seen.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mvllm.config.engine_config import EngineConfig
+from mvllm.config.kv_window import most_blocks_held
+from mvllm.engine.kv_groups import bytes_per_block, group_windows
 from mvllm.errors import CacheError
 from mvllm.platform.worker_protocol import KVCacheNeeds
 
@@ -22,22 +27,36 @@ class CacheSummary:
         block_size: Tokens per block.
         total_bytes: Bytes on the worker that holds most.
         max_model_len: Longest sequence.
+        windows: For each group of layers how many tokens they see, or None for all.
+        max_step_tokens: Most tokens of one request in one step.
     """
 
     num_blocks: int
     block_size: int
     total_bytes: int
     max_model_len: int
+    windows: tuple[int | None, ...] = (None,)
+    max_step_tokens: int = 1
+
+    @property
+    def blocks_per_request(self) -> int:
+        """The most blocks that a request of the longest length holds at once."""
+        return blocks_for(self.max_model_len, self.block_size, self.windows, self.max_step_tokens)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that fit."""
-        return self.num_blocks * self.block_size
+        """Tokens that fit, of requests of the longest length."""
+        return (
+            self.num_blocks
+            * blocks_for(self.max_model_len, self.block_size)
+            * self.block_size
+            // self.blocks_per_request
+        )
 
     @property
     def max_concurrency(self) -> float:
         """Requests of the longest length that fit at once."""
-        return self.num_blocks / blocks_for(self.max_model_len, self.block_size)
+        return self.num_blocks / self.blocks_per_request
 
     def __str__(self) -> str:
         return (
@@ -47,9 +66,11 @@ class CacheSummary:
         )
 
 
-def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that `num_tokens` tokens take."""
-    return -(-num_tokens // block_size)
+def blocks_for(
+    num_tokens: int, block_size: int, windows: Sequence[int | None] = (None,), max_step_tokens: int = 1
+) -> int:
+    """The most blocks that a request of `num_tokens` tokens holds at once, in all groups of layers together."""
+    return sum(most_blocks_held(num_tokens, window, block_size, max_step_tokens) for window in windows)
 
 
 def choose_block_size(config: EngineConfig, needs: Sequence[KVCacheNeeds]) -> int:
@@ -80,24 +101,40 @@ def size_kv_cache(config: EngineConfig, needs: Sequence[KVCacheNeeds], available
     """
     block_size = choose_block_size(config, needs)
     limit, max_len = config.scheduler.max_num_seqs, config.model.max_model_len
-    usable = limit * blocks_for(max_len, block_size)
-    affordable = min(
-        max(0, free) // (need.bytes_per_token * block_size) for free, need in zip(available, needs, strict=True)
+    max_step_tokens = config.scheduler.max_num_batched_tokens
+    windows = group_windows(needs, max_len)
+    costs = [bytes_per_block(need, windows, max_len, block_size) for need in needs]
+    longest = blocks_for(max_len, block_size, windows, max_step_tokens)
+    affordable = min(max(0, free) // cost for free, cost in zip(available, costs, strict=True))
+    # What does not need to be held any more may still be found: so much could all sequences together have written.
+    written = limit * blocks_for(max_len, block_size) * len(windows)
+    num_blocks = min(written, affordable)
+    if num_blocks < longest:
+        fits = _longest_that_fits(num_blocks, max_len, block_size, windows, max_step_tokens)
+        raise _too_small(config, needs, available, [longest * cost for cost in costs], fits)
+    return CacheSummary(num_blocks, block_size, num_blocks * max(costs), max_len, windows, max_step_tokens)
+
+
+def _longest_that_fits(
+    num_blocks: int, max_model_len: int, block_size: int, windows: Sequence[int | None], max_step_tokens: int
+) -> int:
+    """The largest whole number of blocks, in tokens, that a request may have; less than `max_model_len`."""
+    fitting = range(1, blocks_for(max_model_len, block_size))
+    return block_size * bisect_right(
+        fitting, num_blocks, key=lambda pages: blocks_for(pages * block_size, block_size, windows, max_step_tokens)
     )
-    num_blocks = min(usable, affordable)
-    if num_blocks < blocks_for(max_len, block_size):
-        raise _too_small(config, needs, available, num_blocks * block_size, block_size)
-    most = max(need.bytes_per_token for need in needs)
-    return CacheSummary(num_blocks, block_size, num_blocks * block_size * most, max_len)
 
 
 def _too_small(
-    config: EngineConfig, needs: Sequence[KVCacheNeeds], available: Sequence[int], fits: int, block_size: int
+    config: EngineConfig,
+    needs: Sequence[KVCacheNeeds],
+    available: Sequence[int],
+    required_by: Sequence[int],
+    fits: int,
 ) -> CacheError:
     max_len = config.model.max_model_len
-    tightest = min(range(len(needs)), key=lambda i: available[i] / needs[i].bytes_per_token)
-    required = blocks_for(max_len, block_size) * block_size * needs[tightest].bytes_per_token
-    found = available[tightest]
+    tightest = min(range(len(needs)), key=lambda i: available[i] / required_by[i])
+    required, found = required_by[tightest], available[tightest]
     per_token = needs[tightest].bytes_per_token
     asked = f"max_model_len {max_len:,} needs {_size(required)} of KV cache ({per_token:,} bytes per token)"
     if config.cache.kv_cache_memory_bytes is not None:

@@ -9,6 +9,7 @@ from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.model import ModelConfig
 from mvllm.engine.adapter_door import AdapterDoor
+from mvllm.engine.beam_search import BeamSearch
 from mvllm.engine.core_client import make_client
 from mvllm.engine.front_end import FrontEnd
 from mvllm.engine.input_processor import InputProcessor, ProcessedRequest
@@ -152,6 +153,11 @@ class LLMEngine:
         """
         return self._front_end.require_tokenizer()
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether outputs can have text."""
+        return self._front_end.tokenizer is not None
+
     # --- requests
 
     def add_request(
@@ -201,8 +207,9 @@ class LLMEngine:
             fresh.add(request_id)
         try:
             for request in requests:
-                children = fan_out(request.core, self._core_ids)
-                self._output_processor.add_request(request, children)
+                search = BeamSearch(request.core, self._core_ids) if request.params.use_beam_search else None
+                children = fan_out(request.core, self._core_ids) if search is None else search.requests()
+                self._output_processor.add_request(request, children, search=search)
                 for child in children:
                     self._client.add_request(child)
         except BaseException:
@@ -287,6 +294,9 @@ class LLMEngine:
         processed = self._output_processor.process(core_outputs)
         if processed.requests_to_abort:
             self._client.abort_requests(processed.requests_to_abort)
+        for children in processed.requests_to_add:
+            for child in children:
+                self._client.add_request(child)
         self.num_generated_tokens += processed.num_new_tokens
         if core_outputs.stats is not None:
             self._stat_loggers.record(core_outputs.stats, processed.num_new_tokens)

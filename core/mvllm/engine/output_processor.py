@@ -3,6 +3,9 @@
 The idea: one `_Sequence` per sequence collects token ids, text and log-probabilities; one `RequestState` owns its n
 sequences and says what there is to show. A request that only wants its final result (`FINAL_ONLY`) costs one
 `list.extend` per step; without stop strings its text is decoded once, at the end.
+
+A beam search has a `BeamSearch` between the two: what comes from the core goes there, each round asks for the next, and
+the sequences are filled when it is over.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from mvllm.engine.detokenizer import IncrementalDetokenizer, StopStrings
+from mvllm.engine.beam_search import Beam, BeamSearch
 from mvllm.engine.input_processor import ProcessedRequest
+from mvllm.engine.output_text import TextWhenAsked, make_text
 from mvllm.engine.outputs import CompletionOutput, Logprob, PositionLogprobMap, RequestMetrics, RequestOutput
 from mvllm.engine.tokenizer import Tokenizer
 from mvllm.messages.requests import (
@@ -35,11 +39,13 @@ class ProcessedOutputs:
         request_outputs: At most one per request.
         requests_to_abort: Core ids of sequences that ended here, on a stop string, while the core still runs them.
         num_new_tokens: Tokens that this step brought.
+        requests_to_add: What searches ask of the engine core next, each one's requests together.
     """
 
     request_outputs: list[RequestOutput] = field(default_factory=list)
     requests_to_abort: list[str] = field(default_factory=list)
     num_new_tokens: int = 0
+    requests_to_add: list[list[EngineCoreRequest]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -48,7 +54,7 @@ class TakenOutputs:
 
     Attributes:
         requests: Those with something to show that had nothing to show before.
-        requests_to_abort, num_new_tokens: As in ProcessedOutputs.
+        requests_to_abort, num_new_tokens, requests_to_add: As in ProcessedOutputs.
         started: Requests whose first token this is.
         finished: Requests that have ended.
         gaps: How many tokens came how long after the one before, in seconds; the newest of each output.
@@ -60,6 +66,7 @@ class TakenOutputs:
     started: list[RequestState] = field(default_factory=list)
     finished: list[RequestState] = field(default_factory=list)
     gaps: dict[float, int] = field(default_factory=dict)
+    requests_to_add: list[list[EngineCoreRequest]] = field(default_factory=list)
 
 
 class OutputProcessor:
@@ -72,30 +79,42 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._requests: dict[str, RequestState] = {}
-        self._sequences: dict[str, _Sequence] = {}
+        self._sequences: dict[str, _Sequence | _BeamStep] = {}
 
     def add_request(
-        self, request: ProcessedRequest, children: Sequence[EngineCoreRequest], key: str | None = None
+        self,
+        request: ProcessedRequest,
+        children: Sequence[EngineCoreRequest],
+        key: str | None = None,
+        search: BeamSearch | None = None,
     ) -> RequestState:
         """Follows a request, whose sequences run in the engine core under the ids of `children`.
 
         Args:
+            search: Whose first round `children` are, if they are one's.
             key: What the request is called here; by default the caller's id, which then has to be unique.
         """
         entry = RequestState(request, self._tokenizer, key)
+        core_ids = [child.request_id for child in children] if search is None else [""] * request.params.n
         entry.sequences = [
-            _Sequence(entry, index, child.request_id, request.params, self._tokenizer)
-            for index, child in enumerate(children)
+            _Sequence(entry, index, core_id, request.params, self._tokenizer) for index, core_id in enumerate(core_ids)
         ]
         entry.num_unfinished = len(entry.sequences)
+        entry.search = search
         self._requests[entry.key] = entry
-        self._sequences.update((sequence.core_id, sequence) for sequence in entry.sequences)
+        if search is None:
+            self._sequences.update((sequence.core_id, sequence) for sequence in entry.sequences)
+        else:
+            self._follow_round(entry, children)
         return entry
+
+    def _follow_round(self, entry: RequestState, children: Sequence[EngineCoreRequest]) -> None:
+        self._sequences.update((child.request_id, _BeamStep(entry, child.request_id)) for child in children)
 
     def process(self, core_outputs: EngineCoreOutputs) -> ProcessedOutputs:
         """Takes in one step's outputs and shows what they mean, at once. Unknown sequences are passed over."""
         taken = self.take(core_outputs)
-        result = ProcessedOutputs([], taken.requests_to_abort, taken.num_new_tokens)
+        result = ProcessedOutputs([], taken.requests_to_abort, taken.num_new_tokens, taken.requests_to_add)
         for request in taken.requests:
             shown, broken = self.show(request)
             result.requests_to_abort += broken
@@ -127,6 +146,9 @@ class OutputProcessor:
                     taken.started.append(request)
             if last and sequence.only_grows and output.finish_reason is None:
                 sequence.token_ids += new  # the usual case, once per token: all else waits until it is shown
+            elif isinstance(sequence, _BeamStep):
+                if not self._take_beam(sequence, output, now, taken):
+                    continue
             elif not self._take_with_care(sequence, output, now, taken):
                 continue
             if not request.has_news:
@@ -150,6 +172,50 @@ class OutputProcessor:
             taken.requests_to_abort.append(sequence.core_id)
         if self._end(sequence, now):
             taken.finished.append(request)
+        return True
+
+    def _take_beam(self, step: _BeamStep, output: EngineCoreOutput, now: float, taken: TakenOutputs) -> bool:
+        """Takes in what has come of one beam's next token; whether the search is over. What goes wrong with one beam
+        ends all."""
+        request, search = step.request, step.request.search
+        assert search is not None
+        beams: Sequence[Beam] = ()
+        request.note(output, now)
+        del self._sequences[step.core_id]
+        is_round_over = search.take(output)
+        if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            parameter = output.error_parameter
+            end = EngineCoreOutput("", [], output.finish_reason, error=output.error, error_parameter=parameter)
+            ends = [end] * len(request.sequences)
+            if output.finish_reason is FinishReason.ERROR:
+                taken.requests_to_abort += search.core_ids
+            for core_id in search.core_ids:
+                self._sequences.pop(core_id, None)
+        elif not is_round_over:
+            return False
+        elif not search.advance():
+            children = search.requests()
+            self._follow_round(request, children)
+            taken.requests_to_add.append(children)
+            return False
+        else:
+            beams = search.results()
+            ends = [_as_output(beam) for beam in beams]
+            del request.sequences[max(1, len(ends)) :]
+            if not ends:
+                what = "no sequence can end: every token that could come ends it, and min_tokens forbids that"
+                ends = [EngineCoreOutput("", [], FinishReason.ERROR, error=what)]
+        for sequence, end in zip(request.sequences, ends, strict=True):
+            sequence.last_token_time = now
+            try:
+                sequence.take(end)
+            except Exception as e:  # noqa: BLE001  (a tokenizer may raise anything; only this sequence ends of it)
+                sequence.fail(e)
+        for sequence, beam in zip(request.sequences, beams, strict=False):
+            sequence.cumulative_logprob = beam.cumulative_logprob
+        request.num_unfinished = 0
+        self._finish(request, now)
+        taken.finished.append(request)
         return True
 
     def _end(self, sequence: _Sequence, now: float) -> bool:
@@ -191,7 +257,7 @@ class OutputProcessor:
         for request_id in request_ids:
             request = self._requests.pop(request_id, None)
             if request is not None:
-                core_ids += [s.core_id for s in request.sequences if self._sequences.pop(s.core_id, None) is not None]
+                core_ids += [i for i in request.core_ids if self._sequences.pop(i, None) is not None]
         return core_ids
 
     def end_requests(self, requests: Iterable[RequestState]) -> tuple[TakenOutputs, list[str]]:
@@ -200,9 +266,9 @@ class OutputProcessor:
         Returns:
             As `take`; and the core ids of their sequences that were still running.
         """
-        running = [s for request in requests for s in request.sequences if s.core_id in self._sequences]
-        ends = [EngineCoreOutput(s.core_id, [], FinishReason.ABORT) for s in running]
-        return self.take(EngineCoreOutputs(outputs=ends)), [s.core_id for s in running]
+        running = [i for request in requests for i in request.core_ids if i in self._sequences]
+        ends = [EngineCoreOutput(core_id, [], FinishReason.ABORT) for core_id in running]
+        return self.take(EngineCoreOutputs(outputs=ends)), running
 
     def has_request(self, request_id: str) -> bool:
         """Whether a request of this id is under way."""
@@ -230,6 +296,8 @@ class RequestState:
         broken: Core ids of sequences that `show` has found to be no text, which the OutputProcessor still follows.
         final_only: Whether it shows nothing before its end.
         is_pooled: Whether it is for a vector, and has no tokens.
+        num_sequences: As it takes up room: those that it may have in the engine core at a time.
+        search: Finds its sequences, if it is for a beam search.
         metrics: When things happened.
     """
 
@@ -241,7 +309,10 @@ class RequestState:
         self.num_unfinished = 0
         self.has_news = False
         self.broken: list[str] = []
-        self.kind = request.params.output_kind
+        self.num_sequences = request.params.num_sequences
+        self.search: BeamSearch | None = None
+        self.is_ranked = request.params.is_ranked
+        self.kind = RequestOutputKind.FINAL_ONLY if self.is_ranked else request.params.output_kind
         self.final_only = self.kind == RequestOutputKind.FINAL_ONLY
         self.is_pooled = request.core.pooling_params is not None
         self._prompt = request.prompt
@@ -259,6 +330,11 @@ class RequestState:
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return len(self._prompt_token_ids)
+
+    @property
+    def core_ids(self) -> list[str]:
+        """Of its sequences, whether they have ended or not."""
+        return [sequence.core_id for sequence in self.sequences] if self.search is None else self.search.core_ids
 
     @property
     def num_cached_tokens(self) -> int:
@@ -292,6 +368,8 @@ class RequestState:
             if self.num_unfinished:
                 return None
             shown = [sequence.show_all() for sequence in sequences]
+            if self.is_ranked and self.search is None:
+                shown = _best(shown, self.params.n)
         elif self.kind == RequestOutputKind.DELTA:
             shown = [sequence.show_new() for sequence in sequences if sequence.has_news]
         else:
@@ -340,10 +418,11 @@ class _Sequence:
         self.last_token_time = 0.0
         self._tokenizer = tokenizer if params.detokenize else None
         self._wants_logprobs = params.logprobs is not None
+        self._wants_sum = self._wants_logprobs or params.is_ranked
         self._logprobs: list[PositionLogprobMap] = []
-        self._cumulative_logprob = 0.0
-        self._text = _make_text(params, self._tokenizer, request.final_only, self.token_ids)
-        self.only_grows = not self._wants_logprobs and (self._text is None or isinstance(self._text, _TextWhenAsked))
+        self.cumulative_logprob = 0.0
+        self._text = make_text(params, self._tokenizer, request.final_only, self.token_ids)
+        self.only_grows = not self._wants_sum and (self._text is None or isinstance(self._text, TextWhenAsked))
         self._num_tokens_shown = 0
         self._end_shown = False
 
@@ -357,10 +436,11 @@ class _Sequence:
                 self.finish_reason, self.stop_reason = _STOP, stop
                 new = new[:num_used]
         self.token_ids += new
-        if self._wants_logprobs and output.logprobs:
+        if self._wants_sum and output.logprobs:
             for position in output.logprobs[: len(new)]:
-                self._logprobs.append(_as_map(position, self._tokenizer))
-                self._cumulative_logprob += position.logprobs[0]
+                if self._wants_logprobs:
+                    self._logprobs.append(_as_map(position, self._tokenizer))
+                self.cumulative_logprob += position.logprobs[0]
         if ended is not None and self.finish_reason is None:
             self.finish_reason, self.stop_reason, self.error = str(ended), output.stop_reason, output.error
             self.error_parameter = output.error_parameter
@@ -413,7 +493,7 @@ class _Sequence:
             self.index,
             text,
             token_ids,
-            self._cumulative_logprob if self._wants_logprobs else None,
+            self.cumulative_logprob if self._wants_sum else None,
             logprobs,
             self.finish_reason,
             self.stop_reason,
@@ -422,146 +502,29 @@ class _Sequence:
         )
 
 
-class _Text:
-    """The text of a sequence that is decoded as it grows, because stop strings are looked for."""
+class _BeamStep:
+    """A request for one beam's next token, in the place of a sequence."""
 
-    def __init__(self, params: SamplingParams, tokenizer: Tokenizer) -> None:
-        self._detokenizer = _make_detokenizer(params, tokenizer)
-        self._include_stop = params.include_stop_str_in_output
-        self._stop = StopStrings(params.stop or (), self._include_stop)
-        self._min_tokens = params.min_tokens
-        self._text = ""
-        self._num_shown = 0
+    only_grows = False
 
-    def take(self, new: Sequence[int], num_before: int, ended: FinishReason | None) -> tuple[int, str | None]:
-        """Decodes new tokens up to the first stop string.
-
-        Args:
-            num_before: Tokens that the sequence had before these.
-            ended: Why the core has ended the sequence, if it has.
-
-        Returns:
-            How many of `new` belong to the sequence, and the stop string that was found.
-        """
-        shown = _without_end_token(new, ended, self._include_stop)
-        for i, token_id in enumerate(shown, start=1):
-            stop = self._grow(self._detokenizer.append((token_id,)), checked=num_before + i > self._min_tokens)
-            if stop is not None:
-                return i, stop
-        if ended is not None:
-            stop = self._grow(self._detokenizer.finish(), checked=num_before + len(new) > self._min_tokens)
-            if stop is not None:
-                return len(new), stop
-        return len(new), None
-
-    def visible(self, *, ended: bool) -> str:
-        """The text that may be shown: all of it at the end, before that nothing that may begin a stop string."""
-        if ended:
-            return self._text
-        held = self._stop.held_back(self._text)
-        return self._text[:-held] if held else self._text
-
-    def new(self, *, ended: bool) -> str:
-        """What has become visible since the last call."""
-        text = self.visible(ended=ended)
-        shown, self._num_shown = self._num_shown, len(text)
-        return text[shown:]
-
-    def _grow(self, piece: str, *, checked: bool) -> str | None:
-        settled = len(self._text)
-        self._text += piece
-        if not checked or not piece:
-            return None
-        found = self._stop.find(self._text, settled)
-        if found is None:
-            return None
-        stop, length = found
-        self._text = self._text[:length]
-        return stop
+    def __init__(self, request: RequestState, core_id: str) -> None:
+        self.request = request
+        self.core_id = core_id
+        self.token_ids: list[int] = []
+        self.last_token_time = 0.0
 
 
-class _TextWhenAsked:
-    """The text of a sequence in which nothing is looked for: decoded when it is asked for, many tokens at once if it is
-    asked for seldom.
-
-    Args:
-        token_ids: The sequence's, which grows.
-    """
-
-    def __init__(self, params: SamplingParams, tokenizer: Tokenizer, token_ids: list[int]) -> None:
-        self._detokenizer = _make_detokenizer(params, tokenizer)
-        self._include_stop = params.include_stop_str_in_output
-        self._token_ids = token_ids
-        self._num_decoded = 0
-        self._without_last = False
-        self._text = ""
-
-    def take(self, new: Sequence[int], num_before: int, ended: FinishReason | None) -> tuple[int, str | None]:
-        """Notes whether the last token is part of the text; see `_Text.take`."""
-        self._without_last = ended == FinishReason.STOP and not self._include_stop
-        return len(new), None
-
-    def visible(self, *, ended: bool) -> str:
-        """All that is settled; at the end, all."""
-        self._text += self.new(ended=ended)
-        return self._text
-
-    def new(self, *, ended: bool) -> str:
-        """What has become visible since the last call."""
-        ids = self._token_ids[self._num_decoded : -1 if self._without_last else None]
-        self._num_decoded = len(self._token_ids)
-        piece = self._detokenizer.append(ids)
-        return piece + self._detokenizer.finish() if ended else piece
+def _as_output(beam: Beam) -> EngineCoreOutput:
+    """What the engine core would say of a sequence that it had generated by itself."""
+    return EngineCoreOutput("", beam.token_ids, beam.finish_reason, beam.stop_reason, beam.positions)
 
 
-class _TextAtEnd:
-    """The text of a sequence that nobody reads before it ends: decoded in one go."""
-
-    def __init__(self, params: SamplingParams, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._params = params
-        self._token_ids: list[int] = []
-        self._include_stop = params.include_stop_str_in_output
-
-    def take(self, new: Sequence[int], num_before: int, ended: FinishReason | None) -> tuple[int, str | None]:
-        """Keeps new tokens; see `_Text.take`."""
-        self._token_ids += new if ended is None else _without_end_token(new, ended, self._include_stop)
-        return len(new), None
-
-    def new(self, *, ended: bool) -> str:
-        """The whole text; asked for once."""
-        return self.visible(ended=ended)
-
-    def visible(self, *, ended: bool) -> str:
-        """The whole text."""
-        return self._tokenizer.decode(
-            self._token_ids,
-            skip_special_tokens=self._params.skip_special_tokens,
-            spaces_between_special_tokens=self._params.spaces_between_special_tokens,
-        )
-
-
-def _make_text(
-    params: SamplingParams, tokenizer: Tokenizer | None, final_only: bool, token_ids: list[int]
-) -> _Text | _TextWhenAsked | _TextAtEnd | None:
-    if tokenizer is None:
-        return None
-    if params.stop:
-        return _Text(params, tokenizer)
-    return _TextAtEnd(params, tokenizer) if final_only else _TextWhenAsked(params, tokenizer, token_ids)
-
-
-def _make_detokenizer(params: SamplingParams, tokenizer: Tokenizer) -> IncrementalDetokenizer:
-    return IncrementalDetokenizer(
-        tokenizer,
-        skip_special_tokens=params.skip_special_tokens,
-        spaces_between_special_tokens=params.spaces_between_special_tokens,
-    )
-
-
-def _without_end_token(new: Sequence[int], ended: FinishReason | None, include: bool) -> Sequence[int]:
-    """The tokens that count for the text: the token that ended the sequence is not part of it unless asked for."""
-    return new[:-1] if ended == FinishReason.STOP and not include else new
+def _best(shown: list[CompletionOutput], n: int) -> list[CompletionOutput]:
+    """The `n` sequences with the largest sums of log-probabilities, best first; those that failed come last."""
+    ranked = sorted(shown, key=lambda each: (each.finish_reason == "error", -(each.cumulative_logprob or 0.0)))[:n]
+    for index, each in enumerate(ranked):
+        each.index = index
+    return ranked
 
 
 def _as_map(position: PositionLogprobs, tokenizer: Tokenizer | None) -> PositionLogprobMap:

@@ -113,3 +113,38 @@ class RequestOutput:
     num_cached_tokens: int = 0
     pooled: bytes | None = None
     lora_request: LoRARequest | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One sequence that a beam search has found.
+
+    Attributes:
+        tokens: The prompt's token ids, then the generated ones.
+        num_prompt_tokens: How many of them are the prompt's.
+        text: The generated text; empty where there is no tokenizer.
+        cum_logprob: The sum of the log-probabilities of the generated tokens.
+        score: By which sequences are ranked: that sum, divided by the number of generated tokens to the power of
+            `length_penalty`.
+        logprobs, finish_reason, stop_reason: As in CompletionOutput.
+    """
+
+    tokens: list[int]
+    num_prompt_tokens: int
+    text: str
+    cum_logprob: float
+    score: float
+    logprobs: list[PositionLogprobMap] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """What a beam search has found for one prompt.
+
+    Attributes:
+        sequences: Best first.
+    """
+
+    sequences: list[BeamSearchSequence]

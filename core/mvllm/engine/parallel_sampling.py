@@ -1,5 +1,7 @@
 """A request for n sequences is n requests for one, with the same prompt; the caller sees one.
 
+With `best_of`, it is so many requests, and the caller sees the best n of them.
+
 The engine core knows only single sequences. It is told that they are siblings, so that they share the prompt's KV
 blocks. Every sequence gets an id of the engine's own, a serial number in front of the caller's id, so that an id may be
 used again as soon as its request is gone, even while the core still has something to say about the old one.
@@ -12,7 +14,7 @@ import itertools
 import msgspec
 
 from mvllm.messages.requests import EngineCoreRequest
-from mvllm.messages.sampling_params import SamplingParams
+from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 
 _SEED_SPAN = 2**63
 
@@ -36,7 +38,7 @@ class CoreIds:
 def fan_out(request: EngineCoreRequest, ids: CoreIds) -> list[EngineCoreRequest]:
     """The requests for single sequences that make up `request`, by index. `request` is left as it is."""
     params = request.sampling_params
-    if params.n == 1:
+    if params.num_sequences == 1:
         return [msgspec.structs.replace(request, request_id=ids.next(request.request_id))]
     group = ids.next(request.request_id)
     return [
@@ -46,15 +48,19 @@ def fan_out(request: EngineCoreRequest, ids: CoreIds) -> list[EngineCoreRequest]
             sampling_params=_child_params(params, index),
             sibling_group=group,
         )
-        for index in range(params.n)
+        for index in range(params.num_sequences)
     ]
 
 
 def _child_params(params: SamplingParams, index: int) -> SamplingParams:
-    """Settings of sequence `index`: its own seed, and the prompt's log-probabilities from the first only."""
+    """Settings of sequence `index`: its own seed, the prompt's log-probabilities from the first only, and those of its
+    tokens, where it is ranked by them."""
     seed = None if params.seed is None else _child_seed(params.seed, index)
     prompt_logprobs = params.prompt_logprobs if index == 0 else None
-    return msgspec.structs.replace(params, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
+    own = {"n": 1, "best_of": None, "seed": seed, "prompt_logprobs": prompt_logprobs}
+    if params.is_ranked:
+        own |= {"logprobs": params.logprobs or 0, "output_kind": RequestOutputKind.FINAL_ONLY}
+    return msgspec.structs.replace(params, **own)
 
 
 def _child_seed(seed: int, index: int) -> int:

@@ -12,13 +12,14 @@ import msgspec
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.input_processor import ProcessedRequest
 from mvllm.engine.llm_engine import LLMEngine
-from mvllm.engine.outputs import RequestOutput
+from mvllm.engine.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from mvllm.engine.pooling_outputs import EmbeddingRequestOutput, PoolingRequestOutput
 from mvllm.entrypoints.chat_template import Conversation, is_conversation, render_chat
 from mvllm.entrypoints.interrupts import interrupts_between_steps
 from mvllm.entrypoints.progress import Progress
 from mvllm.errors import EngineDeadError, RequestError
 from mvllm.logging import configure_logging
+from mvllm.messages.beam_search_params import BeamSearchParams
 from mvllm.messages.inputs import PromptType, TokensPrompt
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams
@@ -227,6 +228,33 @@ class LLM:
         )
         return self._finish(engine, requests, use_tqdm)
 
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: UseTqdm = False,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Finds the most probable continuations of each prompt, as far as a beam search does.
+
+        Args:
+            prompts, use_tqdm, priority: As for `generate`.
+            params: The same for all prompts.
+
+        Returns:
+            One output per prompt, in the order of the prompts, with up to `beam_width` sequences, best first.
+
+        Raises:
+            RequestError: A prompt or setting is not acceptable, or no sequence can end. Nothing is returned.
+            EngineDeadError: The engine has stopped, or was closed.
+        """
+        engine = self.llm_engine
+        settings = params.as_sampling_params()
+        settings.detokenize = engine.has_tokenizer
+        outputs = self._run(engine, _each_prompt(prompts), settings, use_tqdm, priority)
+        return [_as_beam_search_output(output, settings.length_penalty) for output in outputs]
+
     def encode(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -294,6 +322,27 @@ class LLM:
             engine.abort_request(ids)
             raise
         return [outputs[i] for i in ids]
+
+
+def _as_beam_search_output(output: RequestOutput, length_penalty: float) -> BeamSearchOutput:
+    sequences = []
+    for found in output.outputs:
+        if found.finish_reason == "error":
+            raise RequestError(f"The search failed: {found.error}", parameter=found.error_parameter)
+        cum_logprob = found.cumulative_logprob or 0.0
+        sequences.append(
+            BeamSearchSequence(
+                tokens=[*output.prompt_token_ids, *found.token_ids],
+                num_prompt_tokens=len(output.prompt_token_ids),
+                text=found.text,
+                cum_logprob=cum_logprob,
+                score=cum_logprob / len(found.token_ids) ** length_penalty,
+                logprobs=found.logprobs,
+                finish_reason=found.finish_reason,
+                stop_reason=found.stop_reason,
+            )
+        )
+    return BeamSearchOutput(sequences)
 
 
 def _each_prompt(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:

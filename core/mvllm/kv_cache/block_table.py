@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 from mvllm.kv_cache.block_hash import BlockHash
+
+
+class GroupBlocks:
+    """The blocks of one request in one group of layers.
+
+    Attributes:
+        block_ids: Position p of the request stands in block `block_ids[p // block_size]`.
+        num_dropped: Leading entries of `block_ids` that are not held (any more): nobody will see what stood there.
+    """
+
+    __slots__ = ("block_ids", "num_dropped")
+
+    def __init__(self) -> None:
+        self.block_ids: list[int] = []
+        self.num_dropped = 0
+
+    @property
+    def held(self) -> list[int]:
+        """The blocks that the request uses."""
+        return self.block_ids[self.num_dropped :] if self.num_dropped else self.block_ids
 
 
 class BlockTable:
@@ -10,8 +32,8 @@ class BlockTable:
 
     Attributes:
         token_ids: The request's own list of known tokens; it grows under the table's eyes.
-        block_ids: Position p of the request stands in block `block_ids[p // block_size]`.
-        num_slots: Tokens for which there are blocks: `len(block_ids) * block_size`.
+        groups: The blocks, by group of layers.
+        num_slots: Leading tokens for which there are, or have been, blocks in every group.
         root: Where the chain of block names begins; None if no block of this request may be shared.
         num_shareable_tokens: Only full blocks within this many leading tokens get a name.
         block_hashes: Names of the leading full blocks, as far as they were needed; kept when the blocks are given back.
@@ -20,7 +42,7 @@ class BlockTable:
 
     __slots__ = (
         "block_hashes",
-        "block_ids",
+        "groups",
         "num_named_blocks",
         "num_shareable_tokens",
         "num_slots",
@@ -28,11 +50,29 @@ class BlockTable:
         "token_ids",
     )
 
-    def __init__(self, token_ids: list[int], root: BlockHash | None, num_shareable_tokens: int) -> None:
+    def __init__(
+        self, token_ids: list[int], root: BlockHash | None, num_shareable_tokens: int, num_groups: int = 1
+    ) -> None:
         self.token_ids = token_ids
         self.root = root
         self.num_shareable_tokens = num_shareable_tokens
-        self.block_ids: list[int] = []
+        self.groups = tuple(GroupBlocks() for _ in range(num_groups))
         self.block_hashes: list[BlockHash] = []
         self.num_slots = 0
         self.num_named_blocks = 0
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The blocks of the first group."""
+        return self.groups[0].block_ids
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """All blocks that the request uses, those of its first tokens first."""
+        if len(self.groups) == 1:
+            return self.groups[0].held
+        placed = [
+            (place, block) for group in self.groups for place, block in enumerate(group.held, start=group.num_dropped)
+        ]
+        placed.sort(key=itemgetter(0))
+        return [block for _, block in placed]

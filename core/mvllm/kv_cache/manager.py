@@ -7,6 +7,16 @@ read. So a request that is aborted or preempted in between leaves blocks that it
 
 Only a request that fails leaves nothing: `discard` takes away all names of its chain, also of the blocks it found,
 since one of them may be what made it fail. Whoever shares them reads the same values, and fails by itself if bad.
+
+Layers that do not see alike have blocks of their own. They are dealt out into *groups* of about equally many layers, so
+that a block is as large in each and one pool serves all; a request has a list of blocks per group:
+
+    group 0, sees all         | 4 | 9 | 2 | 7 | 5 |
+    group 1, the last tokens  | . | . | . | 3 | 8 |      the first three have gone back to the pool: nobody sees them
+
+A block goes back when a step is planned whose first token does not see it any more. Steps under way may still read it;
+what it is written for next comes in a plan made later, and plans are executed in order. A prefix is found where all
+groups have what the tokens behind it see: in group 1 the last blocks will do.
 """
 
 from __future__ import annotations
@@ -15,9 +25,13 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
+from mvllm.config.kv_window import first_seen_block, most_blocks_held
 from mvllm.kv_cache.block_hash import BlockHash, cache_root, hash_block, request_root
 from mvllm.kv_cache.block_pool import BlockPool
 from mvllm.kv_cache.block_table import BlockTable
+
+_UNSEEN = -1
+"""In the place of a found block that no token to come sees."""
 
 
 class KVCacheManager:
@@ -28,15 +42,29 @@ class KVCacheManager:
         block_size: Tokens per block.
         enable_caching: Let requests share equal prefixes. Without it only siblings share, and only their prompt.
         hash_seed: Makes block names reproducible across runs; None draws them at random.
+        windows: For each group of layers how many tokens they see, or None for all.
+        max_step_tokens: Most tokens of one request in one step.
     """
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, enable_caching: bool = True, hash_seed: int | None = None
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        enable_caching: bool = True,
+        hash_seed: int | None = None,
+        windows: Sequence[int | None] = (None,),
+        max_step_tokens: int = sys.maxsize,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"A KV block needs at least one slot, got block_size={block_size}.")
+        if not windows or any(window is not None and window < 1 for window in windows):
+            raise ValueError(f"Each group of layers sees at least one token, got windows={windows}.")
         self.block_size = block_size
         self.enable_caching = enable_caching
+        self._windows = tuple(windows)
+        self._max_step_tokens = max_step_tokens
+        self._sees_everything = self._windows == (None,)
         self._pool = BlockPool(num_blocks)
         self._root = cache_root(hash_seed)
         self._tables: set[BlockTable] = set()  # those that hold blocks
@@ -47,6 +75,11 @@ class KVCacheManager:
         return self._pool.num_blocks
 
     @property
+    def num_groups(self) -> int:
+        """Groups of layers, each with blocks of its own."""
+        return len(self._windows)
+
+    @property
     def num_free_blocks(self) -> int:
         """Blocks that no request uses; some of them may still be hit."""
         return self._pool.num_free
@@ -55,6 +88,12 @@ class KVCacheManager:
     def usage(self) -> float:
         """Share of the blocks that requests use, 0 to 1."""
         return 1.0 - self._pool.num_free / self._pool.num_blocks
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """The most blocks that a request of `num_tokens` tokens holds at once, in all groups together."""
+        return sum(
+            most_blocks_held(num_tokens, window, self.block_size, self._max_step_tokens) for window in self._windows
+        )
 
     def make_table(
         self,
@@ -80,32 +119,37 @@ class KVCacheManager:
             keys.append(("position_key", str(position_key)))
         keys.extend(adapter_keys)
         if self.enable_caching:
-            return BlockTable(token_ids, request_root(self._root, keys), sys.maxsize)
+            return BlockTable(token_ids, request_root(self._root, keys), sys.maxsize, self.num_groups)
         if sibling_group is not None:
             keys.append(("sibling_group", sibling_group))
-            return BlockTable(token_ids, request_root(self._root, keys), len(token_ids))
-        return BlockTable(token_ids, None, 0)
+            return BlockTable(token_ids, request_root(self._root, keys), len(token_ids), self.num_groups)
+        return BlockTable(token_ids, None, 0, self.num_groups)
 
     def get_computed_blocks(self, table: BlockTable) -> list[int]:
-        """The longest run of leading blocks whose contents are there already. A look: nothing is taken.
+        """The longest prefix whose contents are there, as far as later tokens see them. A look: nothing is taken.
 
-        The last known token is never among them: something must be computed to get logits.
+        The last known token is never in it: something must be computed to get logits.
+
+        Returns:
+            Its blocks, for `allocate_slots`; with several groups those of one after those of the other, equally many.
         """
         if table.root is None:
             return []
-        found = []
-        lookup = self._pool.lookup
-        for block_hash in self._block_hashes(table, (len(table.token_ids) - 1) // self.block_size):
-            block = lookup(block_hash)
-            if block is None:
-                break
-            found.append(block)
-        return found
+        hashes = self._block_hashes(table, (len(table.token_ids) - 1) // self.block_size)
+        if self._sees_everything:
+            return self._leading_blocks(hashes, 0)
+        return self._agreed_blocks(hashes)
 
     def allocate_slots(
-        self, table: BlockTable, num_tokens: int, computed_blocks: Sequence[int] = (), *, num_spare: int = 0
+        self,
+        table: BlockTable,
+        num_tokens: int,
+        computed_blocks: Sequence[int] = (),
+        *,
+        num_spare: int = 0,
+        num_computed_tokens: int = 0,
     ) -> list[int] | None:
-        """Gives a table enough blocks for its first `num_tokens` tokens.
+        """Gives a table enough blocks for its first `num_tokens` tokens, in each group.
 
             table.block_ids afterwards (block_size 4, num_tokens 18)
 
@@ -113,31 +157,67 @@ class KVCacheManager:
             |<-- computed ----->|<------- new ----------------->|    empty table: shares what was found, takes the rest
             |<-- held -------------------->|<------ new ------->|    later calls: takes what is missing
 
+        Where a group has a window, the blocks in front of it are given back first, and there are blocks for as many
+        tokens behind it as one step may have. A longer prompt takes more as it goes on, and gives back as many.
+
         Args:
             table: Whose.
-            num_tokens: How many tokens must have a slot.
+            num_tokens: How many tokens must have a slot, sooner or later.
             computed_blocks: What `get_computed_blocks` found; only for an empty table.
             num_spare: Blocks that must stay free.
+            num_computed_tokens: Where the next step of a table that has blocks begins. What the token there and those
+                behind it do not see is given back.
 
         Returns:
-            The blocks added behind the computed ones (none, if those held suffice), or None, with nothing changed, if
-            the pool has not enough.
+            The blocks added behind the computed ones (none, if those held suffice), those of one group after those of
+            the other; or None, with nothing taken, if the pool has not enough.
         """
-        pool = self._pool
-        num_new = -(-num_tokens // self.block_size) - len(table.block_ids) - len(computed_blocks)
-        if num_new <= 0:
-            return []
-        if num_new + num_spare > pool.num_free - pool.num_free_among(computed_blocks):
-            return None
+        pool, size = self._pool, self.block_size
+        if self._sees_everything and not computed_blocks:  # the usual case, the short way
+            held = table.groups[0].block_ids
+            num_new = -(-num_tokens // size) - len(held)
+            if num_new <= 0:
+                return []
+            if num_new + num_spare > pool.num_free:
+                return None
+            new = pool.allocate(num_new)
+            held.extend(new)
+            self._tables.add(table)
+            table.num_slots = len(held) * size
+            return new
+        num_found = len(computed_blocks) // len(self._windows)
         if computed_blocks:
             assert not table.block_ids
-            pool.share(computed_blocks)
-            table.block_ids.extend(computed_blocks)
-            table.num_named_blocks = len(computed_blocks)
+            num_computed_tokens = num_found * size
+        self._drop_unseen(table, num_computed_tokens)
+        wanted = -(-num_tokens // size)
+        missing = []
+        for blocks, window in zip(table.groups, self._windows):
+            end = wanted
+            if window is not None:
+                first = first_seen_block(num_computed_tokens, window, size)
+                end = min(wanted, first + most_blocks_held(num_tokens, window, size, self._max_step_tokens))
+            missing.append(max(0, end - len(blocks.block_ids) - num_found))
+        num_new = sum(missing)
+        if not num_new:
+            return []
+        found = [block for block in computed_blocks if block != _UNSEEN]
+        if num_new + num_spare > pool.num_free - pool.num_free_among(found):
+            return None
+        if computed_blocks:
+            pool.share(found)
+            for i, blocks in enumerate(table.groups):
+                own = computed_blocks[i * num_found : (i + 1) * num_found]
+                blocks.num_dropped = own.count(_UNSEEN)
+                blocks.block_ids += [max(block, 0) for block in own]  # workers want a block there, any will do
+            table.num_named_blocks = num_found
         new = pool.allocate(num_new)
-        table.block_ids.extend(new)
+        start = 0
+        for blocks, count in zip(table.groups, missing):
+            blocks.block_ids += new[start : start + count]
+            start += count
         self._tables.add(table)
-        table.num_slots = len(table.block_ids) * self.block_size
+        table.num_slots = min(len(blocks.block_ids) for blocks in table.groups) * size
         return new
 
     def cache_blocks(self, table: BlockTable, num_computed_tokens: int) -> None:
@@ -153,8 +233,15 @@ class KVCacheManager:
         if num_full <= table.num_named_blocks:
             return
         hashes = self._block_hashes(table, num_full)
-        for i in range(table.num_named_blocks, num_full):
-            self._pool.name(table.block_ids[i], hashes[i])
+        if self._sees_everything:
+            block_ids = table.groups[0].block_ids
+            for i in range(table.num_named_blocks, num_full):
+                self._pool.name(block_ids[i], hashes[i])
+            table.num_named_blocks = num_full
+            return
+        for group, blocks in enumerate(table.groups):
+            for i in range(max(table.num_named_blocks, blocks.num_dropped), num_full):
+                self._pool.name(blocks.block_ids[i], _name(hashes[i], group))
         table.num_named_blocks = num_full
 
     def free(self, table: BlockTable, num_computed_tokens: int) -> None:
@@ -165,8 +252,10 @@ class KVCacheManager:
             num_computed_tokens: As for `cache_blocks`.
         """
         self.cache_blocks(table, num_computed_tokens)
-        self._pool.release(table.block_ids)
-        table.block_ids.clear()
+        self._pool.release(table.held_blocks)
+        for blocks in table.groups:
+            blocks.block_ids.clear()
+            blocks.num_dropped = 0
         table.num_slots = table.num_named_blocks = 0
         self._tables.discard(table)
 
@@ -176,9 +265,10 @@ class KVCacheManager:
         It goes by name, so that it also reaches blocks that the request gave back before its failure was known.
         """
         for block_hash in table.block_hashes:
-            block = self._pool.lookup(block_hash)
-            if block is not None:
-                self._pool.forget(block)
+            for group in range(self.num_groups):
+                block = self._pool.lookup(_name(block_hash, group))
+                if block is not None:
+                    self._pool.forget(block)
         self.free(table, 0)
 
     def reset_prefix_cache(self) -> bool:
@@ -191,15 +281,68 @@ class KVCacheManager:
     def check_integrity(self) -> None:
         """Raises AssertionError unless tables, counts, free list and names agree."""
         self._pool.check_integrity()
-        users = Counter(block for table in self._tables for block in table.block_ids)
+        users = Counter(block for table in self._tables for block in table.held_blocks)
         for block, count in enumerate(self._pool.ref_counts):
             assert users[block] == count, f"Block {block} is in {users[block]} tables, its count says {count}"
         for table in self._tables:
-            assert table.block_ids, "A table without blocks is still listed"
-            assert len(table.block_ids) == len(set(table.block_ids)), f"A table lists a block twice: {table.block_ids}"
-            assert table.num_slots == len(table.block_ids) * self.block_size
-            assert table.num_named_blocks <= len(table.block_ids)
+            held = table.held_blocks
+            assert held, "A table without blocks is still listed"
+            assert len(held) == len(set(held)), f"A table lists a block twice: {held}"
+            lengths = [len(blocks.block_ids) for blocks in table.groups]
+            assert table.num_slots == min(lengths) * self.block_size
+            assert table.num_named_blocks <= min(lengths)
             assert len(table.block_hashes) * self.block_size <= len(table.token_ids)
+            for blocks, window in zip(table.groups, self._windows, strict=True):
+                assert not blocks.num_dropped or window is not None, "A block was dropped that is seen"
+                assert all(0 <= block < self.num_blocks for block in blocks.block_ids)
+
+    def _drop_unseen(self, table: BlockTable, num_computed_tokens: int) -> None:
+        """Gives back what no token from position `num_computed_tokens` on sees."""
+        for blocks, window in zip(table.groups, self._windows):
+            if window is None or not blocks.block_ids:
+                continue
+            first = first_seen_block(num_computed_tokens, window, self.block_size)
+            if first > blocks.num_dropped:
+                self.cache_blocks(table, num_computed_tokens)
+                self._pool.release(blocks.block_ids[blocks.num_dropped : first])
+                blocks.num_dropped = first
+
+    def _leading_blocks(self, hashes: Sequence[BlockHash], group: int) -> list[int]:
+        """The longest run of leading blocks that the group has."""
+        found = []
+        lookup = self._pool.lookup
+        for block_hash in hashes:
+            block = lookup(_name(block_hash, group))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def _agreed_blocks(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The longest prefix that all groups have, each as far as it matters. As `get_computed_blocks` returns it."""
+        found = {g: self._leading_blocks(hashes, g) for g, window in enumerate(self._windows) if window is None}
+        length = min([len(hashes), *map(len, found.values())])
+        # Every shorter prefix that contains the missing block sees it, too: what is seen begins no later there.
+        while length and (missing := self._first_missing(hashes, length)) is not None:
+            length = missing
+        blocks: list[int] = []
+        for group, window in enumerate(self._windows):
+            if window is None:
+                blocks += found[group][:length]
+            else:
+                first = first_seen_block(length * self.block_size, window, self.block_size)
+                seen = [self._pool.lookup(_name(block_hash, group)) for block_hash in hashes[first:length]]
+                blocks += [_UNSEEN] * first + [block for block in seen if block is not None]
+        return blocks
+
+    def _first_missing(self, hashes: Sequence[BlockHash], length: int) -> int | None:
+        """The first of the blocks that tokens behind `length` blocks see and that a group with a window has not."""
+        for group, window in enumerate(self._windows):
+            if window is not None:
+                for i in range(first_seen_block(length * self.block_size, window, self.block_size), length):
+                    if self._pool.lookup(_name(hashes[i], group)) is None:
+                        return i
+        return None
 
     def _block_hashes(self, table: BlockTable, num_blocks: int) -> list[BlockHash]:
         """Names of the first `num_blocks` blocks, all of whose tokens are known; fewer, if not all may be shared."""
@@ -210,3 +353,8 @@ class KVCacheManager:
             parent = hashes[i - 1] if i else table.root
             hashes.append(hash_block(parent, table.token_ids[i * size : (i + 1) * size]))
         return hashes if len(hashes) == num_blocks else hashes[:num_blocks]
+
+
+def _name(block_hash: BlockHash, group: int) -> BlockHash:
+    """The name of a block in one group of layers."""
+    return block_hash + group.to_bytes(2, "little") if group else block_hash

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
+
 import torch
 from torch import nn
 
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import HeadShare
+from mvllm.layers.weight_target import WeightTarget
 from mvllm.platform.attention import AttentionSpec, KVCache
 
 
@@ -20,10 +23,14 @@ class Attention(nn.Module):
         scale: Factor on query-key products.
         sliding_window, soft_cap: As in AttentionSpec.
         sinks: [heads on this rank], where each query head has a learned extra logit.
+        latent_size: Values are the first so many elements of the keys and are not stored beside them; None where values
+            are like keys.
 
     Attributes:
         spec: What was asked of the backend.
         backend: The platform's backend.
+        metadata_key: Where a step has the backend's metadata: under the spec, unless layers of that spec have several
+            block tables.
         kv_cache: This layer's cache; whoever allocates it sets it. While it is None (a profiling pass before memory is
             divided) the layer answers zeros.
     """
@@ -38,6 +45,7 @@ class Attention(nn.Module):
         sliding_window: int | None = None,
         soft_cap: float | None = None,
         sinks: nn.Parameter | None = None,
+        latent_size: int | None = None,
     ) -> None:
         super().__init__()
         self.spec = AttentionSpec(
@@ -50,8 +58,11 @@ class Attention(nn.Module):
             sliding_window=sliding_window,
             soft_cap=soft_cap,
             sinks=sinks is not None,
+            value_head_size=latent_size,
+            values_in_keys=latent_size is not None,
         )
         self.backend = ctx.attention(self.spec)
+        self.metadata_key: Hashable = self.spec
         self.kv_cache: KVCache | None = None
         self.sinks = sinks
 
@@ -60,14 +71,39 @@ class Attention(nn.Module):
 
         Args:
             query: [T, heads on this rank, head_size].
-            key, value: [T, key/value heads on this rank, head_size].
-            step: The step, with metadata for this layer's spec.
+            key, value: [T, key/value heads on this rank, head_size or size of a value].
+            step: The step, with metadata for this layer.
 
         Returns:
-            [T, heads on this rank * head_size].
+            [T, heads on this rank * size of a value].
         """
         if self.kv_cache is None:
-            return query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
-        metadata = step.metadata[self.spec]
+            return query.new_zeros(query.shape[0], query.shape[1] * self.spec.value_size)
+        metadata = step.metadata[self.metadata_key]
         self.backend.write_kv(self.kv_cache, key, value, metadata)
         return self.backend.forward(query, self.kv_cache, metadata, self.sinks)
+
+
+class Sinks(nn.Module):
+    """A learned extra logit of each query head, for `Attention`.
+
+    Args:
+        ctx: Build context.
+        name: The checkpoint tensor.
+        num_heads: Heads of the whole model.
+        heads: This rank's share of them.
+
+    Attributes:
+        weight: [heads on this rank].
+    """
+
+    def __init__(self, ctx: BuildContext, name: str, num_heads: int, heads: HeadShare) -> None:
+        super().__init__()
+        self.name, self._num_heads, self._first = name, num_heads, heads.first_head
+        self.weight = ctx.parameter(heads.num_heads)
+
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        """The checkpoint tensor and what this rank takes of it."""
+        size = len(self.weight)
+        mine = slice(self._first, self._first + size)
+        yield self.name, WeightTarget(self.weight, (self._num_heads,), (mine,), (slice(0, size),))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,10 @@ class BuildContext:
         """The implementation of operation `name` in the compute dtype."""
         return self.ops.get(name, self.dtype, **facts)
 
+    def floats(self, dtype: torch.dtype | None = None) -> BuildContext:
+        """The same for a layer that is never quantized; `dtype` to compute it in, where that is another."""
+        return dataclasses.replace(self, dtype=dtype or self.dtype, quantization=None)
+
     def quantized(self, layout: MatrixLayout, tied_to: nn.Parameter | None = None) -> QuantizedMatrix | None:
         """How a linear layer's matrix is quantized; None where it is floats. `tied_to` as in QuantizationMethod."""
         return None if self.quantization is None else self.quantization.matrix(self, layout, tied_to)
@@ -69,11 +74,11 @@ class ForwardStep:
     """What the layers need to know about the batch of one step.
 
     Attributes:
-        metadata: The attention metadata of the step, one entry per distinct AttentionSpec of the model.
+        metadata: The attention metadata of the step, by the `metadata_key` of the layers that read it.
         prompt_lens: [T], int32, device: for each token the length of its request's prompt. Read only by models whose
             `uses_prompt_lens` is set (RoPE scalings that depend on the length of the sequence, see RotaryEmbedding);
             None treats every prompt as no longer than the original context.
     """
 
-    metadata: Mapping[AttentionSpec, AttentionMetadata]
+    metadata: Mapping[Hashable, AttentionMetadata]
     prompt_lens: torch.Tensor | None = None

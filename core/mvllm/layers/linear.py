@@ -129,7 +129,11 @@ class Linear(nn.Module):
 
 
 class ColumnParallelLinear(Linear):
-    """Each rank computes a band of the outputs. `bands` lists the checkpoint matrices, stacked in this order."""
+    """Each rank computes a band of the outputs.
+
+    `bands` lists the checkpoint matrices, stacked in this order, with their rows. A name that stands there more than
+    once is one matrix of the checkpoint, in which these bands lie one below the other.
+    """
 
     def __init__(
         self,
@@ -140,12 +144,13 @@ class ColumnParallelLinear(Linear):
         bias: bool,
         transposed: bool = False,
     ) -> None:
-        parts, start = [], 0
+        parts, start, offsets = [], 0, dict.fromkeys([name for name, _ in bands], 0)
         for name, num_rows in bands:
             band = share(num_rows, ctx.tp, f"output features of {name}")
-            stop = start + band.stop - band.start
-            parts.append(Part(name, num_rows, band, slice(start, stop)))
-            start = stop
+            stop, offset = start + band.stop - band.start, offsets[name]
+            whole = sum(rows for other, rows in bands if other == name)
+            parts.append(Part(name, whole, slice(offset + band.start, offset + band.stop), slice(start, stop)))
+            start, offsets[name] = stop, offset + num_rows
         super().__init__(ctx, parts, in_features, bias=bias, transposed=transposed)
 
 
@@ -226,6 +231,7 @@ class QKVLinear(Linear):
     Args:
         ctx: Build context.
         names: Checkpoint modules of query, key and value; or one module that holds all three, stacked in this order.
+        by_group: The one module holds for each key/value head the queries that share it, then its key, then its value.
         hidden_size: Input features.
         num_heads, num_kv_heads: Heads of the whole model.
         head_size: Elements per head.
@@ -248,6 +254,7 @@ class QKVLinear(Linear):
         *,
         bias: bool,
         transposed: bool = False,
+        by_group: bool = False,
     ) -> None:
         self_heads = HeadShare.of(num_heads, num_kv_heads, ctx.tp)
         q_size, kv_size = self_heads.num_heads * head_size, self_heads.num_kv_heads * head_size
@@ -261,6 +268,8 @@ class QKVLinear(Linear):
             parts.append(Part(name, num_rows, slice(start, start + size), slice(destination, destination + size)))
             destination += size
             offset += full[i]
+        if by_group:
+            parts = _parts_by_group(names[0], self_heads, num_heads, num_kv_heads, head_size)
         super().__init__(ctx, parts, hidden_size, bias=bias, transposed=transposed)
         self.heads = self_heads
         self.sizes = sizes
@@ -271,6 +280,31 @@ class QKVLinear(Linear):
         q, k, v = self.forward(x).split(self.sizes, dim=-1)
         shape = (x.shape[0], -1, self._head_size)
         return q.view(shape), k.view(shape), v.view(shape)
+
+
+def _parts_by_group(name: str, share: HeadShare, num_heads: int, num_kv_heads: int, head_size: int) -> list[Part]:
+    """Queries, keys and values of a rank, out of a matrix that holds them group by group.
+
+    6 heads, 2 key/value heads:   q0 q1 q2 k0 v0 q3 q4 q5 k1 v1
+    """
+    in_group = num_heads // num_kv_heads
+    num_rows = (num_heads + 2 * num_kv_heads) * head_size
+
+    def part(group: int, place: int, count: int, destination: int) -> Part:
+        start = (group * (in_group + 2) + place) * head_size
+        stop = start + count * head_size
+        at = destination * head_size
+        return Part(name, num_rows, slice(start, stop), slice(at, at + stop - start))
+
+    last_head = share.first_head + share.num_heads
+    queries, keys, values = [], [], []
+    for n in range(share.num_kv_heads):
+        group = share.first_kv_head + n
+        first, last = max(share.first_head, group * in_group), min(last_head, (group + 1) * in_group)
+        queries.append(part(group, first - group * in_group, last - first, first - share.first_head))
+        keys.append(part(group, in_group, 1, share.num_heads + n))
+        values.append(part(group, in_group + 1, 1, share.num_heads + share.num_kv_heads + n))
+    return [*queries, *keys, *values]
 
 
 def not_loaded(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:

@@ -19,13 +19,23 @@ class GatedMLP(nn.Module):
         hidden_size, intermediate_size: Outer and inner size of the whole model.
         hidden_act: Name of f as checkpoints spell it.
         bias: Whether the three have biases.
+        fused: The checkpoint has gate and up as one matrix, gate_up_proj.
     """
 
     def __init__(
-        self, ctx: BuildContext, name: str, hidden_size: int, intermediate_size: int, hidden_act: str, *, bias: bool
+        self,
+        ctx: BuildContext,
+        name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        hidden_act: str,
+        *,
+        bias: bool,
+        fused: bool = False,
     ) -> None:
         super().__init__()
-        bands = [(f"{name}.gate_proj", intermediate_size), (f"{name}.up_proj", intermediate_size)]
+        names = ("gate_up_proj", "gate_up_proj") if fused else ("gate_proj", "up_proj")
+        bands = [(f"{name}.{band}", intermediate_size) for band in names]
         self.gate_up = ColumnParallelLinear(ctx, bands, hidden_size, bias=bias)
         self.down = RowParallelLinear(ctx, f"{name}.down_proj", intermediate_size, hidden_size, bias=bias)
         size = self.gate_up.out_features // 2

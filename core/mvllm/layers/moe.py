@@ -1,110 +1,73 @@
-"""Mixture of experts: a router picks a few gated MLPs for each token.
-
-Tensor parallelism cuts every expert along its inner size, so that ranks stay equally loaded whatever the router picks.
-"""
+"""Mixture of experts: a router picks a few of many MLPs for each token."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
-from mvllm.errors import ConfigError
+from mvllm.layers.clamped_experts import ClampedExperts
 from mvllm.layers.context import BuildContext
-from mvllm.layers.linear import ReplicatedLinear, share
+from mvllm.layers.experts import GatedExperts
+from mvllm.layers.linear import ReplicatedLinear
+from mvllm.layers.norm import whole
+from mvllm.layers.routing import Routing
 from mvllm.layers.weight_target import WeightTarget
 
 
 class MoE(nn.Module):
-    """Router and experts (gated by silu).
+    """Router and experts.
 
     Args:
         ctx: Build context.
-        router: The checkpoint module of the router.
-        experts: The checkpoint module whose children `0`, `1`, ... are the experts.
-        hidden_size, intermediate_size: Outer and inner size of one expert.
-        num_experts, top_k: Experts in all, and per token.
-        normalize: The weights of the chosen experts are scaled to sum to one.
-        names: Checkpoint names of gate, up and down within an expert.
-
-    Attributes:
-        gate_up: [num_experts, 2 · size, hidden_size], size being this rank's share of the inner size; or what the op
-            provider's `prepare` made of it after loading.
-        down: [num_experts, hidden_size, size], likewise.
+        router: The checkpoint module of the router. It stays as the checkpoint has it, however the rest is quantized.
+        experts: The experts.
+        hidden_size, num_experts: Elements per token, and experts in all.
+        routing: How the router's logits become experts.
+        bias: Whether the router has biases.
+        correction: The checkpoint's tensor that corrects the router's choice, where there is one.
+        router_dtype: What the router computes in, if not in the compute dtype.
+        beside: What every token visits as well; its result is added.
 
     Raises:
-        ConfigError: The model is quantized.
+        ModelError: The routing does not fit the experts.
     """
-
-    gate_up: Any
-    down: Any
 
     def __init__(
         self,
         ctx: BuildContext,
         router: str,
-        experts: str,
+        experts: GatedExperts | ClampedExperts,
         hidden_size: int,
-        intermediate_size: int,
-        *,
         num_experts: int,
-        top_k: int,
-        normalize: bool = True,
-        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        routing: Routing,
+        *,
+        bias: bool = False,
+        correction: str | None = None,
+        router_dtype: torch.dtype | None = None,
+        beside: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        if ctx.quantization is not None:
-            raise ConfigError(
-                f"{experts}: quantized experts are not supported yet. Take the model's unquantized checkpoint, without "
-                "quantization."
-            )
-        self.router = ReplicatedLinear(ctx, router, hidden_size, num_experts, bias=False)
-        self.experts, self.names, self.top_k, self.normalize = experts, names, top_k, normalize
-        self.intermediate_size = intermediate_size
-        self.band = share(intermediate_size, ctx.tp, f"inner elements of {experts}")
-        size = self.band.stop - self.band.start
-        self.gate_up = ctx.parameter(num_experts, 2 * size, hidden_size)
-        self.down = ctx.parameter(num_experts, hidden_size, size)
+        routing.check(num_experts)
+        floats = ctx.floats(router_dtype)
+        self.router = ReplicatedLinear(floats, router, hidden_size, num_experts, bias=bias)
+        self.experts = experts
+        self.beside = beside
+        self.routing = routing
+        # In float32: biases that decide between near neighbours are not to be rounded.
+        self.correction = None if correction is None else ctx.floats(torch.float32).parameter(num_experts)
+        self._correction_name = correction
+        self._router_dtype = floats.dtype
         self._tp = ctx.tp
-        self._op = ctx.op("moe", num_experts=num_experts, top_k=top_k, hidden_size=hidden_size, intermediate_size=size)
-        self._moe = self._op.function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
-        chances = torch.softmax(self.router(x), dim=-1, dtype=torch.float32)
-        weights, ids = torch.topk(chances, self.top_k, dim=-1)
-        if self.normalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return self._tp.all_reduce(self._moe(x, self.gate_up, self.down, ids, weights))
+        weights, ids = self.routing(self.router(x.to(self._router_dtype)), self.correction)
+        routed = self._tp.all_reduce(self.experts(x, weights, ids))
+        return routed if self.beside is None else routed + self.beside(x)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """Checkpoint tensor names and what this rank takes of them. Before `prepare_weights` only."""
-        num_experts, hidden_size, size = self.down.shape
-        gate, up, down = self.names
-        columns = slice(0, hidden_size)
-        full = (self.intermediate_size, hidden_size)
-        for e in range(num_experts):
-            for name, start in ((gate, 0), (up, size)):
-                rows = slice(start, start + size)
-                yield (
-                    f"{self.experts}.{e}.{name}.weight",
-                    WeightTarget(self.gate_up, full, (self.band, columns), (e, rows, columns)),
-                )
-            yield (
-                f"{self.experts}.{e}.{down}.weight",
-                WeightTarget(
-                    self.down,
-                    full[::-1],
-                    (columns, self.band),
-                    (e, columns, slice(0, size)),
-                ),
-            )
-
-    def prepare_weights(self) -> None:
-        """Turns the loaded experts into the form that the op provider wants."""
-        if self._op.prepare is not None:
-            prepared = self._op.prepare((self.gate_up.data, self.down.data))
-            del self.gate_up, self.down
-            self.gate_up, self.down = prepared
+        """The correction's; router and experts have their own."""
+        if self.correction is not None and self._correction_name is not None:
+            yield whole(self._correction_name, self.correction)

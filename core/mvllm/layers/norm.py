@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
 from mvllm.layers.context import BuildContext
+from mvllm.layers.linear import HeadShare
 from mvllm.layers.weight_target import WeightTarget
 
 
@@ -53,6 +54,73 @@ class RMSNorm(nn.Module):
         yield whole(f"{self.name}.weight", self.weight)
 
 
+class OffsetRMSNorm(RMSNorm):
+    """As RMSNorm, with a checkpoint that holds the weight less one."""
+
+    def prepare_weights(self) -> None:
+        """Adds the one, so that it costs nothing later."""
+        self.weight.add_(1.0)
+
+
+class QKWidthNorm(nn.Module):
+    """Root-mean-square norms of queries and of keys, each over all heads together, those of other ranks included.
+
+    Args:
+        ctx: Build context.
+        names: The checkpoint modules of the queries' norm and of the keys'.
+        heads: This rank's share of the heads.
+        num_heads, num_kv_heads: Heads of the whole model.
+        head_size: Elements per head.
+        eps: Added to the mean square.
+    """
+
+    def __init__(
+        self,
+        ctx: BuildContext,
+        names: tuple[str, str],
+        heads: HeadShare,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        eps: float,
+    ) -> None:
+        super().__init__()
+        self.names, self.eps = names, eps
+        self.full_sizes = (num_heads * head_size, num_kv_heads * head_size)
+        self.firsts = (heads.first_head * head_size, heads.first_kv_head * head_size)
+        self.q_weight = ctx.parameter(heads.num_heads * head_size)
+        self.k_weight = ctx.parameter(heads.num_kv_heads * head_size)
+        # What a sum over ranks counts: a key/value head as often as there are copies of it.
+        self._counted = [weight.numel() * ctx.tp.world_size for weight in (self.q_weight, self.k_weight)]
+        self._tp = ctx.tp
+        self._q_norm = ctx.op("rms_norm", hidden_size=self.q_weight.numel()).function
+        self._k_norm = ctx.op("rms_norm", hidden_size=self.k_weight.numel()).function
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Query [T, heads, head_size] and key [T, kv_heads, head_size], normalised."""
+        q, k = query.flatten(1), key.flatten(1)
+        if self._tp.world_size == 1:
+            q, k = self._q_norm(q, self.q_weight, self.eps), self._k_norm(k, self.k_weight, self.eps)
+            return q.view(query.shape), k.view(key.shape)
+        wide = (q.float(), k.float())
+        sums = self._tp.all_reduce(torch.cat([x.pow(2).sum(-1, keepdim=True) for x in wide], dim=-1))
+        q, k = (
+            weight * (x * torch.rsqrt(total / counted + self.eps)).to(query.dtype)
+            for weight, x, total, counted in zip(
+                (self.q_weight, self.k_weight), wide, sums.split(1, dim=-1), self._counted, strict=True
+            )
+        )
+        return q.view(query.shape), k.view(key.shape)
+
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        """Checkpoint tensor names and what this rank takes of them."""
+        weights = (self.q_weight, self.k_weight)
+        for name, weight, full, first in zip(self.names, weights, self.full_sizes, self.firsts, strict=True):
+            size = weight.numel()
+            target = WeightTarget(weight, (full,), (slice(first, first + size),), (slice(0, size),))
+            yield f"{name}.weight", target
+
+
 class LayerNorm(nn.Module):
     """Layer norm over the last dimension.
 
@@ -76,8 +144,19 @@ class LayerNorm(nn.Module):
         """[T, hidden_size], normalised."""
         return self._norm(x, self.weight, self.bias, self.eps)
 
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """As RMSNorm.add_norm; both are kept."""
+        total = x if residual is None else residual + x
+        return self.forward(total), total
+
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Checkpoint tensor names and what this rank takes of them."""
         if self.weight is not None and self.bias is not None:
             yield whole(f"{self.name}.weight", self.weight)
             yield whole(f"{self.name}.bias", self.bias)
+
+
+Norm = RMSNorm | LayerNorm
+
+NormMaker = Callable[[BuildContext, str, int, float], Norm]
+"""Makes a norm of a context, a checkpoint module, a size and an eps."""

@@ -47,12 +47,14 @@ class RotaryEmbedding(nn.Module):
         ctx: Build context.
         rope: The checkpoint's settings.
         max_len: Positions are below this.
+        interleaved: The checkpoint's pairs of elements are neighbours, where the operation's lie half of what is
+            rotated apart. Elements are moved in queries and keys alike, which leaves their products as they are.
 
     Attributes:
         uses_prompt_lens: Whether prompts beyond the original context need `prompt_lens`.
     """
 
-    def __init__(self, ctx: BuildContext, rope: RopeParameters, max_len: int) -> None:
+    def __init__(self, ctx: BuildContext, rope: RopeParameters, max_len: int, *, interleaved: bool = False) -> None:
         super().__init__()
         self.rope = rope
         self.max_len = max_len
@@ -62,6 +64,7 @@ class RotaryEmbedding(nn.Module):
         self._table = self._build_table(by_length).to(ctx.device)
         self._by_length = None if by_length is None else by_length.to(ctx.device)
         self._rotate = ctx.op("rotary_embedding", head_size=rope.head_size, rotary_dim=rope.rotary_dim).function
+        self._order = _evens_first(rope).to(ctx.device) if interleaved else None
 
     def angles(self, positions: torch.Tensor, prompt_lens: torch.Tensor | None = None) -> StepAngles:
         """Looks up the angles of a step's tokens, once for all layers.
@@ -81,6 +84,8 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, angles: StepAngles, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotates query [T, heads, head_size] and key [T, kv_heads, head_size]; their storage may be reused."""
+        if self._order is not None:
+            query, key = query.index_select(-1, self._order), key.index_select(-1, self._order)
         return self._rotate(angles.index, query, key, angles.cos_sin)
 
     def _build_table(self, by_length: torch.Tensor | None) -> torch.Tensor:
@@ -94,6 +99,13 @@ class RotaryEmbedding(nn.Module):
         long_table = _cos_sin(positions * long_frequencies(self.rope)[0], scale)
         native = self.rope.native_len
         return torch.cat((table[:native], long_table[native:], long_table))
+
+
+def _evens_first(rope: RopeParameters) -> torch.Tensor:
+    """Where each element of a head is taken from, so that the first of each pair come first, then the second."""
+    order = torch.arange(rope.head_size)
+    order[: rope.rotary_dim] = order[: rope.rotary_dim].view(-1, 2).T.flatten()
+    return order
 
 
 def _cos_sin(angles: torch.Tensor, scale: float) -> torch.Tensor:

@@ -21,9 +21,10 @@ class WeightTarget:
     Attributes:
         parameter: What is filled; it may take parts of several checkpoint tensors.
         source_shape: Shape that the whole checkpoint tensor must have.
-        source: What this rank reads of it, one slice with start and stop per dimension.
+        source: What this rank reads of it, one slice with start and stop per dimension; one with a step reads what lies
+            between as well.
         destination: Where that goes in the parameter, likewise; an integer picks a matrix out of a stack.
-        transpose: The checkpoint stores the matrix as [in, out]; the parameter is [out, in].
+        transpose: The checkpoint stores the matrix, or each of a stack, as [in, out]; the parameter is [out, in].
     """
 
     parameter: nn.Parameter

@@ -14,7 +14,7 @@ import enum
 import math
 import numbers
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -29,6 +29,22 @@ MAX_STOP_STRINGS = 128
 MAX_STOP_STRING_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 1024
 """Stop conditions are looked for after every token, so their number and their length are limited."""
+
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_LENGTH = 1024
+MAX_BAD_WORD_TOKENS = 1 << 15
+"""Likewise words that must not come: their number, their characters, and their tokens, all words together."""
+
+MAX_LOGIT_BIASES = 4096
+MAX_LOGIT_BIAS = 100.0
+MAX_ALLOWED_TOKEN_IDS = 1 << 20
+MAX_EXTRA_ARGS_BYTES = 1 << 16
+
+MAX_BEAM_WIDTH = 32
+"""Each beam's whole sequence is sent to the engine core for each of its tokens."""
+
+MAX_LENGTH_PENALTY = 10.0
+"""Of either sign: lengths are raised to this power."""
 
 MIN_TEMPERATURE = 0.01
 """The lowest temperature that samples. What lies between 0 and this is raised to it: logits over less overflow."""
@@ -69,10 +85,28 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         prompt_logprobs: Likewise for each prompt token. Such a request does not read the prefix cache.
         detokenize: Turn the output into text.
         skip_special_tokens: Leave special tokens out of the text.
-        spaces_between_special_tokens: Put spaces between special tokens in the text.
+        spaces_between_special_tokens: Put spaces between special tokens in the text, where the tokenizer knows a
+            difference; those of the library `tokenizers` know none.
         output_kind: What each output of the engine carries.
         structured_outputs: The form that the text must have. The output ends as soon as nothing can follow; tokens that
             end it can be chosen only where it is complete, and before `min_tokens` only if nothing else can follow.
+        best_of: Generate this many sequences, `n` to 128, and give only the best `n` of them, by the sum of their
+            tokens' log-probabilities, best first. None, like `n`, gives all. More shows nothing before the end.
+        logit_bias: Token id to what is added to its logit, clamped to [-100, 100]; before penalties and temperature.
+        allowed_token_ids: No other tokens can be chosen, not even those that would end the sequence.
+        bad_words: Texts that must not come, each as it is tokenized at the beginning of a text and after a space: the
+            last token of one cannot be chosen where the tokens before it stand, in the prompt or in the output.
+        bad_words_token_ids: Likewise as lists of token ids. What `bad_words` come to is added by the engine.
+        truncate_prompt_tokens: Keep only so many last tokens of the prompt; -1 as many as the context holds.
+        use_beam_search: Follow the `beam_width` best sequences at a time instead of sampling one, and give the best `n`
+            of those that have ended, by their scores: the sum of the log-probabilities of their tokens, divided by
+            `length ** length_penalty`. Nothing is shown before the end.
+        beam_width: 1 to 32, at least `n`; by default `best_of`, or else `n`.
+        length_penalty: From -10 to 10; above 0 it favours long sequences.
+        early_stopping: When the search ends before `max_tokens`. True: with `beam_width` sequences that have ended.
+            False: when the best that runs has no better score, at its present length, than the worst of these.
+            "never": when it cannot come to one, even at the length that favours it most.
+        extra_args: For plugins, logits processors above all: names to whatever JSON knows.
 
     Raises:
         RequestError: A value has the wrong type or lies outside its range.
@@ -100,6 +134,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     spaces_between_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_outputs: StructuredOutputsParams | None = None
+    best_of: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    bad_words_token_ids: list[list[int]] | None = None
+    truncate_prompt_tokens: int | None = None
+    use_beam_search: bool = False
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, default, check in _CHECKS:
@@ -113,17 +158,61 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         """Whether each token is simply the most probable one."""
         return self.temperature == 0.0
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run at a time."""
+        return self.num_beams if self.use_beam_search else self.best_of or self.n
+
+    @property
+    def num_beams(self) -> int:
+        """Sequences that a beam search follows."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether which sequences are given, and in which order, shows only when all have ended."""
+        return self.use_beam_search or (self.best_of is not None and self.best_of > self.n)
+
     def clone(self) -> SamplingParams:
         """Returns an independent copy."""
         return msgspec.structs.replace(self)
 
     def _check_combinations(self) -> None:
-        if self.n > 1 and self.temperature == 0.0:
-            _refuse("n", self.n, "1 when temperature is 0, since greedy sequences would all be equal")
+        if self.use_beam_search:
+            self._check_beam_search()
+        else:
+            self._check_sampling()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", self.min_tokens, f"an integer from 0 to max_tokens, which is {self.max_tokens}")
         if self.stop and not self.detokenize:
             _refuse("stop", self.stop, "unset when detokenize is False, since stop strings are looked for in the text")
+
+    def _check_sampling(self) -> None:
+        if self.temperature == 0.0:
+            equal = "1 when temperature is 0, since greedy sequences would all be equal"
+            for name, value in (("n", self.n), ("best_of", self.best_of or 1)):
+                if value > 1:
+                    _refuse(name, value, equal)
+        if self.best_of is not None and self.best_of < self.n:
+            _refuse("best_of", self.best_of, f"an integer from n, which is {self.n}, to {MAX_N}")
+        for name in _BEAM_FIELDS:
+            if getattr(self, name) != _DEFAULTS[name]:
+                _refuse(name, getattr(self, name), "unset unless use_beam_search is True")
+
+    def _check_beam_search(self) -> None:
+        """Everything that changes what is sampled would change nothing here, and pass unnoticed."""
+        for name in _NOT_WITH_BEAMS:
+            if getattr(self, name) != _DEFAULTS[name]:
+                _refuse(name, getattr(self, name), "unset when use_beam_search is True, which does not sample")
+        if self.temperature not in (0.0, 1.0):
+            _refuse("temperature", self.temperature, "0 or 1 when use_beam_search is True, which does not sample")
+        if self.beam_width is not None and self.best_of not in (None, self.beam_width):
+            _refuse("best_of", self.best_of, f"unset, or equal to beam_width, which is {self.beam_width}")
+        if not self.n <= self.num_beams <= MAX_BEAM_WIDTH:
+            names = (("beam_width", self.beam_width), ("best_of", self.best_of))
+            name = next((name for name, given in names if given is not None), "n")
+            low = 1 if name == "n" else f"n, which is {self.n},"
+            _refuse(name, self.num_beams, f"an integer from {low} to {MAX_BEAM_WIDTH} when use_beam_search is True")
 
 
 def validate_for_model(
@@ -154,6 +243,12 @@ def validate_for_model(
     for token_id in params.stop_token_ids or ():
         if not 0 <= token_id < vocab_size:
             _refuse("stop_token_ids", token_id, f"token ids from 0 to {vocab_size - 1}, the model's vocabulary")
+    for name, token_ids in _token_ids_of(params):
+        for token_id in token_ids:
+            if token_id >= vocab_size:
+                _refuse(name, token_id, f"made of token ids from 0 to {vocab_size - 1}, the model's vocabulary")
+    if params.use_beam_search and params.num_beams > vocab_size:
+        _refuse("beam_width", params.num_beams, f"an integer from 1 to {vocab_size}, the model's vocabulary")
     _check_num_logprobs("logprobs", params.logprobs, vocab_size, max_logprobs)
     _check_num_logprobs("prompt_logprobs", params.prompt_logprobs, vocab_size, max_logprobs)
     if params.min_tokens > room:
@@ -161,6 +256,16 @@ def validate_for_model(
     if params.max_tokens is None or params.max_tokens > room:
         return msgspec.structs.replace(params, max_tokens=room)
     return params
+
+
+def _token_ids_of(params: SamplingParams) -> Iterator[tuple[str, Iterable[int]]]:
+    """The fields that hold token ids, stop tokens aside, and what they hold."""
+    if params.logit_bias:
+        yield "logit_bias", params.logit_bias
+    if params.allowed_token_ids:
+        yield "allowed_token_ids", params.allowed_token_ids
+    for word in params.bad_words_token_ids or ():
+        yield "bad_words_token_ids", word
 
 
 def _check_num_logprobs(name: str, value: int | None, vocab_size: int, max_logprobs: int) -> None:
@@ -288,6 +393,86 @@ def _stop_token_ids(name: str, value: object) -> list[int] | None:
 _token_id = _integer(0, 2**31 - 1)
 
 
+def _logit_bias(name: str, value: object) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or len(value) > MAX_LOGIT_BIASES:
+        return _refuse(name, value, f"a dict of at most {MAX_LOGIT_BIASES} token ids and numbers")
+    biases = {}
+    for key, bias in value.items():
+        number = _as_float(bias)
+        if number is None or not math.isfinite(number):
+            return _refuse(name, bias, "made of token ids and finite numbers")
+        is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 12  # as JSON has to say it
+        token_id = _as_int(int(key) if is_digits else key)
+        if token_id is None or not 0 <= token_id < 2**31:
+            return _refuse(name, key, "made of token ids and finite numbers")
+        biases[token_id] = min(max(number, -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS)
+    return biases or None
+
+
+def _allowed_token_ids(name: str, value: object) -> list[int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or not 0 < len(value) <= MAX_ALLOWED_TOKEN_IDS:
+        return _refuse(name, value, f"a list of 1 to {MAX_ALLOWED_TOKEN_IDS} token ids, or None for all")
+    return sorted({_token_id(name, item) for item in value})
+
+
+def _bad_words(name: str, value: object) -> list[str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or len(value) > MAX_BAD_WORDS:
+        return _refuse(name, value, f"a list of at most {MAX_BAD_WORDS} strings")
+    for text in value:
+        if not isinstance(text, str) or not 0 < len(text) <= MAX_BAD_WORD_LENGTH or not text.strip():
+            _refuse(name, text, f"made of strings of 1 to {MAX_BAD_WORD_LENGTH} characters, not all of them spaces")
+        if not _is_unicode(text):
+            _refuse(name, text, "valid Unicode, without lone surrogates")
+    return [str(text) for text in value] or None
+
+
+def _bad_words_token_ids(name: str, value: object) -> list[list[int]] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or len(value) > 4 * MAX_BAD_WORDS:
+        return _refuse(name, value, f"a list of at most {4 * MAX_BAD_WORDS} lists of token ids")
+    left = MAX_BAD_WORD_TOKENS
+    for word in value:
+        if not isinstance(word, list | tuple) or not 0 < len(word) <= left:
+            _refuse(name, word, f"made of lists of token ids, none empty, {MAX_BAD_WORD_TOKENS} ids in all at most")
+        left -= len(word)
+    return [[_token_id(name, item) for item in word] for word in value] or None
+
+
+def _truncate(name: str, value: object) -> int | None:
+    number = None if value is None else _as_int(value)
+    if value is not None and (number is None or not (number == -1 or 1 <= number <= _INT64_MAX)):
+        return _refuse(name, value, "an integer >= 1, -1 for as many tokens as the context holds, or None")
+    return number
+
+
+def _early_stopping(name: str, value: object) -> bool | str:
+    return value if isinstance(value, bool) or value == "never" else _refuse(name, value, "True, False or 'never'")
+
+
+def _extra_args(name: str, value: object) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    expected = f"a dict of what JSON knows, with names as keys, of at most {MAX_EXTRA_ARGS_BYTES} bytes"
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        return _refuse(name, value, expected)
+    try:
+        packed = msgspec.msgpack.encode(value)
+        if len(packed) > MAX_EXTRA_ARGS_BYTES:
+            return _refuse(name, value, expected)
+        return msgspec.msgpack.decode(packed, type=dict[str, Any]) or None  # nobody changes it any more
+    except RequestError:
+        raise
+    except (TypeError, ValueError, OverflowError, RecursionError):  # something that is no JSON, or too deep
+        return _refuse(name, value, expected)
+
+
 def _output_kind(name: str, value: object) -> RequestOutputKind:
     number = _as_int(value)
     if number is None or number not in RequestOutputKind.__members__.values():
@@ -318,7 +503,36 @@ _CHECK_OF_FIELD: dict[str, _Check] = {
     "spaces_between_special_tokens": _boolean,
     "output_kind": _output_kind,
     "structured_outputs": as_structured_outputs,
+    "best_of": _integer(1, MAX_N, optional=True),
+    "logit_bias": _logit_bias,
+    "allowed_token_ids": _allowed_token_ids,
+    "bad_words": _bad_words,
+    "bad_words_token_ids": _bad_words_token_ids,
+    "truncate_prompt_tokens": _truncate,
+    "use_beam_search": _boolean,
+    "beam_width": _integer(1, MAX_BEAM_WIDTH, optional=True),
+    "length_penalty": _number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+    "early_stopping": _early_stopping,
+    "extra_args": _extra_args,
 }
 _CHECKS = tuple(
     (field.name, field.default, _CHECK_OF_FIELD[field.name]) for field in msgspec.structs.fields(SamplingParams)
+)
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
+_BEAM_FIELDS = ("beam_width", "length_penalty", "early_stopping")
+_NOT_WITH_BEAMS = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "prompt_logprobs",
+    "structured_outputs",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "bad_words_token_ids",
+    "extra_args",
 )

@@ -34,6 +34,8 @@ class NewRequestData(msgspec.Struct, array_like=True):
         sampling_params: How to sample.
         eos_token_ids: Masked until `min_tokens` are generated.
         pooling_params: Set where the prompt's vector is wanted in place of tokens.
+        more_block_ids: Where layers are grouped by what they see: its tables in the groups behind the first, whose
+            table `block_ids` then is. Where a group's layers do not see a block any more, any block's number stands.
         lora_request: The adapter that computes with the model; None for the model alone.
     """
 
@@ -46,6 +48,7 @@ class NewRequestData(msgspec.Struct, array_like=True):
     sampling_params: SamplingParams
     eos_token_ids: list[int]
     pooling_params: PoolingParams | None = None
+    more_block_ids: list[list[int]] = []
     lora_request: LoRARequest | None = None
 
 
@@ -57,6 +60,7 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
         freed_rows: Rows whose request finished or was preempted since the last plan. Applied first.
         new_requests: Rows that begin. Applied second.
         new_block_rows, new_block_ids: Blocks appended to the tables of rows that were running already. Applied third.
+            The table of row r in group g of the layers has the number r + g * max_num_seqs.
         rows: Rows that compute in this step, in batch order.
         num_scheduled_tokens: Tokens each of `rows` computes, at least one.
         total_num_scheduled_tokens: Their sum.

@@ -134,6 +134,10 @@ class CausalLM(nn.Module, ABC):
             not self.stage.is_last and name.startswith((*self.last_stage_names, self.head_name))
         )
 
+    def given_name(self, name: str) -> str:
+        """What `weight_targets` calls a tensor that a checkpoint has under this name."""
+        return name if self._quantization is None else self._quantization.given_name(name)
+
     def after_load(self) -> None:
         """Prepares what `tensor_loaded` has not: modules that use another one's weight. Once, when all are in place."""
         prepared = self._prepared

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and the common ground of the families that descend from it (Mistral, Qwen2, Qwen3)."""
+"""Llama 2 and 3, and the common ground of the many families that descend from it: each says in what it differs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,28 @@ from torch import nn
 
 from mvllm.config.model import ModelConfig
 from mvllm.config.rope_parameters import RopeParameters
-from mvllm.layers.attention import Attention
+from mvllm.layers.attention import Attention, Sinks
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import QKVLinear, RowParallelLinear
 from mvllm.layers.mlp import GatedMLP
-from mvllm.layers.norm import RMSNorm
+from mvllm.layers.norm import Norm, NormMaker, QKWidthNorm, RMSNorm
 from mvllm.layers.rotary import RotaryEmbedding, StepAngles
 from mvllm.models.causal_lm import CausalLM
+
+
+@dataclass(frozen=True)
+class LayerNorms:
+    """Checkpoint names of a layer's norms; None where it has none.
+
+    Attributes:
+        before_attention, before_mlp: Of what goes in.
+        after_attention, after_mlp: Of what comes out, before it is added to the residual stream.
+    """
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
 
 
 @dataclass(frozen=True)
@@ -23,9 +38,23 @@ class LlamaOptions:
     """In what the families differ.
 
     Attributes:
+        windows: Sliding window of each layer, or None.
         qkv_bias, output_bias, mlp_bias: Which linear layers have biases.
         qk_norm: Queries and keys are normalised per head before they are rotated.
-        windows: Sliding window of each layer, or None.
+        qk_width_norm: They are normalised over all heads together.
+        fused_qkv, fused_gate_up: The checkpoint has these as one matrix, `qkv_proj` and `gate_up_proj`.
+        norms: Which norms a layer has.
+        norm, eps: What kind they are, and what is added under their root; None reads `rms_norm_eps`.
+        hidden_act: Activation of the MLP; None reads `hidden_act`.
+        rope: Rotary settings; None reads them as the config has them.
+        local_rope: Those of the layers with a window, where they have their own.
+        interleaved_rotary: As in RotaryEmbedding.
+        attention_scale: Factor on query-key products; None is one over the root of the head's size.
+        soft_cap: Of query-key products, as in AttentionSpec.
+        sinks: Each query head has a learned extra logit.
+        embedding_scale: Factor on embeddings, rounded to the compute dtype.
+        residual_scale: Factor on what a block adds to the residual stream.
+        logits_scale, logits_soft_cap: Logits are divided by the one, then capped as the products of attention are.
     """
 
     windows: tuple[int | None, ...]
@@ -33,6 +62,23 @@ class LlamaOptions:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_width_norm: bool = False
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    norms: LayerNorms = LayerNorms()
+    norm: NormMaker = RMSNorm
+    eps: float | None = None
+    hidden_act: str | None = None
+    rope: RopeParameters | None = None
+    local_rope: RopeParameters | None = None
+    interleaved_rotary: bool = False
+    attention_scale: float | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_soft_cap: float | None = None
 
 
 class LlamaAttention(nn.Module):
@@ -48,10 +94,11 @@ class LlamaAttention(nn.Module):
     ) -> None:
         super().__init__()
         name = f"model.layers.{layer}.self_attn"
-        hidden_size, head_size, eps = config.hidden_size, config.head_size, _rms_norm_eps(config)
+        hidden_size, head_size, eps = config.hidden_size, config.head_size, norm_eps(config, options)
+        separate = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
         self.qkv = QKVLinear(
             ctx,
-            (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"),
+            (f"{name}.qkv_proj",) if options.fused_qkv else separate,
             hidden_size,
             config.num_heads,
             config.num_kv_heads,
@@ -61,10 +108,22 @@ class LlamaAttention(nn.Module):
         self.output = RowParallelLinear(
             ctx, f"{name}.o_proj", config.num_heads * head_size, hidden_size, bias=options.output_bias
         )
-        self.q_norm = RMSNorm(ctx, f"{name}.q_norm", head_size, eps) if options.qk_norm else None
-        self.k_norm = RMSNorm(ctx, f"{name}.k_norm", head_size, eps) if options.qk_norm else None
+        self.q_norm = options.norm(ctx, f"{name}.q_norm", head_size, eps) if options.qk_norm else None
+        self.k_norm = options.norm(ctx, f"{name}.k_norm", head_size, eps) if options.qk_norm else None
+        names, heads = (f"{name}.q_norm", f"{name}.k_norm"), (config.num_heads, config.num_kv_heads)
+        self.qk_norm = (
+            QKWidthNorm(ctx, names, self.qkv.heads, *heads, head_size, eps) if options.qk_width_norm else None
+        )
+        scale = head_size**-0.5 if options.attention_scale is None else options.attention_scale
+        self.sinks = Sinks(ctx, f"{name}.sinks", config.num_heads, self.qkv.heads) if options.sinks else None
         self.attention = Attention(
-            ctx, self.qkv.heads, head_size, head_size**-0.5, sliding_window=options.windows[layer]
+            ctx,
+            self.qkv.heads,
+            head_size,
+            scale,
+            sliding_window=options.windows[layer],
+            soft_cap=options.soft_cap,
+            sinks=None if self.sinks is None else self.sinks.weight,
         )
         self._rotary = [rotary]  # in a list: it belongs to the model, not to every layer
 
@@ -73,38 +132,50 @@ class LlamaAttention(nn.Module):
         query, key, value = self.qkv.split(x)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
+        if self.qk_norm is not None:
+            query, key = self.qk_norm(query, key)
         query, key = self._rotary[0](angles, query, key)
         return self.output(self.attention(query, key, value, step))
 
 
 class LlamaLayer(nn.Module):
-    """Attention and MLP, each behind a norm, on a residual stream."""
+    """Attention and MLP, with norms before or after them, on a residual stream."""
 
     def __init__(
-        self, config: ModelConfig, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int
+        self,
+        config: ModelConfig,
+        ctx: BuildContext,
+        options: LlamaOptions,
+        layer: int,
+        attention: nn.Module,
+        mlp: nn.Module,
     ) -> None:
         super().__init__()
-        name, hf, eps = f"model.layers.{layer}", config.hf_config, _rms_norm_eps(config)
-        self.input_norm = RMSNorm(ctx, f"{name}.input_layernorm", config.hidden_size, eps)
-        self.attention = LlamaAttention(config, ctx, options, rotary, layer)
-        self.mlp_norm = RMSNorm(ctx, f"{name}.post_attention_layernorm", config.hidden_size, eps)
-        self.mlp = GatedMLP(
-            ctx,
-            f"{name}.mlp",
-            config.hidden_size,
-            hf.positive_int("intermediate_size"),
-            hf.get("hidden_act", "silu"),
-            bias=options.mlp_bias,
-        )
+
+        def norm(name: str | None) -> Norm | None:
+            full_name, eps = f"model.layers.{layer}.{name}", norm_eps(config, options)
+            return None if name is None else options.norm(ctx, full_name, config.hidden_size, eps)
+
+        self.input_norm = norm(options.norms.before_attention)
+        self.attention = attention
+        self.attention_result_norm = norm(options.norms.after_attention)
+        self.mlp_norm = norm(options.norms.before_mlp)
+        self.mlp = mlp
+        self.mlp_result_norm = norm(options.norms.after_mlp)
+        self.residual_scale = options.residual_scale
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, angles: StepAngles, step: ForwardStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes and returns the last block's output and the residual stream before it was added."""
-        x, residual = self.input_norm.add_norm(x, residual)
-        x = self.attention(x, angles, step)
-        x, residual = self.mlp_norm.add_norm(x, residual)
-        return self.mlp(x), residual
+        x, residual = _add_norm(self.input_norm, x, residual)
+        x = self._result(self.attention_result_norm, self.attention(x, angles, step))
+        x, residual = _add_norm(self.mlp_norm, x, residual)
+        return self._result(self.mlp_result_norm, self.mlp(x)), residual
+
+    def _result(self, norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
+        x = x if norm is None else norm(x)
+        return x if self.residual_scale == 1.0 else x * self.residual_scale
 
 
 class LlamaForCausalLM(CausalLM):
@@ -115,18 +186,29 @@ class LlamaForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
         super().__init__(config, ctx)
-        options = self.options(config)
-        self.rotary = RotaryEmbedding(
-            ctx, RopeParameters.of(config.hf_config, config.head_size), max_len=config.max_model_len
-        )
-        self.uses_prompt_lens = self.rotary.uses_prompt_lens
+        self.family = options = self.options(config)
+
+        def rotary(rope: RopeParameters) -> RotaryEmbedding:
+            return RotaryEmbedding(ctx, rope, config.max_model_len, interleaved=options.interleaved_rotary)
+
+        self.rotary = rotary(options.rope or RopeParameters.of(config.hf_config, config.head_size))
+        self.local_rotary = None if options.local_rope is None else rotary(options.local_rope)
+        self.uses_prompt_lens = any(r is not None and r.uses_prompt_lens for r in (self.rotary, self.local_rotary))
         self.embed_tokens = self._build_embedding(ctx, "model.embed_tokens", config.hidden_size)
+        self.embedding_scale = torch.tensor(options.embedding_scale, dtype=ctx.dtype).item()
         self.layers = nn.ModuleList(
-            LlamaLayer(config, ctx, options, self.rotary, layer) for layer in self._layer_numbers()
+            LlamaLayer(
+                config,
+                ctx,
+                options,
+                layer,
+                self.build_attention(ctx, options, self._rotary_of(layer), layer),
+                self.build_mlp(ctx, options, layer),
+            )
+            for layer in self._layer_numbers()
         )
-        self.norm = (
-            RMSNorm(ctx, "model.norm", config.hidden_size, _rms_norm_eps(config)) if self.stage.is_last else None
-        )
+        eps = norm_eps(config, options)
+        self.norm = options.norm(ctx, "model.norm", config.hidden_size, eps) if self.stage.is_last else None
         self.lm_head = self._build_head(ctx, "model.embed_tokens", config.hidden_size, self.embed_tokens)
 
     @classmethod
@@ -140,6 +222,25 @@ class LlamaForCausalLM(CausalLM):
             mlp_bias=bool(config.hf_config.get("mlp_bias", False)),
         )
 
+    def build_attention(
+        self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int
+    ) -> nn.Module:
+        """The attention of a layer: called as LlamaAttention is."""
+        return LlamaAttention(self.config, ctx, options, rotary, layer)
+
+    def build_mlp(self, ctx: BuildContext, options: LlamaOptions, layer: int) -> nn.Module:
+        """What follows the attention of a layer: [T, hidden_size] to [T, hidden_size]."""
+        hf = self.config.hf_config
+        return GatedMLP(
+            ctx,
+            f"model.layers.{layer}.mlp",
+            self.config.hidden_size,
+            hf.positive_int("intermediate_size"),
+            options.hidden_act or hf.get("hidden_act", "silu"),
+            bias=options.mlp_bias,
+            fused=options.fused_gate_up,
+        )
+
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -147,19 +248,41 @@ class LlamaForCausalLM(CausalLM):
         step: ForwardStep,
         intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x = intermediate if self.embed_tokens is None else self.embed_tokens(input_ids)
+        x = intermediate if self.embed_tokens is None else self._embed(input_ids)
         assert x is not None, "every stage but the first needs the result of the one before"
-        angles = self.rotary.angles(positions, step.prompt_lens)
+        angles = {r: r.angles(positions, step.prompt_lens) for r in (self.rotary, self.local_rotary) if r is not None}
         residual = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, angles, step)
+        for number, layer in zip(self._layer_numbers(), self.layers, strict=True):
+            x, residual = layer(x, residual, angles[self._rotary_of(number)], step)
         assert residual is not None
         return x + residual if self.norm is None else self.norm.add_norm(x, residual)[0]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self.lm_head is not None, "only the last stage makes logits"
-        return self.lm_head(hidden)
+        logits, cap = self.lm_head(hidden), self.family.logits_soft_cap
+        if self.family.logits_scale != 1.0:
+            logits = logits / self.family.logits_scale
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        assert self.embed_tokens is not None, "only the first stage embeds tokens"
+        x = self.embed_tokens(input_ids)
+        return x if self.embedding_scale == 1.0 else x * self.embedding_scale
+
+    def _rotary_of(self, layer: int) -> RotaryEmbedding:
+        if self.local_rotary is None or self.family.windows[layer] is None:
+            return self.rotary
+        return self.local_rotary
 
 
-def _rms_norm_eps(config: ModelConfig) -> float:
-    return config.hf_config.positive_number("rms_norm_eps", 1e-6)
+def norm_eps(config: ModelConfig, options: LlamaOptions) -> float:
+    """What a family's norms add under their root."""
+    return config.hf_config.positive_number("rms_norm_eps", 1e-6) if options.eps is None else options.eps
+
+
+def _add_norm(norm: Norm | None, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The residual stream with `x` added to it, normalised where there is a norm, and as it is."""
+    if norm is not None:
+        return norm.add_norm(x, residual)
+    total = x if residual is None else residual + x
+    return total, total

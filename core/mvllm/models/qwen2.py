@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mvllm.config.model import ModelConfig
-from mvllm.errors import ModelError
+from mvllm.models import layer_windows as windows
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
 
 
@@ -17,20 +17,10 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
 
 
 def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
-    """Sliding window of each layer: `layer_types` names the layers that have one, else all from `max_window_layers` on.
+    """Sliding window of each layer: of those that `layer_types` names, else of all from `max_window_layers` on.
 
     Raises:
         ModelError: `layer_types` does not fit the model.
     """
-    hf, window = config.hf_config, config.sliding_window
-    types = hf.get("layer_types")
-    if types is None:
-        first = hf.get("max_window_layers", 28)
-        return tuple(window if layer >= first else None for layer in range(config.num_layers))
-    names = {"full_attention": None, "sliding_attention": window, "attention": None}
-    if len(types) != config.num_layers or not set(types) <= names.keys():
-        raise ModelError(
-            f"{hf.source}: layer_types should name full_attention or sliding_attention for each of the "
-            f"{config.num_layers} layers, found {types}."
-        )
-    return tuple(names[kind] for kind in types)
+    first = config.hf_config.get("max_window_layers", 28)
+    return windows.layer_windows(config, lambda layer: bool(layer < first))

@@ -23,8 +23,23 @@ _MODELS = {
     "MistralForCausalLM": "mvllm.models.mistral:MistralForCausalLM",
     "Qwen2ForCausalLM": "mvllm.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "mvllm.models.qwen3:Qwen3ForCausalLM",
+    "MixtralForCausalLM": "mvllm.models.mixtral:MixtralForCausalLM",
+    "Qwen2MoeForCausalLM": "mvllm.models.qwen2_moe:Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM": "mvllm.models.qwen3_moe:Qwen3MoeForCausalLM",
+    "GptOssForCausalLM": "mvllm.models.gpt_oss:GptOssForCausalLM",
+    "DeepseekV2ForCausalLM": "mvllm.models.deepseek:DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": "mvllm.models.deepseek:DeepseekV3ForCausalLM",
     "OPTForCausalLM": "mvllm.models.opt:OPTForCausalLM",
     "GPT2LMHeadModel": "mvllm.models.gpt2:GPT2LMHeadModel",
+    "Gemma2ForCausalLM": "mvllm.models.gemma2:Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": "mvllm.models.gemma3:Gemma3ForCausalLM",
+    "Phi3ForCausalLM": "mvllm.models.phi3:Phi3ForCausalLM",
+    "GraniteForCausalLM": "mvllm.models.granite:GraniteForCausalLM",
+    "Olmo2ForCausalLM": "mvllm.models.olmo2:Olmo2ForCausalLM",
+    "GlmForCausalLM": "mvllm.models.glm:GlmForCausalLM",
+    "Glm4ForCausalLM": "mvllm.models.glm:Glm4ForCausalLM",
+    "Starcoder2ForCausalLM": "mvllm.models.starcoder2:Starcoder2ForCausalLM",
+    "FalconForCausalLM": "mvllm.models.falcon:FalconForCausalLM",
 }
 
 
@@ -33,13 +48,27 @@ def supported_architectures() -> tuple[str, ...]:
     return tuple(sorted({*_MODELS, *doors.offered(doors.MODELS)}))
 
 
-def resolve_model_class(architecture: str) -> type[CausalLM]:
+def is_native(architecture: str) -> bool:
+    """Whether core or an installed plugin has a class for `architecture`.
+
+    Raises:
+        ConfigError: A plugin has it, but is not let in, or several have it.
+    """
+    return architecture in _MODELS or doors.find(doors.MODELS, architecture) is not None
+
+
+def resolve_model_class(architecture: str, model_impl: str = "auto") -> type[CausalLM]:
     """The class that runs checkpoints of `architecture`.
+
+    Args:
+        model_impl: As in ModelConfig.
 
     Raises:
         ModelError: There is none, and the message lists those there are; or a plugin's is no model class.
         ConfigError: The plugin that has it is not let in, or cannot be loaded.
     """
+    if model_impl == "transformers" or (model_impl == "auto" and not is_native(architecture)):
+        return _fallback(architecture)
     if architecture in _MODELS:
         for rival in doors.installed(doors.MODELS):
             if rival.name == architecture:
@@ -58,3 +87,17 @@ def resolve_model_class(architecture: str) -> type[CausalLM]:
     if not (isinstance(found, type) and issubclass(found, CausalLM)):
         raise ModelError(f"{source} must name a subclass of mvllm.extension_api.CausalLM, found {found!r}.")
     return found
+
+
+def _fallback(architecture: str) -> type[CausalLM]:
+    from mvllm.models.fallback.classes import objection
+
+    reason = objection(architecture)
+    if reason is not None:
+        raise ModelError(
+            f"The architecture {architecture!r} is not supported. Supported: {', '.join(supported_architectures())}. "
+            f"As for others: {reason}"
+        )
+    from mvllm.models.fallback.model import TransformersForCausalLM
+
+    return TransformersForCausalLM

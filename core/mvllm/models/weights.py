@@ -35,7 +35,9 @@ BUFFER_BYTES = 1 << 20
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What is taken as it is, for quantized weights.
 _INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
-_DTYPES = _FLOATS | _INTEGERS
+# Likewise; they mean little without their scales.
+_EIGHT_BIT_FLOATS = {"F8_E4M3": torch.float8_e4m3fn}
+_DTYPES = _FLOATS | _INTEGERS | _EIGHT_BIT_FLOATS
 
 
 class LoadableModel(Protocol):
@@ -46,6 +48,9 @@ class LoadableModel(Protocol):
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint tensor may be left unread."""
+
+    def given_name(self, name: str) -> str:
+        """What `weight_targets` calls a tensor that a checkpoint has under this name."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """As nn.Module's."""
@@ -108,7 +113,8 @@ def match_names(
     matched: dict[str, TensorEntry] = {}
     unknown: list[TensorEntry] = []
     for name, entry in checkpoint.items():
-        candidates = [name, *(prefix + name for prefix in prefixes)]
+        own = model.given_name(name)
+        candidates = [own, *(prefix + own for prefix in prefixes)]
         known = next((c for c in candidates if c in targets), None)
         if known is None:
             if not any(model.ignores(candidate) for candidate in candidates):
@@ -157,16 +163,27 @@ def check_tensors(
     """
     for name, entry in entries.items():
         for target in targets[name]:
-            if entry.shape != tuple(target.source_shape):
+            if entry.shape != tuple(target.source_shape) and not _both_one_element(entry.shape, target.source_shape):
                 raise ModelError(_wrong_shape(entry, target, vocab_size))
-            wanted = target.parameter.dtype
-            fitting = list(_FLOATS) if wanted.is_floating_point else [n for n, d in _INTEGERS.items() if d == wanted]
+            fitting = _fitting(target.parameter.dtype)
             if entry.dtype not in fitting:
                 raise ModelError(
                     f"{entry.file}: tensor {entry.name!r} has dtype {entry.dtype}, expected one of "
                     f"{', '.join(fitting)}. If the checkpoint is quantized, its config.json should say how "
                     "(quantization_config)."
                 )
+
+
+def _both_one_element(found: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    """One scale for a whole matrix is written as a scalar, as a vector and as a matrix."""
+    return math.prod(found) == math.prod(expected) == 1
+
+
+def _fitting(wanted: torch.dtype) -> list[str]:
+    """The dtypes of a checkpoint that fill a parameter of `wanted`."""
+    if wanted in _FLOATS.values():
+        return list(_FLOATS)
+    return [name for name, dtype in _DTYPES.items() if dtype == wanted]
 
 
 def _wrong_shape(entry: TensorEntry, target: WeightTarget, vocab_size: int | None) -> str:
@@ -249,6 +266,7 @@ def _copy(reader: SafetensorsReader, entry: TensorEntry, target: WeightTarget, b
     if len(shape) == 1:
         shape, source, destination = (*shape, 1), (*source, slice(0, 1)), destination.unsqueeze(1)
     rows, columns = source[:2]
+    every_one = slice(None, None, columns.step)
     column_bytes = math.prod(shape[2:]) * dtype.itemsize  # what lies below the second dimension is read whole
     row_bytes, part_bytes = shape[1] * column_bytes, (columns.stop - columns.start) * column_bytes
     if part_bytes > len(buffer):
@@ -260,7 +278,7 @@ def _copy(reader: SafetensorsReader, entry: TensorEntry, target: WeightTarget, b
         offset = start * row_bytes + columns.start * column_bytes
         reader.read_strips(view, entry, offset, part_bytes, row_bytes)
         chunk = torch.frombuffer(view, dtype=dtype).view(stop - start, columns.stop - columns.start, *shape[2:])
-        destination[start - rows.start : stop - rows.start].copy_(chunk[(slice(None), slice(None), *source[2:])])
+        destination[start - rows.start : stop - rows.start].copy_(chunk[(slice(None), every_one, *source[2:])])
     return buffer
 
 
@@ -290,7 +308,7 @@ def _rectangle(target: WeightTarget) -> tuple[tuple[int, ...], tuple[slice, ...]
         return (1,), (slice(0, 1),), target.parameter.detach().view(1)
     destination = target.parameter.detach()[target.destination]
     if target.transpose:
-        destination = destination.transpose(0, 1)
+        destination = destination.transpose(-2, -1)
     return tuple(target.source_shape), target.source, destination
 
 

@@ -7,7 +7,7 @@ from mvllm.ops.argmax import ARGMAX
 from mvllm.ops.embedding import EMBEDDING
 from mvllm.ops.linear import LINEAR, LINEAR_SILU_AND_MUL
 from mvllm.ops.lora import ADD_LORA
-from mvllm.ops.moe import MOE
+from mvllm.ops.moe import CLAMPED_MOE, MOE
 from mvllm.ops.norm import FUSED_ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from mvllm.ops.quantized_linear import QUANTIZED_LINEAR, QUANTIZED_LINEAR_SILU_AND_MUL
 from mvllm.ops.rotary import ROTARY_EMBEDDING
@@ -27,6 +27,7 @@ SCHEMAS: dict[str, OpSchema] = {
         LAYER_NORM,
         ROTARY_EMBEDDING,
         MOE,
+        CLAMPED_MOE,
         ARGMAX,
         *ACTIVATIONS,
     )

@@ -28,10 +28,7 @@ def moe(
     Returns:
         [T, hidden_size], compute dtype; accumulated in float32.
     """
-    # Every expert sees every token, weighted by zero where it was not chosen: which tokens an expert gets is data, and
-    # looking at it would make the host wait for the device.
-    share = torch.zeros(x.shape[0], gate_up.shape[0], dtype=torch.float32, device=x.device)
-    share.scatter_(1, expert_ids, expert_weights)
+    share = _shares(gate_up.shape[0], expert_ids, expert_weights)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(gate_up.shape[0]):
         gate, up = F.linear(x, gate_up[expert]).chunk(2, dim=-1)
@@ -39,12 +36,62 @@ def moe(
     return total.to(x.dtype)
 
 
-MOE = OpSchema(
-    moe,
-    facts={
-        "num_experts": "experts on this rank",
-        "top_k": "experts per token",
-        "hidden_size": "elements per token",
-        "intermediate_size": "inner size of one expert on this rank",
-    },
-)
+def clamped_moe(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_bias: torch.Tensor,
+    down: torch.Tensor,
+    down_bias: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    alpha: float,
+    limit: float,
+) -> torch.Tensor:
+    """Sums, for each token, the weighted outputs of experts with biases and clamped gates.
+
+        gate = min(gate, limit)    up = max(-limit, min(up, limit))    inner = (up + 1) · gate · sigmoid(alpha · gate)
+
+    Args:
+        x: [T, hidden_size], compute dtype.
+        gate_up: [num_experts, 2 · intermediate_size, hidden_size], gate rows first.
+        gate_up_bias: [num_experts, 2 · intermediate_size], compute dtype.
+        down: [num_experts, hidden_size, intermediate_size]. A provider's `prepare` takes the pair (gate_up, down) and
+            returns what `function` wants in the place of each.
+        down_bias: [num_experts, hidden_size], compute dtype.
+        expert_ids: [T, top_k], int64, distinct within a row.
+        expert_weights: [T, top_k], float32.
+        alpha: Steepness of the sigmoid.
+        limit: Bound of gates from above, and of what they multiply on both sides; > 0.
+
+    Returns:
+        [T, hidden_size], compute dtype; accumulated in float32.
+    """
+    share = _shares(gate_up.shape[0], expert_ids, expert_weights)
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in range(gate_up.shape[0]):
+        gate, up = F.linear(x, gate_up[expert], gate_up_bias[expert]).chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        inner = (up + 1) * (gate * torch.sigmoid(gate * alpha))
+        total += F.linear(inner, down[expert], down_bias[expert]).float() * share[:, expert, None]
+    return total.to(x.dtype)
+
+
+def _shares(num_experts: int, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
+    """The weight of every expert for every token, [T, num_experts]; zero where it was not chosen.
+
+    Which tokens an expert gets is data, and looking at it would make the host wait for the device: in the references
+    every expert sees every token.
+    """
+    share = torch.zeros(expert_ids.shape[0], num_experts, dtype=torch.float32, device=expert_ids.device)
+    return share.scatter_(1, expert_ids, expert_weights)
+
+
+_FACTS = {
+    "num_experts": "experts on this rank",
+    "top_k": "experts per token",
+    "hidden_size": "elements per token",
+    "intermediate_size": "inner size of one expert on this rank",
+}
+
+MOE = OpSchema(moe, facts=_FACTS)
+CLAMPED_MOE = OpSchema(clamped_moe, facts=_FACTS)

@@ -101,7 +101,8 @@ class BatchLayout:
         block_size: Tokens per block.
         query_start_loc: Host, [R + 1]: tokens of request r are [query_start_loc[r], query_start_loc[r + 1]).
         seq_lens: Host, [R]: tokens of each sequence after this step.
-        block_table: Host, [R, max_blocks]: entries past a request's last block are unspecified.
+        block_table: Host, [R, max_blocks]: entries past a request's last block are unspecified. So are, where the spec
+            has a sliding window, entries of blocks that none of the step's queries see; these name some block.
         slot_mapping: Host, [T]: slot in which each token's key and value are stored; -1 stores nothing (padding).
         query_start_loc_device, seq_lens_device, block_table_device, slot_mapping_device: The same on the device.
     """
@@ -134,6 +135,12 @@ class AttentionBackend(ABC):
     Phase: worker. Core makes one backend per distinct spec of the model and calls, in this order: `kv_layout` (before
     memory is divided), `allocate` once per layer, then in each step `build_metadata` once and, per layer, `write_kv`
     and `forward`.
+
+    Where layers see different spans, those that see alike share a block table, and the backend gets the table of its
+    layers; layers of equal specs with two tables have two backends. The steps' layouts then differ in block_table and
+    slot_mapping, and share the other arrays. Layers whose specs differ in the sliding window alone are given the
+    same cache, of which each uses blocks of its own, if what `allocate` returns is alike in number, shapes, strides and
+    dtypes.
     """
 
     def __init__(self, spec: AttentionSpec) -> None:

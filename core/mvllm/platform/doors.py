@@ -44,8 +44,20 @@ QUANTIZATION = Door("mvllm.quantization", "quantization method")
 TOOL_PARSERS = Door("mvllm.tool_parsers", "tool parser")
 REASONING_PARSERS = Door("mvllm.reasoning_parsers", "reasoning parser")
 HTTP = Door("mvllm.http", "HTTP plugin")
+LOGITS_PROCESSORS = Door("mvllm.logits_processors", "logits processor")
 
-ALL = (MODELS, QUANTIZATION, EXECUTORS, OP_PROVIDERS, STAT_LOGGERS, COMMANDS, TOOL_PARSERS, REASONING_PARSERS, HTTP)
+ALL = (
+    MODELS,
+    QUANTIZATION,
+    EXECUTORS,
+    OP_PROVIDERS,
+    LOGITS_PROCESSORS,
+    STAT_LOGGERS,
+    COMMANDS,
+    TOOL_PARSERS,
+    REASONING_PARSERS,
+    HTTP,
+)
 
 
 def allow_list() -> frozenset[str] | None:

@@ -16,10 +16,13 @@ class KVCacheNeeds:
     Attributes:
         bytes_per_token: Bytes that one token takes on this worker, over all its layers.
         block_sizes: Tokens per block that all its attention backends accept, the preferred one first.
+        layer_windows: For each of its layers how many tokens it sees, or None for all; each takes an equal share of the
+            bytes. With none named, all see everything.
     """
 
     bytes_per_token: int
     block_sizes: tuple[int, ...]
+    layer_windows: tuple[int | None, ...] = ()
 
 
 @runtime_checkable
@@ -42,6 +45,14 @@ class WorkerProtocol(Protocol):
 
     def available_kv_bytes(self) -> int:
         """After `load_model`: bytes that a profiling step leaves for the KV cache. May be negative."""
+
+    def group_layers(self, windows: list[int | None]) -> None:
+        """Before `allocate_kv_cache`: the groups of layers, with a block table each, by how many tokens they see.
+
+        Called only where the `KVCacheNeeds` of all workers name windows, and different ones; a class that names none
+        may leave it out. Layers of one kind are dealt out in turn to the groups of that kind. A block is then as large
+        as the largest group of this worker. A window of `max_model_len` or more counts as None.
+        """
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
         """Claims the KV cache.

@@ -17,6 +17,27 @@ import torch
 _WORD_BITS = 16
 
 
+def mask_of(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """uint16 [w]: the mask that allows these tokens, as far as there are such."""
+    bits = np.zeros(-(-vocab_size // _WORD_BITS) * _WORD_BITS, dtype=np.uint8)
+    ids = np.array(token_ids, dtype=np.int64)
+    bits[ids[ids < vocab_size]] = 1
+    return np.packbits(bits, bitorder="little").view("<u2")
+
+
+def both(one: np.ndarray | None, other: np.ndarray | None, num_words: int) -> np.ndarray:
+    """uint16 [num_words]: what two masks allow, at least one of which there is; no token beyond their words."""
+    words = np.zeros(num_words, dtype=np.uint16)
+    if one is None or other is None:
+        there = one if other is None else other
+        assert there is not None
+        words[: len(there)] = there
+    else:
+        size = min(len(one), len(other))
+        np.bitwise_and(one[:size], other[:size], out=words[:size])
+    return words
+
+
 class TokenMasks:
     """The masks of a step.
 
@@ -38,6 +59,16 @@ class TokenMasks:
         """uint16 [m * w]: the masks of `rows`, int [m], which all have one."""
         at = self._order[np.searchsorted(self._rows, rows, sorter=self._order)]
         return self._words[at].reshape(-1)
+
+    @property
+    def num_words(self) -> int:
+        """Words in each of them."""
+        return self._words.shape[1]
+
+    def of(self, row: int) -> np.ndarray | None:
+        """uint16 [w]: the mask of a row that may have none."""
+        at = np.flatnonzero(self._rows == row)
+        return self._words[at[0]] if len(at) else None
 
 
 def allowed_tokens(words: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Tensor:

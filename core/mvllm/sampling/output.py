@@ -41,11 +41,13 @@ class SamplerOutput:
     Attributes:
         token_ids: int64 [n] on the device; always ids of the vocabulary, without meaning for the rows in `errors`.
         peaks: [n] on the device; the largest logit that each row could choose from. Finite unless something is wrong.
+        failures: What is known to have gone wrong already, for indices into the batch.
     """
 
     token_ids: torch.Tensor
     peaks: torch.Tensor
     gathered_logprobs: GatheredLogprobs | None = None
+    failures: dict[int, str] = field(default_factory=dict)
     _copies: list[HostCopy] = field(default_factory=list, init=False, repr=False)
 
     def send_to_host(self, to_host: Callable[[torch.Tensor], HostCopy]) -> None:
@@ -67,8 +69,9 @@ class SamplerOutput:
         """What went wrong, for the indices into the batch that failed."""
         peaks = self._host[1]
         if math.isfinite(peaks.sum(dtype=np.float64)):  # one pass for what nearly always holds
-            return {}
-        return {int(index): _complaint(float(peaks[index])) for index in np.flatnonzero(~np.isfinite(peaks))}
+            return self.failures
+        complaints = {int(index): _complaint(float(peaks[index])) for index in np.flatnonzero(~np.isfinite(peaks))}
+        return complaints | self.failures
 
     @cached_property
     def logprobs(self) -> dict[int, PositionLogprobs]:

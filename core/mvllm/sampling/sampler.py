@@ -4,7 +4,7 @@ First the host decides, with NumPy and without looking at the logits, which rows
 to know goes there in one copy. Then each group of rows takes the cheapest way that serves it:
 
     plain    greedy, nothing to change            largest logit, in the logits' own dtype
-    edited   mask, min_tokens or penalties        float32 copy, changed in place; then as greedy or random
+    edited   anything but greedy and temperature  float32 copy, changed in place; then as greedy or random
     random   temperature > 0                      thresholds, weights, draw (filters.py, draw.py)
 
 No row's result depends on another row. The device is waited for only where steps are not planned ahead.
@@ -24,10 +24,21 @@ from mvllm.platform.staging import StepStaging
 from mvllm.sampling.draw import draw
 from mvllm.sampling.filters import Filters, filtered_weights, num_candidates
 from mvllm.sampling.logprobs import gather_logprobs
-from mvllm.sampling.masks import TokenMasks, allowed_tokens
+from mvllm.sampling.masks import TokenMasks, allowed_tokens, both
 from mvllm.sampling.output import GatheredLogprobs, SamplerOutput
 from mvllm.sampling.penalties import TokenCounts, apply_penalties
-from mvllm.sampling.state import LOGPROBS, MIN_TOKENS, PENALTIES, RANDOM, SamplingState, TokenHistory
+from mvllm.sampling.state import (
+    ALLOWED,
+    BAD_WORDS,
+    BIAS,
+    LOGPROBS,
+    MIN_TOKENS,
+    PENALTIES,
+    PROCESSED,
+    RANDOM,
+    SamplingState,
+    TokenHistory,
+)
 from mvllm.sampling.uniforms import uniforms
 from mvllm.sampling.upload import Selection, Upload
 
@@ -74,7 +85,7 @@ class Sampler:
             logits: [n, vocab], any floating dtype; left as they are.
             rows: int [n] on the host; the row that each line of logits belongs to.
             state: Settings of the rows.
-            history: Tokens of the rows so far; read for penalties, `min_tokens` and the position of the draw.
+            history: Tokens of the rows so far; read for penalties, bad words, `min_tokens`, and the place of the draw.
             mask: bool [n, vocab] on the device; tokens that may be chosen. None allows all.
             masks: Likewise, on the host, for some of the rows.
 
@@ -99,15 +110,18 @@ class Sampler:
         if len(rows) <= size:
             whole = batch(logits, rows, flags=flags, mask=mask)
             token_ids, peaks = whole.choose()
-            return SamplerOutput(token_ids, peaks, whole.logprobs_of(token_ids))
+            return SamplerOutput(token_ids, peaks, whole.logprobs_of(token_ids), whole.failures)
         parts = [slice(begin, begin + size) for begin in range(0, len(rows), size)]
-        chosen = [
-            batch(logits[p], rows[p], flags=flags[p], mask=None if mask is None else mask[p]).choose() for p in parts
-        ]
+        batches = [batch(logits[p], rows[p], flags=flags[p], mask=None if mask is None else mask[p]) for p in parts]
+        chosen = [each.choose() for each in batches]
         token_ids, peaks = torch.cat([ids for ids, _ in chosen]), torch.cat([peaks for _, peaks in chosen])
+        failures = {
+            part.start + i: text for part, each in zip(parts, batches, strict=True) for i, text in each.failures.items()
+        }
         if not (flags & LOGPROBS).any():
-            return SamplerOutput(token_ids, peaks)
-        return SamplerOutput(token_ids, peaks, batch(logits, rows, flags=flags, mask=mask).logprobs_of(token_ids))
+            return SamplerOutput(token_ids, peaks, failures=failures)
+        gathered = batch(logits, rows, flags=flags, mask=mask).logprobs_of(token_ids)
+        return SamplerOutput(token_ids, peaks, gathered, failures)
 
 
 @dataclass
@@ -116,6 +130,9 @@ class _Edits:
 
     blocked_rows: int
     blocked_ids: int
+    bias_rows: int
+    bias_ids: int
+    biases: int
     penalty_rows: int
     penalty_ids: int
     penalty_factors: int
@@ -143,12 +160,17 @@ class _Batch:
     ) -> None:
         self.logits, self.rows, self.state, self.history, self.mask = logits, rows, state, history, mask
         self.masks = masks
+        self.failures: dict[int, str] = {}
         too_short = history.num_tokens[rows] < state.min_length[rows]
-        is_blocked = (flags & MIN_TOKENS).astype(bool) & too_short
+        is_too_short = (flags & MIN_TOKENS).astype(bool) & too_short
         is_penalized = (flags & PENALTIES).astype(bool)
         is_random = (flags & RANDOM).astype(bool)
-        is_masked = np.zeros(len(rows), dtype=bool) if masks is None else masks.covers(rows)
-        is_edited = is_blocked | is_penalized | is_masked | (mask is not None)
+        is_masked = (flags & ALLOWED).astype(bool)
+        if masks is not None:
+            is_masked |= masks.covers(rows)
+        has_lists = is_too_short | is_penalized | (flags & (BIAS | BAD_WORDS)).astype(bool)
+        is_processed = (flags & PROCESSED).astype(bool)
+        is_edited = has_lists | is_masked | is_processed | (mask is not None)
         is_plain = ~(is_edited | is_random)
 
         self.argmax, self.may_look = argmax, may_look
@@ -157,8 +179,9 @@ class _Batch:
         in_work = self.work.indices
         self.greedy, self.random = upload.select(~is_random[in_work]), upload.select(is_random[in_work])
         self.edits = (
-            self._add_edits(is_blocked[in_work], is_penalized[in_work], is_masked[in_work]) if is_edited.any() else None
+            self._add_edits(flags[in_work], is_too_short[in_work], is_masked[in_work]) if is_edited.any() else None
         )
+        self.processed = self._add_processed() if is_processed.any() else []
         self.random_keys = self._add_random(in_work[self.random.indices]) if len(self.random) else None
         self.with_logprobs = upload.select((flags & LOGPROBS).astype(bool))
         upload.send(logits.device)
@@ -189,12 +212,14 @@ class _Batch:
     # --- on the device
 
     def _edited_logits(self) -> torch.Tensor:
-        """float32 [w, vocab]: logits of the rows that are not plain, with mask, min_tokens and penalties applied."""
+        """float32 [w, vocab]: logits of the rows that are not plain, as changed before temperature and filters."""
         taken = self.work.take(self.logits)
         if self.edits is None:
             return taken.float()
         logits = taken.to(torch.float32, copy=taken is self.logits)
         upload, edits = self.upload, self.edits
+        for index, rows in self.processed:
+            logits = self._process(index, rows, logits)
         if self.mask is not None:
             logits.masked_fill_(~self.work.take(self.mask), -torch.inf)
         if len(edits.masked):
@@ -204,10 +229,21 @@ class _Batch:
         blocked = upload.get_ids(edits.blocked_rows), upload.get_ids(edits.blocked_ids)
         if blocked[0].numel():
             logits[blocked] = -torch.inf
+        biased = upload.get_ids(edits.bias_rows), upload.get_ids(edits.bias_ids)
+        if biased[0].numel():
+            logits[biased] = logits[biased] + upload.get(edits.biases)
         penalized = upload.get_ids(edits.penalty_rows), upload.get_ids(edits.penalty_ids)
         if penalized[0].numel():
             apply_penalties(logits, *penalized, upload.get(edits.penalty_factors), upload.get(edits.penalty_amounts))
         return logits
+
+    def _process(self, index: int, rows: Selection, logits: torch.Tensor) -> torch.Tensor:
+        """Has a logits processor change what is its own."""
+        processors, in_batch = self.state.processors, self.work.indices[rows.indices]
+        assert processors is not None
+        changed, failures = processors.apply(index, rows.take(logits), self.rows[in_batch].tolist())
+        self.failures |= {int(in_batch[place]): text for place, text in failures.items()}
+        return rows.put(logits, changed)
 
     def _choose_work(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.random_keys is None:
@@ -243,20 +279,40 @@ class _Batch:
 
     # --- on the host
 
-    def _add_edits(self, is_blocked: np.ndarray, is_penalized: np.ndarray, is_masked: np.ndarray) -> _Edits:
+    def _add_processed(self) -> list[tuple[int, Selection]]:
+        """The logits processors that have something to do, and for which of the work rows."""
+        processors = self.state.processors
+        assert processors is not None
+        rows = self.rows[self.work.indices].tolist()
+        self.failures |= {int(self.work.indices[i]): text for i, text in processors.failures(rows).items()}
+        found = []
+        for index in range(len(processors)):
+            chosen = np.zeros(len(rows), dtype=bool)
+            chosen[processors.acting_on(index, rows)] = True
+            if chosen.any():
+                found.append((index, self.upload.select(chosen)))
+        return found
+
+    def _add_edits(self, flags: np.ndarray, is_too_short: np.ndarray, is_masked: np.ndarray) -> _Edits:
         """Lists the places to change, as (row among the work rows, token id), and the masks."""
         add, state = self.upload.add, self.state
-        blocked, penalized = np.flatnonzero(is_blocked), np.flatnonzero(is_penalized)
-        end_tokens = [state.end_tokens[row] for row in self.rows[self.work.indices[blocked]].tolist()]
-        rows = self.rows[self.work.indices[penalized]]
+        in_batch = self.rows[self.work.indices]
+        blocked_rows, blocked_ids = self._blocked(flags, is_too_short)
+        biased = np.flatnonzero(flags & BIAS)
+        biases = [state.biases[row] for row in in_batch[biased].tolist()]
+        penalized = np.flatnonzero(flags & PENALTIES)
+        rows = in_batch[penalized]
         counts = [self._count_tokens(row) for row in rows.tolist()]
         lengths = _lengths([count.token_ids for count in counts])
         generated = _concatenate([count.counts for count in counts])
         amounts = np.repeat(state.frequency[rows], lengths) * generated
         amounts += np.repeat(state.presence[rows], lengths) * (generated > 0)
         return _Edits(
-            blocked_rows=add(np.repeat(blocked, _lengths(end_tokens))),
-            blocked_ids=add(_concatenate(end_tokens)),
+            blocked_rows=add(blocked_rows),
+            blocked_ids=add(blocked_ids),
+            bias_rows=add(np.repeat(biased, _lengths([ids for ids, _ in biases]))),
+            bias_ids=add(_concatenate([ids for ids, _ in biases])),
+            biases=add(_concatenate([values for _, values in biases])),
             penalty_rows=add(np.repeat(penalized, lengths)),
             penalty_ids=add(_concatenate([count.token_ids for count in counts])),
             penalty_factors=add(np.repeat(state.repetition[rows], lengths)),
@@ -265,15 +321,31 @@ class _Batch:
             mask_words=add(self._mask_words(is_masked)),
         )
 
+    def _blocked(self, flags: np.ndarray, is_too_short: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The places of tokens that cannot be chosen: those that would end a row too soon, or a word that is bad."""
+        state, in_batch = self.state, self.rows[self.work.indices]
+        short, bad = np.flatnonzero(is_too_short), np.flatnonzero(flags & BAD_WORDS)
+        ids = [state.end_tokens[row] for row in in_batch[short].tolist()]
+        ids += [state.bad_words[row].blocked(self._tokens(row)) for row in in_batch[bad].tolist()]
+        return np.repeat(np.concatenate((short, bad)), _lengths(ids)), _concatenate(ids)
+
+    def _tokens(self, row: int) -> np.ndarray:
+        return self.history.token_ids[row, : self.history.num_tokens[row]]
+
     def _mask_words(self, is_masked: np.ndarray) -> np.ndarray:
-        if self.masks is None:
-            return np.empty(0, dtype=np.uint16)
-        return self.masks.words(self.rows[self.work.indices[is_masked]])
+        """The masks of all rows that have one, or are allowed some tokens only, or both."""
+        rows, masks, allowed = self.rows[self.work.indices[is_masked]], self.masks, self.state.allowed
+        is_allowed = [row for row in rows.tolist() if row in allowed]
+        if not is_allowed:
+            return np.empty(0, dtype=np.uint16) if masks is None else masks.words(rows)
+        widths = [len(allowed[is_allowed[0]]), 0 if masks is None else masks.num_words]
+        of = (lambda row: None) if masks is None else masks.of
+        return _concatenate([both(of(row), allowed.get(row), max(widths)) for row in rows.tolist()])
 
     def _count_tokens(self, row: int) -> TokenCounts:
         """Brings the row's counts up to its history."""
         counts, history = self.state.counts[row], self.history
-        counts.update(history.token_ids[row, : history.num_tokens[row]], int(history.num_prompt_tokens[row]))
+        counts.update(self._tokens(row), int(history.num_prompt_tokens[row]))
         return counts
 
     def _add_random(self, in_batch: np.ndarray) -> _RandomKeys:

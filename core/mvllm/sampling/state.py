@@ -7,14 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mvllm.messages.sampling_params import SamplingParams
+from mvllm.sampling.bad_words import BadWords
+from mvllm.sampling.masks import mask_of
 from mvllm.sampling.penalties import TokenCounts
 from mvllm.sampling.uniforms import stream_seed
 
+if TYPE_CHECKING:
+    from mvllm.sampling.logits_processor import RowTokens
+    from mvllm.sampling.processors import LogitsProcessors
+
 RANDOM, PENALTIES, MIN_TOKENS, LOGPROBS = 1, 2, 4, 8
+BIAS, ALLOWED, BAD_WORDS, PROCESSED, READS_TOKENS = 16, 32, 64, 128, 256
 """Bits of `SamplingState.flags`: what a row needs beyond the most probable token."""
 
 MAX_VOCAB_SIZE = 1 << 24
@@ -94,9 +102,11 @@ class SamplingState:
         max_rows: Rows are 0 to max_rows - 1.
         vocab_size: Tokens in a row of logits.
         engine_seed: Decides the samples of requests without a seed, together with their ids.
+        processors: Logits processors, which are told of rows; None where there are none.
 
     Attributes:
-        flags: uint8 [max_rows]; RANDOM, PENALTIES, MIN_TOKENS and LOGPROBS.
+        flags: uint16 [max_rows]; of the bits above. READS_TOKENS is in those whose next token depends on which tokens
+            they have, not only on how many.
         temperature, top_p, min_p, presence, frequency, repetition: float32 [max_rows].
         top_k: int64 [max_rows]; 0 where off.
         seeds: uint64 [max_rows].
@@ -104,14 +114,24 @@ class SamplingState:
         end_tokens: The tokens that would end it, for rows with MIN_TOKENS.
         num_logprobs: int64 [max_rows]; most probable tokens to report, for rows with LOGPROBS.
         counts: Token counts of the rows with PENALTIES.
+        biases: Token ids, int64 [b], and what to add to their logits, float32 [b], of the rows with BIAS.
+        allowed: Masks of the rows with ALLOWED, as `mask_of` makes them.
+        bad_words: Of the rows with BAD_WORDS.
     """
 
-    def __init__(self, max_rows: int, vocab_size: int, engine_seed: int) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        vocab_size: int,
+        engine_seed: int,
+        processors: LogitsProcessors | None = None,
+    ) -> None:
         if vocab_size > MAX_VOCAB_SIZE:
             raise ValueError(f"the sampler handles vocabularies of up to {MAX_VOCAB_SIZE} tokens, not {vocab_size}")
         self.vocab_size = vocab_size
         self.engine_seed = engine_seed
-        self.flags = np.zeros(max_rows, dtype=np.uint8)
+        self.processors = processors
+        self.flags = np.zeros(max_rows, dtype=np.uint16)
         self.temperature = np.zeros(max_rows, dtype=np.float32)
         self.top_p = np.ones(max_rows, dtype=np.float32)
         self.top_k = np.zeros(max_rows, dtype=np.int64)
@@ -124,6 +144,9 @@ class SamplingState:
         self.num_logprobs = np.zeros(max_rows, dtype=np.int64)
         self.end_tokens: dict[int, np.ndarray] = {}
         self.counts: dict[int, TokenCounts] = {}
+        self.biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.allowed: dict[int, np.ndarray] = {}
+        self.bad_words: dict[int, BadWords] = {}
 
     def set_row(
         self,
@@ -133,8 +156,13 @@ class SamplingState:
         eos_token_ids: Sequence[int],
         request_id: str,
         num_prompt_tokens: int,
+        tokens: RowTokens | None = None,
     ) -> None:
-        """Gives `row` to a request, new or resumed after preemption; every field of the row is written."""
+        """Gives `row` to a request, new or resumed after preemption; every field of the row is written.
+
+        Args:
+            tokens: For logits processors, where there are any.
+        """
         self.clear_row(row)
         self.temperature[row] = min(params.temperature, 1e30)
         self.top_p[row] = params.top_p
@@ -150,6 +178,19 @@ class SamplingState:
         if self.flags[row] & MIN_TOKENS:
             self.min_length[row] = num_prompt_tokens + params.min_tokens
             self.end_tokens[row] = self._end_tokens(params, eos_token_ids)
+        if params.logit_bias:
+            ids = np.fromiter(params.logit_bias, dtype=np.int64, count=len(params.logit_bias))
+            known = ids < self.vocab_size
+            amounts = np.fromiter(params.logit_bias.values(), dtype=np.float32, count=len(ids))
+            self.biases[row] = ids[known], amounts[known]
+        if params.allowed_token_ids is not None:
+            self.allowed[row] = mask_of(params.allowed_token_ids, self.vocab_size)
+        if params.bad_words_token_ids:
+            self.bad_words[row] = words = BadWords(params.bad_words_token_ids, self.vocab_size)
+            self.flags[row] |= READS_TOKENS * words.reads_tokens
+        if self.processors is not None and tokens is not None:
+            acts, reads = self.processors.add_row(row, params, tokens)
+            self.flags[row] |= PROCESSED * acts | READS_TOKENS * reads
         if params.logprobs is not None:
             wanted = self.vocab_size if params.logprobs == -1 else params.logprobs
             self.num_logprobs[row] = min(wanted, self.vocab_size)
@@ -160,19 +201,25 @@ class SamplingState:
         self.num_logprobs[row] = 0
         self.min_length[row] = 0
         self.end_tokens.pop(row, None)
-        self.counts.pop(row, None)
+        for by_row in (self.counts, self.biases, self.allowed, self.bad_words):
+            by_row.pop(row, None)
+        if self.processors is not None:
+            self.processors.clear_row(row)
 
     def reading_history(self, rows: np.ndarray) -> np.ndarray:
         """Those of `rows` whose next token depends on which tokens they have, not only on how many."""
-        return rows[(self.flags[rows] & PENALTIES) != 0]
+        return rows[(self.flags[rows] & READS_TOKENS) != 0]
 
     def _flags(self, params: SamplingParams) -> int:
         penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
         return (
             RANDOM * (not params.is_greedy and params.top_k != 1)
-            | PENALTIES * (penalties != (0.0, 0.0, 1.0))
+            | (PENALTIES | READS_TOKENS) * (penalties != (0.0, 0.0, 1.0))
             | MIN_TOKENS * (params.min_tokens > 0 and params.structured_outputs is None)  # else the masks see to it
             | LOGPROBS * (params.logprobs is not None)
+            | BIAS * bool(params.logit_bias)
+            | ALLOWED * (params.allowed_token_ids is not None)
+            | BAD_WORDS * bool(params.bad_words_token_ids)
         )
 
     def _end_tokens(self, params: SamplingParams, eos_token_ids: Sequence[int]) -> np.ndarray:

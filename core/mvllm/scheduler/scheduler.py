@@ -79,6 +79,7 @@ class Scheduler:
         self._clock = clock
         self._num_stages = num_stages
         self._turns = AdapterTurns(max_loras, max_overtaking=_OVERTAKING * config.max_num_seqs)
+        self._num_groups = kv_cache.num_groups
 
         self._requests: dict[str, Request] = {}  # every request that is not finished
         self._waiting = RequestQueue()
@@ -317,7 +318,7 @@ class Scheduler:
                 continue
             table, num_tokens = request.table, request.num_tokens
             computed_blocks = [] if request.needs_every_position else kv_cache.get_computed_blocks(table)
-            num_computed = len(computed_blocks) * kv_cache.block_size
+            num_computed = len(computed_blocks) // self._num_groups * kv_cache.block_size
             num_new = num_tokens - num_computed
             if num_new > budget:
                 if not self._config.enable_chunked_prefill:
@@ -325,7 +326,8 @@ class Scheduler:
                 num_new = budget
             # It gets all blocks for what it has at once, however it is chunked, and leaves one for each that runs:
             # who joins only to be preempted in the next step has computed for nothing.
-            new_blocks = kv_cache.allocate_slots(table, num_tokens, computed_blocks, num_spare=len(self._running))
+            num_spare = len(self._running) * self._num_groups
+            new_blocks = kv_cache.allocate_slots(table, num_tokens, computed_blocks, num_spare=num_spare)
             if new_blocks is None:
                 if self._running:
                     break
@@ -367,6 +369,7 @@ class Scheduler:
                 sampling_params=request.data.sampling_params,
                 eos_token_ids=request.data.eos_token_ids,
                 pooling_params=request.data.pooling_params,
+                more_block_ids=[blocks.block_ids.copy() for blocks in request.table.groups[1:]],
                 lora_request=request.data.lora_request,
             )
         )
@@ -381,7 +384,9 @@ class Scheduler:
         Returns:
             False if it cannot compute in this step: it gave way itself, or ended, or waits for a token in flight.
         """
-        new_blocks = self._kv_cache.allocate_slots(request.table, num_tokens)
+        kv_cache, table, num_computed = self._kv_cache, request.table, request.num_computed_tokens
+        lengths: list[int] = [] if self._num_groups == 1 else [len(blocks.block_ids) for blocks in table.groups]
+        new_blocks = kv_cache.allocate_slots(table, request.num_tokens, num_computed_tokens=num_computed)
         while new_blocks is None:
             last = self._running[-1]
             if last is request and len(self._running) == 1:
@@ -393,10 +398,16 @@ class Scheduler:
             self._preempt(last)
             if last is request:
                 return False
-            new_blocks = self._kv_cache.allocate_slots(request.table, num_tokens)
-        plan.new_block_rows.extend([request.row] * len(new_blocks))
-        plan.new_block_ids.extend(new_blocks)
-        self._kv_cache.cache_blocks(request.table, num_tokens)
+            new_blocks = kv_cache.allocate_slots(table, request.num_tokens, num_computed_tokens=num_computed)
+        if new_blocks:
+            row = request.row
+            if self._num_groups == 1:
+                plan.new_block_rows.extend([row] * len(new_blocks))
+            for blocks, length in zip(table.groups, lengths):
+                plan.new_block_rows.extend([row] * (len(blocks.block_ids) - length))
+                row += self._config.max_num_seqs
+            plan.new_block_ids.extend(new_blocks)
+        kv_cache.cache_blocks(table, num_tokens)
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -507,8 +518,9 @@ class Scheduler:
         """Ends a request that has the whole cache to itself and does not fit. It is in no list any more."""
         kv_cache = self._kv_cache
         message = (
-            f"The request needs room for {request.num_tokens} tokens in the KV cache, which holds "
-            f"{kv_cache.num_blocks * kv_cache.block_size} ({kv_cache.num_blocks} blocks of {kv_cache.block_size}). "
+            f"The request needs room for {request.num_tokens} tokens in the KV cache, "
+            f"{kv_cache.blocks_for(request.num_tokens)} blocks of {kv_cache.block_size}; the cache has "
+            f"{kv_cache.num_blocks}. "
             "Ask for fewer tokens, or start the engine with more memory for the KV cache or a smaller max_model_len."
         )
         self._pending_outputs.append(last_output(request, FinishReason.ERROR, None, message))
@@ -573,7 +585,7 @@ class Scheduler:
             for request in requests:
                 assert request.status in status, f"{request.request_id} is listed as {status}, says {request.status}"
                 self._check_request(request)
-        num_used = len({block for request in self._running for block in request.table.block_ids})
+        num_used = len({block for request in self._running for block in request.table.held_blocks})
         assert num_used == self._kv_cache.num_blocks - self._kv_cache.num_free_blocks, "Blocks leaked"
 
     def _check_request(self, request: Request) -> None:

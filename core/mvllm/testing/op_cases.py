@@ -48,8 +48,9 @@ def exact(trial: OpTrial) -> Any:
     if trial.op == "quantized_linear_silu_and_mul":
         return SCHEMAS["silu_and_mul"].reference(_exact_quantized(*trial.make()))
     arguments = [_wide(argument) for argument in trial.make()]
-    if trial.op == "moe":
-        arguments[-1] = arguments[-1].float()  # in float32 whatever the compute dtype
+    if trial.op in ("moe", "clamped_moe"):
+        place = list(SCHEMAS[trial.op].parameters).index("expert_weights")
+        arguments[place] = arguments[place].float()  # in float32 whatever the compute dtype
     return SCHEMAS[trial.op].reference(*arguments)
 
 
@@ -316,6 +317,26 @@ def _lora_arguments(
     return (*matrices, torch.cat((odd, even)), segments, bands)
 
 
+def _clamped_moe(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+    for rows in ROWS:
+        yield OpTrial(
+            op,
+            {"num_experts": 4, "top_k": 2, "hidden_size": 64, "intermediate_size": 32},
+            lambda rows=rows: (  # type: ignore[misc]
+                _random(dtype, rows, 64),
+                _random(dtype, 4, 64, 64, seed=1, scale=0.12),
+                _random(dtype, 4, 64, seed=4),
+                _random(dtype, 4, 64, 32, seed=2, scale=0.17),
+                _random(dtype, 4, 64, seed=5),
+                torch.stack([(torch.arange(rows) + k) % 4 for k in (0, 1)], dim=1),
+                torch.softmax(_random(torch.float32, rows, 2, seed=3), dim=-1),
+                1.702,
+                1.5,  # within reach of these inputs
+            ),
+            weight=(1, 3),
+        )
+
+
 def _argmax(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
     for rows in ROWS:
         for size in (5, 64, 200):  # distinct small integers: which of equal elements is taken is left open
@@ -350,6 +371,7 @@ _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpTrial]]] = {
     "layer_norm": _norms,
     "rotary_embedding": _rotary,
     "moe": _moe,
+    "clamped_moe": _clamped_moe,
     "argmax": _argmax,
     "add_lora": _add_lora,
 }

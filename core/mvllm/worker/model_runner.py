@@ -15,7 +15,7 @@ samples, and `Pipeline` tells the others.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.installed import installed_providers
 from mvllm.ops.registry import OpTable
 from mvllm.platform.ask import ask, ask_attention_backend
-from mvllm.platform.attention import AttentionBackend, AttentionMetadata, AttentionSpec
+from mvllm.platform.attention import AttentionBackend, AttentionMetadata, AttentionSpec, KVCache
 from mvllm.platform.graphs import CompileBackend
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
@@ -45,13 +45,16 @@ from mvllm.platform.shapes import ShapePolicy
 from mvllm.platform.tokens_on_device import keeps_tokens_on_device
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.pooling.pooler import pool
+from mvllm.sampling.logits_processor import LogitsProcessorContext
 from mvllm.sampling.logprobs import gather_prompt_logprobs
 from mvllm.sampling.masks import TokenMasks
 from mvllm.sampling.output import SamplerOutput
+from mvllm.sampling.processors import LogitsProcessors
 from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.state import SamplingState, TokenHistory
 from mvllm.worker.device_tokens import DeviceTokens
 from mvllm.worker.lora import LoRAAdapters
+from mvllm.worker.layer_groups import layer_windows, place_layers
 from mvllm.worker.pipeline import Pipeline
 from mvllm.worker.rows import RowTable
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs, dry_inputs, profile_inputs
@@ -91,6 +94,10 @@ class ModelRunner:
         self._runtime = runtime
         self._tp, self._pp = tp, pp
         self._backends: dict[AttentionSpec, AttentionBackend] = {}
+        self._groups: list[int | None] = [None]
+        """What the layers of each group see, see `group_layers`."""
+        self._plans: dict[Hashable, tuple[AttentionBackend, int]] = {}
+        """The backend and the group of each metadata that a step needs, by the `metadata_key` of the layers."""
         self._layers: list[Attention] = []
         self._has_model = False
         self._adapters: LoRAAdapters | None = None
@@ -125,7 +132,7 @@ class ModelRunner:
             quantization=quantization_method(config),
             with_adapters=self._config.lora is not None,
         )
-        model_class = resolve_model_class(config.architecture)
+        model_class = resolve_model_class(config.architecture, config.model_impl)
         with _out_of_memory_as(ModelError, f"The weights of {config.model}, whose sizes config.json gives,"):
             self.model = model_class(config, context)
         self._argmax = context.op("argmax", size=config.vocab_size).function
@@ -144,6 +151,8 @@ class ModelRunner:
         if (lora := self._config.lora) is not None:
             with _out_of_memory_as(ModelError, f"The slots of {lora.max_loras} adapters (max_loras)"):
                 self._adapters = LoRAAdapters(self.model, context, lora, self._runtime)
+        self._windows = layer_windows(self._layers, self._runtime.device)
+        self._place_layers()
         self._has_model = True
 
     @property
@@ -168,7 +177,13 @@ class ModelRunner:
         if not common:
             offers = "; ".join(sorted({str(layout.block_sizes) for layout in layouts}))
             raise CacheError(f"The attention backends of this model accept no common block size: {offers}.")
-        return KVCacheNeeds(sum(layout.bytes_per_token for layout in layouts), tuple(common))
+        bytes_per_token = sum(layout.bytes_per_token for layout in layouts)
+        return KVCacheNeeds(bytes_per_token, tuple(common), self._windows)
+
+    def group_layers(self, windows: Sequence[int | None]) -> None:
+        """Gives the layers of each group a block table of their own: what they see, in tokens, or None for all."""
+        self._groups = list(windows)
+        self._place_layers()
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
         """Claims the KV cache of every layer, and readies the model and the rows for steps."""
@@ -176,8 +191,8 @@ class ModelRunner:
         self._allocate_layers(num_blocks, block_size)
         self._compile_model()
         scheduler, model = self._config.scheduler, self._config.model
-        state = SamplingState(scheduler.max_num_seqs, model.vocab_size, model.seed)
-        self.rows = RowTable(scheduler.max_num_seqs, model.max_model_len, block_size, state)
+        state = SamplingState(scheduler.max_num_seqs, model.vocab_size, model.seed, self._logits_processors())
+        self.rows = RowTable(scheduler.max_num_seqs, model.max_model_len, block_size, state, len(self._groups))
         shapes: ShapePolicy = ask(self._platform, "shapes", returns=ShapePolicy)
         on_device = keeps_tokens_on_device(self._config, self._platform.capabilities)
         self._inputs = StepInputBuilder(
@@ -324,6 +339,7 @@ class ModelRunner:
                 block_size=block_size,
                 runtime=self._runtime,
                 with_prompt_lens=self.model.uses_prompt_lens,
+                num_groups=len(self._groups),
             )
             hidden = self._forward(inputs, self._pipeline.placeholder(shape.tokens))
             self._runtime.step_mark()
@@ -349,20 +365,47 @@ class ModelRunner:
         sampler.may_look = not keeps_tokens_on_device(self._config, self._platform.capabilities)
         sampler.sample(logits, np.arange(num_rows), state, history)
 
+    def _logits_processors(self) -> LogitsProcessors | None:
+        """Those that the settings name, where tokens are sampled."""
+        names = self._config.logits_processors
+        if not names or not self._pipeline.is_last:
+            return None
+        max_rows, vocab_size = self._config.scheduler.max_num_seqs, self._config.model.vocab_size
+        return LogitsProcessors(names, LogitsProcessorContext(vocab_size, max_rows, self._runtime.device))
+
     def _backend_for(self, spec: AttentionSpec) -> AttentionBackend:
         if spec not in self._backends:
             self._backends[spec] = ask_attention_backend(self._platform, spec)
         return self._backends[spec]
 
+    def _place_layers(self) -> None:
+        """Deals the layers out to the groups. A backend makes one metadata per step: each block table has its own."""
+        self._plans, self._cache_places = {}, []
+        places = place_layers(self._windows, self._groups, self._config.model.max_model_len)
+        for layer, (group, place) in zip(self._layers, places, strict=True):
+            key: Hashable = layer.spec
+            if key in self._plans and self._plans[key][1] != group:
+                key = (layer.spec, group)
+            if key not in self._plans:
+                backend = self._backend_for(layer.spec)
+                if key != layer.spec:
+                    backend = ask_attention_backend(self._platform, layer.spec)
+                self._plans[key] = (backend, group)
+            layer.metadata_key, layer.backend = key, self._plans[key][0]
+            self._cache_places.append(place)
+
     def _allocate_layers(self, num_blocks: int, block_size: int) -> None:
         with _out_of_memory_as(CacheError, f"The KV cache of {num_blocks} blocks of {block_size} tokens"):
-            for layer in self._layers:
-                layer.kv_cache = layer.backend.allocate(num_blocks, block_size, self._runtime.device)
+            caches: dict[int, KVCache] = {}
+            for layer, place in zip(self._layers, self._cache_places, strict=True):
+                if place not in caches:
+                    caches[place] = layer.backend.allocate(num_blocks, block_size, self._runtime.device)
+                layer.kv_cache = caches[place]
 
     def _forward(
         self, inputs: StepInputs, intermediate: torch.Tensor | None, adapters: LoRABatch | None = None
     ) -> torch.Tensor:
-        plans = [backend.build_metadata(inputs.layout) for backend in self._backends.values()]
+        plans = [backend.build_metadata(inputs.layouts[group]) for backend, group in self._plans.values()]
         arguments = (inputs.token_ids, inputs.positions, inputs.prompt_lens, intermediate, *plans)
         if adapters is None:
             return self._run_model(*arguments)
@@ -385,8 +428,8 @@ class ModelRunner:
         intermediate: torch.Tensor | None,
         *plans: AttentionMetadata,
     ) -> torch.Tensor:
-        """The model with a step's metadata laid out as arguments, one per backend: the function that is compiled."""
-        step = ForwardStep(dict(zip(self._backends, plans, strict=True)), prompt_lens)
+        """The model with a step's metadata laid out as arguments, as in `_plans`: the function that is compiled."""
+        step = ForwardStep(dict(zip(self._plans, plans, strict=True)), prompt_lens)
         hidden: torch.Tensor = self.model(token_ids, positions, step, intermediate)
         return hidden
 

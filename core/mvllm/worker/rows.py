@@ -7,6 +7,9 @@ arrays by NumPy, whole batches at a time.
     0     [11, 40, 7, 9, ...]    4           3             [5, 2, ...]
     1     free
     2     [11, 40, 8, ...]       3           0             [5, 6, ...]
+
+Where layers are grouped by what they see, a row has a table per group: that of row r in group g has the number
+r + g * max_rows. Entries of blocks that a group's layers do not see any more are left as they were.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import numpy as np
 
 from mvllm.messages.scheduler_output import NewRequestData, SchedulerOutput
 from mvllm.pooling.pooler import PoolingState
+from mvllm.sampling.logits_processor import RowTokens
 from mvllm.sampling.state import SamplingState, TokenHistory
 
 
@@ -26,24 +30,30 @@ class RowTable:
         max_model_len: Longest sequence in tokens.
         block_size: Tokens per KV block.
         sampling: Sampling state, kept in step with the rows.
+        num_groups: Groups of layers.
 
     Attributes:
         history: Token ids, with `num_tokens` and `num_prompt_tokens` per row.
         num_computed: int32 [max_rows]; leading tokens whose KV is computed or scheduled.
+        max_rows, num_groups: As given.
         max_pages: Blocks of the longest sequence.
-        block_table: int32 [max_rows, max_pages + 1]; one entry to spare.
-        num_blocks: int32 [max_rows]; entries of `block_table` in use.
+        block_table: int32 [num_groups * max_rows, max_pages + 1]; one entry to spare.
+        num_blocks: int32 [num_groups * max_rows]; entries of `block_table` in use.
         prompt_logprobs: How many the row's request asked for, by row, for the few that did.
         pooling: The rows whose prompts are wanted as vectors; these never sample.
         lora_ids: int64 [max_rows]; the adapter of the row's request, 0 for none.
     """
 
-    def __init__(self, max_rows: int, max_model_len: int, block_size: int, sampling: SamplingState) -> None:
+    def __init__(
+        self, max_rows: int, max_model_len: int, block_size: int, sampling: SamplingState, num_groups: int = 1
+    ) -> None:
+        self.max_rows = max_rows
+        self.num_groups = num_groups
         self.max_pages = -(-max_model_len // block_size)
         self.history = TokenHistory(max_rows, max_model_len + 1)
         self.num_computed = np.zeros(max_rows, dtype=np.int32)
-        self.block_table = np.zeros((max_rows, self.max_pages + 1), dtype=np.int32)
-        self.num_blocks = np.zeros(max_rows, dtype=np.int32)
+        self.block_table = np.zeros((num_groups * max_rows, self.max_pages + 1), dtype=np.int32)
+        self.num_blocks = np.zeros(num_groups * max_rows, dtype=np.int32)
         self.prompt_logprobs: dict[int, int] = {}
         self.pooling = PoolingState()
         self.lora_ids = np.zeros(max_rows, dtype=np.int64)
@@ -62,11 +72,12 @@ class RowTable:
 
     def _begin(self, request: NewRequestData) -> None:
         row, params = request.row, request.sampling_params
-        blocks = request.block_ids
         self.history.set_row(row, request.token_ids, request.num_prompt_tokens)
         self.num_computed[row] = request.num_computed_tokens
-        self.block_table[row, : len(blocks)] = blocks
-        self.num_blocks[row] = len(blocks)
+        for table, blocks in enumerate((request.block_ids, *request.more_block_ids)):
+            number = row + table * self.max_rows
+            self.block_table[number, : len(blocks)] = blocks
+            self.num_blocks[number] = len(blocks)
         if params.prompt_logprobs is not None:
             self.prompt_logprobs[row] = params.prompt_logprobs
         self.pooling.set_row(row, request.pooling_params)
@@ -77,11 +88,12 @@ class RowTable:
             eos_token_ids=request.eos_token_ids,
             request_id=request.request_id,
             num_prompt_tokens=request.num_prompt_tokens,
+            tokens=None if self.sampling.processors is None else RowTokens(self.history, row),
         )
 
     def _free(self, row: int) -> None:
         self.history.clear_row(row)
-        self.num_blocks[row] = 0
+        self.num_blocks[row :: self.max_rows] = 0
         self.prompt_logprobs.pop(row, None)
         self.pooling.clear_row(row)
         self.lora_ids[row] = 0

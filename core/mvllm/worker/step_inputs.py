@@ -2,6 +2,7 @@
 
     | token_ids T | positions T | slots T | query_start_loc R+1 | seq_lens R | logits_at S | block_table R*P |
     | prompt_lens T, for models that need it | sample_rows S, where tokens stay on the device |  all int32
+    | slots T | block_table R*P | for each group of layers behind the first
 
 T tokens, R requests, S rows that sample, P pages (width of the block table): each padded up to the platform's buckets,
 S to those of requests.
@@ -11,7 +12,7 @@ Token ids may be marks of tokens that only the device knows, see TokenHistory; D
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -39,7 +40,7 @@ class StepInputs:
         token_ids, positions: int32 [T], device.
         logits_at: int32 [S], device: index among the T tokens of each sampling row's last token. Only here S is padded
             (with index 0).
-        layout: For the attention backends.
+        layouts: For the attention backends, one per group of layers. They differ in block_table and slot_mapping alone.
         prompt_lens: int32 [T], device: length of the prompt that each token's request began with, or None.
         sample_rows: int32 [S], device: the rows of `sampling`, padded with a row that no request has, or None.
     """
@@ -51,9 +52,14 @@ class StepInputs:
     token_ids: torch.Tensor
     positions: torch.Tensor
     logits_at: torch.Tensor
-    layout: BatchLayout
+    layouts: list[BatchLayout]
     prompt_lens: torch.Tensor | None = None
     sample_rows: torch.Tensor | None = None
+
+    @property
+    def layout(self) -> BatchLayout:
+        """Of the first group."""
+        return self.layouts[0]
 
 
 class StepInputBuilder:
@@ -93,7 +99,8 @@ class StepInputBuilder:
         max_tokens = _largest("max_num_batched_tokens", max_tokens, "tokens", shapes.tokens)
         max_rows = _largest("max_num_seqs", max_rows, "requests", shapes.requests)
         max_pages = _largest("max_model_len in blocks", rows.max_pages, "pages", shapes.pages)
-        capacity = 4 * max_tokens + 4 * max_rows + 1 + max_rows * max_pages
+        groups = rows.num_groups
+        capacity = (3 + groups) * max_tokens + 4 * max_rows + 1 + groups * max_rows * max_pages
         self.staging = StepStaging(runtime)
         self.staging.reserve(capacity, torch.int32)
         self._counting = np.arange(max(max_tokens, max_rows) + 1, dtype=np.int32)
@@ -119,25 +126,19 @@ class StepInputBuilder:
         sizes = [padded_tokens] * 3 + [padded_requests + 1, padded_requests, padded_sampling, padded_requests * pages]
         sizes.append(padded_tokens if self._with_prompt_lens else 0)
         sizes.append(padded_sampling if self._with_sample_rows else 0)
+        sizes += [padded_tokens, padded_requests * pages] * (table.num_groups - 1)
         ends = list(accumulate(sizes))
         self.staging.begin_step()
         buffer = self.staging.buffer(ends[-1], torch.int32)
         host = buffer.numpy()
-        token_ids, positions, slots, query_start_loc, lens, logits_at, block_table, prompt_lens, sample_rows = (
-            host[a:b] for a, b in zip([0, *ends], ends, strict=False)
-        )
-        block_table = block_table.reshape(padded_requests, pages)
+        parts = [host[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+        token_ids, positions, _, query_start_loc, lens, logits_at, _, prompt_lens, sample_rows = parts[:9]
 
         lens[:num_requests] = seq_lens
-        known = block_table[:num_requests, : table.block_table.shape[1]]  # a bucket may be wider than any sequence
-        table.block_table[:, :pages].take(rows, axis=0, out=known, mode="clip")
-        if known.shape[1] < pages:
-            block_table[:num_requests, known.shape[1] :] = 0
         if max_query_len == 1:  # a step of nothing but decoding: token i is request i
             row_of_token, position = rows, first
             query_start_loc[: num_requests + 1] = self._counting[: num_requests + 1]
             logits_at[:num_sampling] = sampling
-            block = known[self._counting[:num_requests], position // self._block_size]
         else:
             query_start_loc[0] = 0
             num_scheduled.cumsum(out=query_start_loc[1 : num_requests + 1])
@@ -145,26 +146,37 @@ class StepInputBuilder:
             row_of_token = rows.repeat(num_scheduled)
             offsets = self._counting[:num_tokens] - query_start_loc[:num_requests].repeat(num_scheduled)
             position = first.repeat(num_scheduled) + offsets
-            block = table.block_table[row_of_token, position // self._block_size]
         token_ids[:num_tokens] = history.token_ids[row_of_token, position]
         positions[:num_tokens] = position
-        slots[:num_tokens] = block * self._block_size + position % self._block_size
+        page, offset = position // self._block_size, position % self._block_size
+        places = [(2, 6), *((i, i + 1) for i in range(9, len(parts), 2))]  # of each group's slots and block table
+        for group, (at_slots, at_table) in enumerate(places):
+            slots, block_table = parts[at_slots], parts[at_table].reshape(padded_requests, pages)
+            tables = table.block_table[group * table.max_rows :]
+            known = block_table[:num_requests, : tables.shape[1]]  # a bucket may be wider than any sequence
+            tables[:, :pages].take(rows, axis=0, out=known, mode="clip")
+            if known.shape[1] < pages:
+                block_table[:num_requests, known.shape[1] :] = 0
+            if padded_requests > num_requests:
+                block_table[num_requests:] = 0
+            block = known[self._counting[:num_requests], page] if max_query_len == 1 else tables[row_of_token, page]
+            slots[:num_tokens] = block * self._block_size + offset
+            if padded_tokens > num_tokens:
+                slots[num_tokens:] = -1
         if self._with_prompt_lens:
             prompt_lens[:num_tokens] = history.num_prompt_tokens[row_of_token]
             prompt_lens[num_tokens:] = 0
         if self._with_sample_rows:
             sample_rows[:num_sampling] = rows[sampling]
-            sample_rows[num_sampling:] = len(table.num_blocks)
+            sample_rows[num_sampling:] = table.max_rows
         if padded_sampling > num_sampling:
             logits_at[num_sampling:] = 0
         if padded_tokens > num_tokens:
             token_ids[num_tokens:] = 0
             positions[num_tokens:] = 0
-            slots[num_tokens:] = -1
         if padded_requests > num_requests:
             query_start_loc[num_requests + 1 :] = num_tokens
             lens[num_requests:] = 0
-            block_table[num_requests:] = 0
 
         device = self.staging.send(buffer[: ends[-1]])
         views = device.split(sizes)
@@ -176,13 +188,23 @@ class StepInputBuilder:
             block_size=self._block_size,
             query_start_loc=query_start_loc,
             seq_lens=lens,
-            block_table=block_table,
-            slot_mapping=slots,
+            block_table=parts[6].reshape(padded_requests, pages),
+            slot_mapping=parts[2],
             query_start_loc_device=views[3],
             seq_lens_device=views[4],
             block_table_device=views[6].view(padded_requests, pages),
             slot_mapping_device=views[2],
         )
+        layouts = [layout] + [
+            replace(
+                layout,
+                block_table=parts[at_table].reshape(padded_requests, pages),
+                slot_mapping=parts[at_slots],
+                block_table_device=views[at_table].view(padded_requests, pages),
+                slot_mapping_device=views[at_slots],
+            )
+            for at_slots, at_table in places[1:]
+        ]
         return StepInputs(
             rows,
             num_scheduled,
@@ -191,7 +213,7 @@ class StepInputBuilder:
             token_ids=views[0],
             positions=views[1],
             logits_at=views[5],
-            layout=layout,
+            layouts=layouts,
             prompt_lens=views[7] if self._with_prompt_lens else None,
             sample_rows=views[8] if self._with_sample_rows else None,
         )
@@ -236,6 +258,7 @@ def dry_inputs(
     block_size: int,
     runtime: DeviceRuntime,
     with_prompt_lens: bool = False,
+    num_groups: int = 1,
 ) -> StepInputs:
     """Inputs of a step of given sizes, its tokens shared out evenly, that reads block 0 and writes nothing."""
     query_len = -(-num_tokens // num_requests)
@@ -266,7 +289,7 @@ def dry_inputs(
         token_ids=runtime.from_numpy(np.zeros(padded_tokens, dtype=np.int32)),
         positions=runtime.from_numpy((np.arange(padded_tokens) % query_len).astype(np.int32)),
         logits_at=runtime.from_numpy(np.maximum(starts[1:] - 1, 0)),
-        layout=layout,
+        layouts=[layout] * num_groups,
         prompt_lens=runtime.from_numpy(np.zeros(padded_tokens, dtype=np.int32)) if with_prompt_lens else None,
     )
 

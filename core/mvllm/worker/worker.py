@@ -75,6 +75,9 @@ class Worker:
         to_come = (sharers - sharers // self._config.parallel.data_parallel_size) * before.used_by_me if unified else 0
         return (before.free - to_come - reserve) // sharers - peak
 
+    def group_layers(self, windows: list[int | None]) -> None:
+        self.runner.group_layers(windows)
+
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
         self.runner.allocate_kv_cache(num_blocks, block_size)
 

@@ -1,17 +1,11 @@
-"""A file of tests again, in a process that is told to run with another instruction set."""
+"""Which instruction sets this processor has."""
 
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-once_each = pytest.mark.skipif("MVLLM_CPU_ISA" in os.environ, reason="runs this file once per instruction set already")
-
 
 _AVX2 = {"avx2", "fma", "f16c", "bmi2"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -45,21 +39,3 @@ def skip_unless_had(isa: str) -> None:
     missing = sorted(NEEDS[isa] - features())
     if missing:
         pytest.skip(f"this processor has no {isa}: no {', '.join(missing)}")
-
-
-def run_again(file: str, isa: str, attribute: str = "isa") -> None:
-    """Passes if `file` does with the instruction set forced.
-
-    Args:
-        file: The file of tests.
-        isa: As `MVLLM_CPU_ISA` takes it.
-        attribute: Of the opened kernels: where they say what they run with.
-    """
-    skip_unless_had(isa)
-    env = dict(os.environ, MVLLM_CPU_ISA=isa)
-    ask = f"from mvllm_cpu import kernels; print(kernels.load().{attribute})"
-    runs = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=True)
-    assert runs.stdout.strip() == isa
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from platforms.cpu.tests.instruction_sets import once_each, run_again
 
 from mvllm.plugin_api import OpCase
 from mvllm_cpu import kernels
-from mvllm_cpu.doctor import ISAS
 from mvllm_cpu.linear import FASTEST_WITH, Linear
 from mvllm_cpu.ops import KernelOps
 
@@ -183,9 +181,3 @@ def test_declined_with_a_reason_where_another_is_faster():
     assert not reasons("float16", **layer) and not reasons("float32", **layer)
     if not torch.cpu._is_amx_tile_supported():
         assert not reasons("bfloat16", **layer) and not reasons("bfloat16", **head)
-
-
-@once_each
-@pytest.mark.parametrize("isa", [isa for isa in ISAS.split(", ") if isa != LOADED.isa])
-def test_every_instruction_set(isa):
-    run_again(__file__, isa)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from platforms.cpu.tests.instruction_sets import once_each, run_again
 
+from mvllm.ops.moe import clamped_moe as clamped_reference
 from mvllm.ops.moe import moe as reference
 from mvllm_cpu import kernels
-from mvllm_cpu.doctor import ISAS
-from mvllm_cpu.moe import Moe
+from mvllm_cpu.moe import Moe, clamped_moe
 
 LOADED = kernels.load()
 pytestmark = pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LOADED.reason}")
@@ -137,13 +136,24 @@ def test_more_tokens_than_are_handled_together(op):
     assert op.moe(x[:0], *ready, ids[:0], weights[:0]).shape == (0, 1024)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_clamped_experts_are_those_of_the_reference_and_others_are_not_read(dtype):
+    gate_up, down = experts(8, 64, 32, dtype)
+    biases = random(8, 64, dtype=dtype, seed=3), random(8, 64, dtype=dtype, seed=4)
+    x, chosen = random(50, 64, dtype=dtype, scale=3.0), routing(50, 8, 2, among=[1, 2, 4, 6])
+    settings = (*chosen, 1.702, 1.5)
+    wanted = clamped_reference(*(t.double() for t in (x, gate_up, biases[0], down, biases[1])), *settings)
+    unclamped = clamped_reference(x, gate_up, biases[0], down, biases[1], *chosen, 1.702, 100.0)
+    assert (unclamped.double() - wanted).abs().max() > 0.1 * wanted.abs().max(), "no input reaches the limit"
+    for e in (0, 3, 5, 7):
+        gate_up[e], down[e] = float("nan"), float("nan")
+    found = clamped_moe(x, gate_up, biases[0], down, biases[1], *settings)
+    assert_close(found, wanted, dtype)
+    nobody = (x[:0], gate_up, biases[0], down, biases[1], *(part[:0] for part in chosen), 1.702, 1.5)
+    assert clamped_moe(*nobody).shape == (0, 64)
+
+
 def test_packing_takes_the_memory_of_the_loaded_weights_over(op):
     gate_up, down = experts(4, 128, 64, torch.bfloat16)
     ready = op.pack((torch.nn.Parameter(gate_up, requires_grad=False), down))
     assert [w.data.data_ptr() for w in ready] == [gate_up.data_ptr(), down.data_ptr()]
-
-
-@once_each
-@pytest.mark.parametrize("isa", [isa for isa in ISAS.split(", ") if isa != LOADED.isa])
-def test_every_instruction_set(isa):
-    run_again(__file__, isa)

@@ -6,13 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from platforms.cpu.tests.instruction_sets import once_each, run_again
 
 from mvllm.layers.quantization.rounded_matrix import round_rows
 from mvllm.ops.quantized_linear import quantized_linear as reference
 from mvllm.plugin_api import OpCase, QuantizedWeight
 from mvllm_cpu import kernels
-from mvllm_cpu.doctor import QUANTIZED_ISAS
 from mvllm_cpu.ops import KernelOps
 from mvllm_cpu.quantized_linear import MOST_INT8_COLUMNS, QuantizedLinear
 
@@ -308,9 +306,3 @@ def test_the_longest_sum_of_bytes_fits(op):
     for sign in (1, -1):
         found = op.quantized_linear(sign * x, op.pack(weight), None)
         assert found.item() == sign * -128.0 * 127 * MOST_INT8_COLUMNS
-
-
-@once_each
-@pytest.mark.parametrize("isa", [isa for isa in QUANTIZED_ISAS.split(", ") if isa != LOADED.quantized_isa])
-def test_every_instruction_set(isa):
-    run_again(__file__, isa, "quantized_isa")

@@ -2,7 +2,9 @@
 
 import pytest
 
+from tests.helpers.model_zoo import marked
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "checkpoint" in metafunc.fixturenames:
-        metafunc.parametrize("checkpoint", metafunc.cls.names)
+        metafunc.parametrize("checkpoint", marked(metafunc.cls.names))

@@ -162,7 +162,7 @@ def test_the_async_sdk_parses_and_streams(server: ServerProcess, llm: LLM) -> No
         (openai.BadRequestError, {"temperature": -1}),
         (openai.BadRequestError, {"prompt": [5, 100_000]}),
         (openai.BadRequestError, {"suffix": "the end"}),
-        (openai.BadRequestError, {"logit_bias": {"5": 1.0}}),
+        (openai.BadRequestError, {"logit_bias": {"1000000": 1.0}}),
         (openai.BadRequestError, {"extra_body": {"response_format": {"type": "made up"}}}),
     ],
 )

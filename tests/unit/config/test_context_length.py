@@ -39,6 +39,17 @@ def test_some_rotary_scalings_stretch_it(key, rope, expected):
     assert length(max_position_embeddings=1000, **{key: rope}) == expected
 
 
+def test_a_gemma_3_is_as_long_as_it_says_scaled_or_not():
+    rope = {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {"rope_type": "default"}}
+    assert length(model_type="gemma3_text", max_position_embeddings=1000, rope_parameters=rope) == 1000
+
+
+def test_a_falcon_may_leave_it_out():
+    assert length(model_type="falcon") == 2048
+    with pytest.raises(ConfigError, match=r"at most 2048 tokens \(what falcon models have by default"):
+        length(2049, model_type="falcon")
+
+
 def test_a_wish_up_to_the_limit_is_granted_and_beyond_it_refused():
     assert length(1000, max_position_embeddings=1000) == 1000
     assert length(1, max_position_embeddings=1000) == 1

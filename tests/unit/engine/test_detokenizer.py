@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mvllm.engine.detokenizer import IncrementalDetokenizer, StopStrings
+from mvllm.engine.tokenizer import Tokenizer
 from tests.unit.engine.tokenizers import KINDS, make_tokenizer
 
 kinds = pytest.mark.parametrize("kind", list(KINDS))
@@ -109,3 +110,33 @@ class TestStopStrings:
         held = StopStrings(stop, False).held_back(text)
         could_begin = [n for n in range(1, len(text) + 1) for s in stop if n < len(s) and s.startswith(text[-n:])]
         assert held == max(could_begin, default=0)
+
+
+def test_whether_special_tokens_stand_apart_is_the_tokenizers_business():
+    """One in Python that knows the difference, as those of speech models do."""
+    from transformers import PreTrainedTokenizer
+
+    class Words(PreTrainedTokenizer):
+        words = ("<s>", "</s>", "one", "two")
+        vocab_size = 4
+
+        def get_vocab(self):
+            return {word: i for i, word in enumerate(self.words)}
+
+        def _convert_id_to_token(self, index):
+            return self.words[index]
+
+        def _convert_token_to_id(self, token):
+            return self.words.index(token)
+
+        def _decode(self, token_ids, spaces_between_special_tokens=True, **kwargs):
+            text = super()._decode(token_ids, **kwargs)
+            return text if spaces_between_special_tokens else text.replace("> <", "><")
+
+    tokenizer = Tokenizer(lambda: Words(bos_token="<s>", eos_token="</s>"))
+    ids = [0, 0, 2, 3, 1, 1]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s> <s> one two </s> </s>"
+    for apart, text in ((True, "<s> <s> one two </s> </s>"), (False, "<s><s> one two </s></s>")):
+        settings = {"skip_special_tokens": False, "spaces_between_special_tokens": apart}
+        assert tokenizer.decode(ids, **settings) == text
+        assert "".join(pieces_of(tokenizer, [ids[:3], ids[3:]], **settings)) == text

@@ -54,14 +54,16 @@ def test_bytes_of_something_else_are_not_a_configuration() -> None:
 
 
 def test_plans_and_results_keep_their_types() -> None:
-    request = NewRequestData("a", 3, [1, 2, 3], 3, 0, [7], SamplingParams(temperature=0, stop=["x"]), [2])
+    params = SamplingParams(temperature=0, stop=["x"])
+    request = NewRequestData("a", 3, [1, 2, 3], 3, 0, [7], params, [2], more_block_ids=[[8], [9]])
     plan = SchedulerOutput(step=4, new_requests=[request], rows=[3], num_scheduled_tokens=[3])
     codec = codec_of("execute_model")
     assert codec.arguments.decode(msgspec.msgpack.encode((plan,))) == (plan,)
     output = ModelRunnerOutput(step=4, sampled_token_ids=[9], errors={0: "NaN"})
     assert codec.result.decode(msgspec.msgpack.encode(output)) == output
-    needs = KVCacheNeeds(10, (16, 32))
-    assert codec_of("kv_cache_needs").result.decode(msgspec.msgpack.encode(needs)) == needs
+    for needs in (KVCacheNeeds(10, (16, 32)), KVCacheNeeds(10, (16,), (None, 9))):
+        assert codec_of("kv_cache_needs").result.decode(msgspec.msgpack.encode(needs)) == needs
+    assert codec_of("group_layers").arguments.decode(msgspec.msgpack.encode(([None, 9],))) == ([None, 9],)
 
 
 def test_arguments_of_other_types_and_other_methods_are_refused() -> None:

@@ -14,10 +14,12 @@ from mvllm.distributed.group import GroupCoordinator
 from mvllm.errors import ConfigError
 from mvllm.layers.context import BuildContext
 from mvllm.layers.embedding import LMHead, VocabEmbedding
+from mvllm.layers.experts import GatedExperts
 from mvllm.layers.linear import ColumnParallelLinear, HeadShare, QKVLinear, RowParallelLinear
 from mvllm.layers.mlp import GatedMLP
 from mvllm.layers.moe import MoE
 from mvllm.layers.pipeline import PipelineStage
+from mvllm.layers.routing import Routing
 from tests.helpers.paged_driver import make_context
 from tests.helpers.thread_ranks import fake_group, run_ranks
 
@@ -140,7 +142,8 @@ def test_moe_equals_a_loop_over_tokens_and_experts(size: int, normalize: bool) -
     weights, x = {}, torch.randn(7, 8)
 
     def body(ctx: BuildContext) -> torch.Tensor:
-        layer = MoE(ctx, "gate", "experts", 8, 12, num_experts=5, top_k=2, normalize=normalize)
+        experts = GatedExperts(ctx, "experts", 8, 12, num_experts=5, top_k=2)
+        layer = MoE(ctx, "gate", experts, 8, 5, Routing(2, normalize=normalize))
         return fill(layer, weights)(x)
 
     outputs = on_ranks(size, body)

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from mvllm.layers.context import ForwardStep
+from mvllm.layers.experts import GatedExperts
 from mvllm.layers.moe import MoE
+from mvllm.layers.routing import Routing
 from tests.helpers.host_sync import NoQuestions, NoReading
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.paged_driver import HOST, load_model, make_context, make_layout
@@ -46,7 +48,18 @@ def test_the_other_guard_notices_reading_but_for_tensors_of_the_host() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-gqa", "llama-rope-dynamic", "llama-rope-longrope", "qwen2-window", "qwen3", "opt-projected", "gpt2"]
+    "name",
+    [
+        "llama-gqa",
+        "llama-rope-dynamic",
+        "llama-rope-longrope",
+        "qwen2-window",
+        "qwen3",
+        "opt-projected",
+        "gpt2",
+        "gptoss",
+        "deepseek3-yarn",
+    ],
 )
 def test_models_ask_nothing(name: str, tmp_path: Path) -> None:
     model = load_model(make_checkpoint(name, tmp_path, tokenizer=False))
@@ -61,6 +74,8 @@ def test_models_ask_nothing(name: str, tmp_path: Path) -> None:
 
 
 def test_mixture_of_experts_asks_nothing() -> None:
-    layer = MoE(make_context(), "gate", "experts", 8, 12, num_experts=5, top_k=2)
+    ctx = make_context()
+    experts = GatedExperts(ctx, "experts", 8, 12, num_experts=5, top_k=2)
+    layer = MoE(ctx, "gate", experts, 8, 5, Routing(2))
     with torch.inference_mode(), NoQuestions():
         layer(torch.randn(7, 8))

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from mvllm.config.rope_parameters import prompt_cache_key
-from tests.helpers.model_zoo import MAX_LEN, VOCAB_SIZE, ZOO, load_reference, make_checkpoint
+from tests.helpers.model_zoo import MAX_LEN, VOCAB_SIZE, ZOO, load_reference, make_checkpoint, marked
 from tests.helpers.paged_driver import PagedDriver, load_model, make_context, read_config
 
 PROMPT_LEN, TOTAL_LEN = 40, 64
@@ -46,7 +46,7 @@ def run_mixed(driver: PagedDriver, plans: list[tuple[list[int], int, list[int]]]
     return [torch.cat(result) for result in results]
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", marked(ZOO))
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     folder = make_checkpoint(name, tmp_path, tokenizer=False)
     reference, driver = load_reference(folder), PagedDriver(load_model(folder))
@@ -72,7 +72,7 @@ def test_prompts_beyond_the_original_context_equal_transformers(name: str, chunk
     torch.testing.assert_close(ours, reference_logits(reference, tokens, 70), atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", marked(ZOO))
 def test_prompts_that_have_one_right_answer_may_share_cached_keys(name: str, tmp_path: Path) -> None:
     key = prompt_cache_key(read_config(make_checkpoint(name, tmp_path, tokenizer=False)))
     longest = ZOO[name].max_prompt_len

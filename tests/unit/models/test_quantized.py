@@ -75,6 +75,7 @@ def check_near(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert off.median() < 1e-4 * wanted.std() and off.max() < 0.05 * wanted.std(), f"{off.median()=}, {off.max()=}"
 
 
+@pytest.mark.shows("quantization", by="scheme", family="llama")
 @pytest.mark.parametrize("scheme", WEIGHT_ONLY)
 def test_logits_equal_transformers_with_the_dequantized_weights(scheme: str, tmp_path: Path) -> None:
     checkpoint = make_quantized(scheme, tmp_path)
@@ -83,6 +84,7 @@ def test_logits_equal_transformers_with_the_dequantized_weights(scheme: str, tmp
     )
 
 
+@pytest.mark.shows("quantization", by="scheme", family="llama")
 @pytest.mark.parametrize("scheme", INT8_INPUTS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_int8_inputs_give_what_an_emulation_in_float64_gives(scheme: str, ranks: int, tmp_path: Path) -> None:
@@ -94,6 +96,7 @@ def test_int8_inputs_give_what_an_emulation_in_float64_gives(scheme: str, ranks:
     assert unrounded.median() > 1e-3 * wanted.std(), "inputs that are not rounded would pass as well"
 
 
+@pytest.mark.shows("quantization", by="scheme")
 @pytest.mark.parametrize(
     ("scheme", "name"),
     [
@@ -110,6 +113,7 @@ def test_other_families_too(scheme: str, name: str, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.shows("quantization", by="scheme")
 @pytest.mark.parametrize(
     ("scheme", "name"),
     [("awq-some-floats", "llama-gqa"), ("gptq-rows", "llama-gqa"), ("gptq", "gpt2"), ("w8a16-rows", "qwen3-mqa")],
@@ -236,20 +240,26 @@ def give_rounded_weights(reference: PreTrainedModel, model: CausalLM) -> None:
         layout, dequantized = layer.layout, weight.dequantize()
         for name in dict.fromkeys(layout.names):
             parts = [part for part in layout.parts if part.name == name]
-            rows = torch.cat([dequantized[part.destination] for part in parts])
-            assert len(rows) == parts[0].num_rows
+            rows = torch.full((parts[0].num_rows, dequantized.shape[1]), torch.nan)
+            for part in parts:
+                rows[part.source] = dequantized[part.destination]
+            assert not rows.isnan().any()
             parent, _, attribute = ("lm_head" if layout.is_head else name).rpartition(".")
             module = reference.get_submodule(parent)
             bias = getattr(module, attribute).bias
             setattr(module, attribute, Int8Inputs(rows, bias))
 
 
+@pytest.mark.shows("quantization", by="quantization")
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["llama-mha-tied", "qwen2", "opt-projected", "gpt2"])
 def test_every_family_gives_what_transformers_gives_with_the_rounded_weights(
     name: str, quantization: str, tmp_path: Path
 ) -> None:
-    folder = make_checkpoint(name, tmp_path, tokenizer=False)
+    check_quantized_on_load(make_checkpoint(name, tmp_path, tokenizer=False), quantization)
+
+
+def check_quantized_on_load(folder: Path, quantization: str) -> None:
     model, reference = load_model(folder, quantization=quantization), load_reference(folder)
     plain = reference_logits(reference, TOKENS, PROMPT_LEN)
     give_rounded_weights(reference, model)

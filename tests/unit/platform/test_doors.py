@@ -29,6 +29,7 @@ GROUPS = {
     "mvllm.tool_parsers": "acme",
     "mvllm.reasoning_parsers": "acme",
     "mvllm.http": "acme",
+    "mvllm.logits_processors": "acme",
 }
 
 

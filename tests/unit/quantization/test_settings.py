@@ -19,12 +19,14 @@ from mvllm.layers.quantization import awq
 from mvllm.layers.quantization.interface import PackedFormat, QuantizationMethod, format_of_all
 from mvllm.layers.quantization.registry import quantization_method, supported_methods
 from mvllm.models.support import check_quantization
+from tests.helpers.float8_zoo import FLOAT8_SCHEMES
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.paged_driver import make_context, read_config
 from tests.helpers.plugins import prepend, write_metadata
 from tests.helpers.quantized_zoo import PER_TOKEN, SCHEMES, compressed
 
 CHANNEL = {"num_bits": 8, "strategy": "channel", "symmetric": True}
+FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 GROUP = {"num_bits": 4, "strategy": "group", "symmetric": True, "group_size": 32}
 
 
@@ -71,7 +73,12 @@ def test_what_the_tests_write_is_supported_and_may_be_asked_for_by_its_name(sche
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"quant_method": "fp8"}, r"'fp8', which is not supported. Supported: awq, .*quantization='int8'"),
+        ({"quant_method": "hqq"}, r"'hqq', which is not supported. Supported: awq, .*quantization='int8'"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, r"'fmt' is 'e5m2', but only 'e4m3'"),
+        ({"quant_method": "fp8", "activation_scheme": "x"}, r"'activation_scheme' is 'x', but only 'dynamic'"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"'weight_block_size' should be two integers > 0"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, r"should be two integers > 0, found \[128, 0\]"),
+        ({"quant_method": "fp8", "ignored_layers": "lm_head"}, r"should be a list of texts"),
         ({"quant_method": "awq", "bits": 8}, r"'bits' is 8, but only 4 is supported"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, r"'version' is 'gemv', but only 'gemm'"),
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, r"'zero_point' is false"),
@@ -85,7 +92,11 @@ def test_what_the_tests_write_is_supported_and_may_be_asked_for_by_its_name(sche
         ({"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": nested(500)}, r"list of texts"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}}, r"no regular expression"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:x": {"bits": 2}}}, r"dynamic '\+:x': 'bits' is 2"),
-        (compressed(CHANNEL, "float-quantized"), r"'format' is 'float-quantized', but only 'int-quantized'"),
+        (compressed(CHANNEL, "float-quantized"), r"weights: 'type' is 'int', but only 'float'"),
+        (compressed({**FLOAT8, "strategy": "block"}, "float-quantized"), r"lacks the key 'block_structure'"),
+        (compressed({**FLOAT8, "num_bits": 4}, "float-quantized"), r"'num_bits' is 4, but only 8"),
+        (compressed({**FLOAT8, "strategy": "group"}, "float-quantized"), r"lacks the key 'group_size'"),
+        (compressed(FLOAT8, "float-quantized", PER_TOKEN), r"input_activations: 'type' is 'int', but only 'float'"),
         (compressed({**CHANNEL, "type": "float"}, "int-quantized"), r"weights: 'type' is 'float'"),
         (compressed({**CHANNEL, "strategy": "block"}, "int-quantized"), r"'strategy' is 'block'"),
         (compressed({**GROUP, "num_bits": 2}), r"'num_bits' is 2"),
@@ -146,7 +157,9 @@ def test_names_that_do_not_fit_are_refused_with_the_remedy(folder: Path) -> None
         ConfigError, match=r"'awq', which is a way to store weights, .* not quantized.*'int8' or 'int4'"
     ):
         check_quantization(config_of(folder, quantization="awq"))
-    with pytest.raises(ConfigError, match=r"'int5', which is no method that there is: awq, compressed-tensors, gptq"):
+    with pytest.raises(
+        ConfigError, match=r"'int5', which is no method that there is: awq, compressed-tensors, fbgemm-fp8, fp8, gptq"
+    ):
         check_quantization(config_of(folder, quantization="int5"))
     assert {"awq", "compressed-tensors", "gptq", "int4", "int8"} <= set(supported_methods())
 
@@ -162,9 +175,9 @@ def test_the_front_end_checks_settings_without_torch(folder: Path, tmp_path: Pat
     program = (
         "import sys, json\n"
         "from mvllm.config.hf_config import HFConfig\n"
-        "from mvllm.layers.quantization import awq, compressed_tensors, gptq, on_load, registry\n"
+        "from mvllm.layers.quantization import awq, compressed_tensors, float8, gptq, on_load, registry\n"
         "from mvllm.config.quantization import settle_quantization\n"
-        f"for settings in json.loads({json.dumps([s.config for s in SCHEMES.values()])!r}):\n"
+        f"for settings in json.loads({json.dumps([s.config for s in (SCHEMES | FLOAT8_SCHEMES).values()])!r}):\n"
         "    name = settle_quantization(HFConfig({'quantization_config': settings}, 'config.json'), None)\n"
         "    registry._resolve(name, 'config.json').of(HFConfig(settings, 'config.json'))\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
@@ -179,6 +192,18 @@ class TestWhichMatrices:
         assert is_quantized(method, "model.layers.0.mlp.up_proj")
         assert not is_quantized(method, "model.layers.1.mlp.up_proj")
         assert not is_quantized(method, "lm_head", is_head=True)
+
+    def test_fp8_leaves_out_whole_names_and_what_is_below_them(self, folder: Path) -> None:
+        listed = ["model.layers.1", "model.layers.0.mlp.gate"]
+        method = method_of(folder, {**FLOAT8_SCHEMES["fp8-blocks"].config, "modules_to_not_convert": listed})
+        assert is_quantized(method, "model.layers.10.mlp.up_proj")
+        assert is_quantized(method, "model.layers.0.mlp.gate_proj")
+        assert not is_quantized(method, "model.layers.1.mlp.up_proj")
+        assert not is_quantized(method, "lm_head", is_head=True)
+        with pytest.raises(ModelError, match=r"gate: floats; .*FP8 with scales of 32 rows and 16 columns"):
+            is_quantized(method, "model.layers.0.mlp.gate", "model.layers.0.mlp.up_proj")
+        with pytest.raises(ModelError, match=r"stored as \[in, out\] is not supported in FP8"):
+            is_quantized(method, "model.layers.0.mlp.up_proj", transposed=True)
 
     def test_gptq_quantizes_the_head_where_it_says_so_but_never_a_tied_one(self, folder: Path) -> None:
         settings = SCHEMES["gptq"].config
@@ -220,14 +245,3 @@ class TestWhichMatrices:
         assert method.matrix(make_context(), layout("x")).format.bits == 4  # type: ignore[union-attr]
         head = method.matrix(make_context(), layout("lm_head", is_head=True))
         assert head is not None and (head.format.bits, head.group_size, head.format.symmetric) == (8, 64, True)  # type: ignore[attr-defined]
-
-
-def test_experts_cannot_be_quantized_yet_and_say_so() -> None:
-    import dataclasses
-
-    from mvllm.layers.moe import MoE
-    from mvllm.layers.quantization.on_load import Int8
-
-    ctx = dataclasses.replace(make_context(), quantization=Int8.of(HFConfig({}, "")))
-    with pytest.raises(ConfigError, match="quantized experts are not supported"):
-        MoE(ctx, "router", "experts", 16, 32, num_experts=2, top_k=1)

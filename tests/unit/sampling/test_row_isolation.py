@@ -30,6 +30,9 @@ SPICY = Sampled(
         min_tokens=50,
         max_tokens=60,
         logprobs=5,
+        logit_bias=dict.fromkeys(range(0, VOCAB, 5), 50.0),
+        allowed_token_ids=list(range(VOCAB - 9, VOCAB)),
+        bad_words_token_ids=[[3], [29, 4], [28, 29, 5]],
     ),
     prompt=range(20),
     output=range(30),
@@ -50,6 +53,9 @@ def make_params(**changes: Any) -> st.SearchStrategy[SamplingParams]:
         seed=st.sampled_from([None, 1, 2**62]),
         min_tokens=st.sampled_from([0, 0, 5]),
         logprobs=st.sampled_from([None, None, 0, 3]),
+        logit_bias=st.sampled_from([None, None, {5: 9.0, 200: -3.0}]),
+        allowed_token_ids=st.sampled_from([None, None, list(range(0, VOCAB, 3))]),
+        bad_words_token_ids=st.sampled_from([None, None, [[9], [1, 3], [3, 6, 9]]]),
         **changes,
     )
 

@@ -16,6 +16,10 @@ from hypothesis import strategies as st
 
 from mvllm.errors import RequestError
 from mvllm.messages.sampling_params import (
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORDS,
+    MAX_BEAM_WIDTH,
+    MAX_LOGIT_BIASES,
     MAX_N,
     MAX_STOP_STRING_LENGTH,
     MAX_STOP_STRINGS,
@@ -56,6 +60,20 @@ ACCEPTED = [
     ("spaces_between_special_tokens", [True, False]),
     ("output_kind", [*RequestOutputKind, 0, 2]),
     ("structured_outputs", [None, StructuredOutputsParams(regex="a"), {"json_object": True}]),
+    ("best_of", [None, 1, 2, MAX_N]),
+    (
+        "logit_bias",
+        [None, {}, {5: 1}, {"5": -100.0, 6: 0}, dict.fromkeys(range(MAX_LOGIT_BIASES), 1.0), {2**31 - 1: 1e308}],
+    ),
+    ("allowed_token_ids", [None, [0], (5, 3, 5), [2**31 - 1], list(range(200_000))]),
+    ("bad_words", [None, [], ["a"], ("a", " b"), ["x" * MAX_BAD_WORD_LENGTH], ["x"] * MAX_BAD_WORDS, ["é\n"]]),
+    ("bad_words_token_ids", [None, [], [[5]], ((5, 6), (7,))]),
+    ("truncate_prompt_tokens", [None, -1, 1, INT64_MAX]),
+    ("use_beam_search", [True, False]),
+    ("beam_width", [None]),
+    ("length_penalty", [1, 1.0]),
+    ("early_stopping", [False]),
+    ("extra_args", [None, {}, {"a": [1, {"b": None}], "c": 1.5, "d": "e", "f": True}]),
 ]
 
 NO_NUMBER = ["1", b"1", [], [1], {}, 1j, object(), "", np.bool_(True), np.zeros(2)]
@@ -88,6 +106,25 @@ REFUSED = [
     ("skip_special_tokens", NO_BOOLEAN),
     ("spaces_between_special_tokens", NO_BOOLEAN),
     ("output_kind", [-1, 3, 1.0, True, None, "DELTA", HUGE, object()]),
+    ("best_of", [0, -1, MAX_N + 1, *NO_INT64]),
+    ("logit_bias", [[], "a", 5, {-1: 1}, {2**31: 1}, {"x": 1}, {"-1": 1}, {1.0: 1}, {True: 1}, {None: 1}, {HUGE: 1}]),
+    (
+        "logit_bias",
+        [{5: math.nan}, {5: math.inf}, {5: HUGE}, {5: "1"}, {5: None}, {5: True}, {"9" * 5000: 1}, {"\u0665": 1}],
+    ),
+    ("logit_bias", [dict.fromkeys(range(MAX_LOGIT_BIASES + 1), 1.0)]),
+    ("allowed_token_ids", [[], 5, "5", [-1], [2**31], [1.0], [True], [None], [HUGE], {5}, {5: 1}, [5] * (2**20 + 1)]),
+    ("bad_words", ["a", 5, [""], [" "], ["\n\t"], [5], [None], ["\ud800"], ["x"] * 10**5, ["x" * 10**6], {"a"}]),
+    (
+        "bad_words_token_ids",
+        [[5], "5", [[]], [[-1]], [[2**31]], [[1.5]], [[5] * 10**6], [[5]] * 10**4, [["5"]], [[HUGE]]],
+    ),
+    ("truncate_prompt_tokens", [0, -2, *NO_INT64]),
+    ("use_beam_search", NO_BOOLEAN),
+    ("beam_width", [0, -1, 2, MAX_BEAM_WIDTH + 1, *NO_INT64]),
+    ("length_penalty", [2.0, 0.0, -10.5, 10.5, *NO_FINITE_NUMBER]),
+    ("early_stopping", [True, "never", "sometimes", 1, None, [], math.nan]),
+    ("extra_args", [[], "a", 5, {5: 1}, {"a": object()}, {"a": HUGE}, {"a": "x" * 70_000}, {"a": 1j}]),
     ("structured_outputs", ["a", 1, True, [], object()]),  # its own fields: tests/unit/structured_output
 ]
 
@@ -328,3 +365,75 @@ def test_a_prompt_must_leave_room_for_a_token():
     assert check(SamplingParams(max_tokens=None), prompt_len=99).max_tokens == 1
     for length in (100, 101, 10**9):
         assert "max_model_len" in assert_refused("prompt", SamplingParams(), prompt_len=length)
+
+
+class TestBestOf:
+    def test_is_between_n_and_the_limit(self):
+        assert SamplingParams(n=3, best_of=3).num_sequences == 3
+        assert SamplingParams(n=3, best_of=7).num_sequences == 7
+        with pytest.raises(RequestError, match="best_of must be an integer from n, which is 3"):
+            SamplingParams(n=3, best_of=2)
+
+    def test_greedy_sequences_would_all_be_equal(self):
+        with pytest.raises(RequestError, match="best_of must be 1 when temperature is 0"):
+            SamplingParams(best_of=2, temperature=0)
+
+    def test_only_more_than_n_has_to_wait_for_the_end(self):
+        assert not SamplingParams(n=2, best_of=2).is_ranked
+        assert SamplingParams(n=2, best_of=3).is_ranked
+
+
+class TestBeamSearch:
+    def test_the_width_may_have_either_name(self):
+        assert SamplingParams(use_beam_search=True, beam_width=4, n=2).num_beams == 4
+        assert SamplingParams(use_beam_search=True, best_of=4, n=2, temperature=0).num_beams == 4
+        assert SamplingParams(use_beam_search=True, n=2).num_beams == 2
+
+    @pytest.mark.parametrize(
+        ("field", "settings"),
+        [
+            ("beam_width", {"n": 3, "beam_width": 2}),
+            ("best_of", {"best_of": 3, "beam_width": 2}),
+            ("best_of", {"best_of": MAX_BEAM_WIDTH + 1}),
+            ("n", {"n": MAX_BEAM_WIDTH + 1}),
+            ("temperature", {"temperature": 0.7}),
+            ("top_p", {"top_p": 0.9}),
+            ("top_k", {"top_k": 5}),
+            ("repetition_penalty", {"repetition_penalty": 1.1}),
+            ("stop", {"stop": "x"}),
+            ("logit_bias", {"logit_bias": {5: 1}}),
+            ("structured_outputs", {"structured_outputs": {"regex": "a"}}),
+            ("prompt_logprobs", {"prompt_logprobs": 1}),
+        ],
+    )
+    def test_what_it_would_pass_over_is_refused(self, field, settings):
+        with pytest.raises(RequestError) as caught:
+            SamplingParams(use_beam_search=True, **settings)
+        assert caught.value.parameter == field
+
+    @pytest.mark.parametrize("stopping", [True, False, "never"])
+    @pytest.mark.parametrize("penalty", [-10, 0, 10])
+    def test_all_ways_to_score_and_stop_are_accepted(self, stopping, penalty):
+        params = SamplingParams(use_beam_search=True, beam_width=3, length_penalty=penalty, early_stopping=stopping)
+        assert SamplingParams(**msgspec.structs.asdict(params)) == params
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_bias", {100: 1.0}),
+        ("allowed_token_ids", [5, 100]),
+        ("bad_words_token_ids", [[5], [6, 100]]),
+        ("allowed_token_ids", [2**31 - 1]),
+    ],
+)
+def test_token_ids_beyond_the_vocabulary_are_refused(field, value):
+    with pytest.raises(RequestError, match="from 0 to 99") as caught:
+        validate_for_model(
+            SamplingParams(**{field: value}), vocab_size=100, max_model_len=64, max_logprobs=20, prompt_len=3
+        )
+    assert caught.value.parameter == field
+
+
+def test_biases_are_clamped():
+    assert SamplingParams(logit_bias={"5": 1e9, 6: -101, 7: 3}).logit_bias == {5: 100.0, 6: -100.0, 7: 3.0}

@@ -31,6 +31,7 @@ def make_scheduler(
     clock=lambda: 1.0,
     num_stages: int = 1,
     max_loras: int = 0,
+    windows: tuple[int | None, ...] = (None,),
 ) -> Scheduler:
     return Scheduler(
         SchedulerConfig(
@@ -41,7 +42,12 @@ def make_scheduler(
         ),
         max_model_len=max_model_len,
         kv_cache=KVCacheManager(
-            num_blocks=num_blocks, block_size=block_size, enable_caching=enable_caching, hash_seed=hash_seed
+            num_blocks=num_blocks,
+            block_size=block_size,
+            enable_caching=enable_caching,
+            hash_seed=hash_seed,
+            windows=windows,
+            max_step_tokens=max_num_batched_tokens,
         ),
         clock=clock,
         num_stages=num_stages,
@@ -119,6 +125,7 @@ class Engine:
             block_size=kv_cache.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            windows=kv_cache._windows,
         )
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.results: dict[str, Result] = {}

@@ -4,6 +4,8 @@ It keeps the worker's side of the contract to the letter: it knows only plans, k
 samples. What it "writes" to the KV slot of a position is a fingerprint of all tokens up to there; before it samples it
 reads every slot of the row through the block table and insists on finding the right fingerprints. A wrong block table,
 a stale cache hit, a shared block that somebody overwrote or a row that was confused fails there and then.
+
+Each group of layers writes fingerprints of its own, and reads no further back than it sees.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 
 VOCAB_SIZE = 50
+
+_GROUP = 1 << 40
+"""What the fingerprints of two groups of layers differ by."""
 
 POISON = -1
 """What a failing row writes, and what every row writes that reads it: "not a number", which spreads."""
@@ -59,7 +64,7 @@ class _Row:
         self.data = data
         self.tokens = list(data.token_ids)
         self.prints = fingerprints(self.tokens)
-        self.block_ids = list(data.block_ids)
+        self.tables = [list(table) for table in (data.block_ids, *data.more_block_ids)]
         self.num_computed = data.num_computed_tokens
         self.pooled: list[int] = []
 
@@ -76,7 +81,16 @@ class FakeRunner:
         num_computed: Tokens computed so far, by request id.
     """
 
-    def __init__(self, *, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        windows: tuple[int | None, ...] = (None,),
+    ) -> None:
+        self.windows = windows
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.max_num_seqs = max_num_seqs
@@ -109,19 +123,23 @@ class FakeRunner:
             assert 0 <= data.row < self.max_num_seqs
             assert data.num_computed_tokens < len(data.token_ids)
             self.rows[data.row] = _Row(data)
+            assert len(self.rows[data.row].tables) == len(self.windows)
         for row, block in zip(plan.new_block_rows, plan.new_block_ids, strict=True):
-            self.rows[row].block_ids.append(block)
+            group, row = divmod(row, self.max_num_seqs)
+            self.rows[row].tables[group].append(block)
+        blocks = [block for row in self.rows.values() for table in row.tables for block in table]
+        assert all(0 <= block < self.num_blocks for block in blocks), "not a block"
 
-    def _slot(self, row: _Row, position: int) -> int:
-        block = row.block_ids[position // self.block_size]
-        assert 0 <= block < self.num_blocks
+    def _slot(self, row: _Row, position: int, group: int) -> int:
+        block = row.tables[group][position // self.block_size]
         return block * self.block_size + position % self.block_size
 
     def _write(self, row: _Row, count: int) -> None:
         assert count >= 1
         assert row.num_computed + count <= len(row.tokens), "scheduled past the known tokens"
         for position in range(row.num_computed, row.num_computed + count):
-            self.slots[self._slot(row, position)] = row.prints[position]
+            for group in range(len(self.windows)):
+                self.slots[self._slot(row, position, group)] = row.prints[position] + group * _GROUP
         row.num_computed += count
         request_id = row.data.request_id
         self.num_computed[request_id] = self.num_computed.get(request_id, 0) + count
@@ -135,14 +153,14 @@ class FakeRunner:
                 spreading |= self._poison_row(self.rows[row], count)
 
     def _poison_row(self, row: _Row, count: int) -> bool:
-        slots = [self._slot(row, p) for p in range(row.num_computed)]
         first = row.num_computed - count
         if row.data.request_id not in self.failing:
-            spoilt = [p for p, slot in enumerate(slots) if self.slots[slot] == POISON]
+            spoilt = [p for p, _, found in self._read(row, count) if found == POISON]
             if not spoilt:
                 return False
-            first = max(first, spoilt[0])
-        written = slots[first:]
+            first = max(first, min(spoilt))
+        positions, groups = range(first, row.num_computed), range(len(self.windows))
+        written = [self._slot(row, position, group) for position in positions for group in groups]
         changed = any(self.slots[slot] != POISON for slot in written)
         for slot in written:
             self.slots[slot] = POISON
@@ -157,10 +175,21 @@ class FakeRunner:
                 assert len(row.pooled) == len(row.tokens), "positions were not computed, or twice"
             output.pooler_output[position] = vector_of(row.tokens)
 
+    def _read(self, row: _Row, count: int) -> list[tuple[int, int, int | None]]:
+        """What the last `count` computed tokens see: positions, groups, and what stands there."""
+        found = []
+        for group, window in enumerate(self.windows):
+            first = 0 if window is None else max(0, row.num_computed - count - window + 1)
+            for position in range(first, row.num_computed):
+                found.append((position, group, self.slots[self._slot(row, position, group)]))
+        return found
+
     def _read_and_sample(self, position: int, row: _Row, count: int, output: ModelRunnerOutput) -> None:
-        read = [self.slots[self._slot(row, p)] for p in range(row.num_computed)]
-        failed = row.data.request_id in self.failing or POISON in read
-        assert failed or read == row.prints[: row.num_computed], f"{row.data.request_id} reads KV of other tokens"
+        read = self._read(row, count)
+        failed = row.data.request_id in self.failing or any(found == POISON for _, _, found in read)
+        assert failed or all(found == row.prints[p] + group * _GROUP for p, group, found in read), (
+            f"{row.data.request_id} reads KV of other tokens"
+        )
         params, num_prompt = row.data.sampling_params, row.data.num_prompt_tokens
         first, last = row.num_computed - count, min(row.num_computed, num_prompt - 1)
         if params.prompt_logprobs is not None and first < last:

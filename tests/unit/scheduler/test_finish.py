@@ -160,7 +160,7 @@ def test_a_request_too_large_for_the_cache_fails_at_once_instead_of_waiting_for_
     engine = Engine(make_scheduler(num_blocks=3, block_size=4))
     large, small = engine.run(make_request(13), make_request(2))
     assert large.finish_reason is FinishReason.ERROR
-    assert "needs room for 13 tokens in the KV cache, which holds 12" in large.outputs[-1].error
+    assert "needs room for 13 tokens in the KV cache, 4 blocks of 4; the cache has 3" in large.outputs[-1].error
     assert small.finish_reason is FinishReason.LENGTH
 
 

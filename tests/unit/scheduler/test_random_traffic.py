@@ -30,6 +30,7 @@ class Limits:
     policy: str
     depth: int
     num_stages: int
+    windows: tuple[int | None, ...]
 
     def make_engine(self) -> Engine:
         settings = {name: value for name, value in vars(self).items() if name != "depth"}
@@ -49,6 +50,7 @@ limits = st.builds(
     policy=st.sampled_from(["fcfs", "priority"]),
     depth=st.integers(1, 4),
     num_stages=st.integers(1, 4),
+    windows=st.sampled_from([(None,), (None,), (None,), (1,), (3,), (7,), (None, 4), (2, 9), (None, None, 5, 5)]),
 )
 
 requests = st.fixed_dictionaries(
@@ -125,7 +127,8 @@ def check_result(engine, request, limits, *, ended_early, may_fail):
         assert result.token_ids == expected[: len(result.token_ids)]
         return
     if result.finish_reason is FinishReason.ERROR:
-        assert may_fail or num_needed > limits.num_blocks * limits.block_size, result.outputs[-1].error
+        kv_cache = engine.scheduler._kv_cache
+        assert may_fail or kv_cache.blocks_for(num_needed) > kv_cache.num_blocks, result.outputs[-1].error
         assert result.token_ids == expected[: len(result.token_ids)]
         return
     assert result.token_ids == expected

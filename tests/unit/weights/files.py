@@ -46,6 +46,9 @@ class ToyModel(nn.Module):
     def ignores(self, name: str) -> bool:
         return name.endswith("inv_freq")
 
+    def given_name(self, name: str) -> str:
+        return name
+
 
 def toy_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     """A checkpoint for ToyModel."""

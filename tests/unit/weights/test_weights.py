@@ -85,6 +85,9 @@ def test_one_tensor_may_go_to_several_places_and_a_scalar_to_one(tmp_path):
         def ignores(self, name):
             return False
 
+        def given_name(self, name):
+            return name
+
     write(tmp_path, {"x": torch.tensor([5.0]), "y": torch.tensor(7.0)})
     model = Model()
     load_weights(model, tmp_path, use_tqdm=False)
@@ -216,6 +219,9 @@ def test_a_headers_lie_about_the_data_never_reads_beyond_the_tensor(tmp_path):
 
         def ignores(self, name):
             return False
+
+        def given_name(self, name):
+            return name
 
     model = Model()
     load_weights(model, tmp_path, use_tqdm=False)

@@ -48,8 +48,8 @@ class HostRuntime(DeviceRuntime):
         pass
 
 
-def make_rows(max_rows: int = 4, max_model_len: int = 16) -> RowTable:
-    return RowTable(max_rows, max_model_len, BLOCK_SIZE, SamplingState(max_rows, VOCAB_SIZE, 0))
+def make_rows(max_rows: int = 4, max_model_len: int = 16, num_groups: int = 1) -> RowTable:
+    return RowTable(max_rows, max_model_len, BLOCK_SIZE, SamplingState(max_rows, VOCAB_SIZE, 0), num_groups)
 
 
 def make_builder(
@@ -59,7 +59,7 @@ def make_builder(
         rows,
         block_size=BLOCK_SIZE,
         max_tokens=16,
-        max_rows=len(rows.num_blocks),
+        max_rows=rows.max_rows,
         runtime=runtime or HostRuntime(),
         shapes=shapes or ShapePolicy(),
         **settings,
@@ -67,7 +67,13 @@ def make_builder(
 
 
 def make_new(
-    row: int, token_ids: list[int], blocks: list[int], *, num_prompt: int | None = None, computed: int = 0, **params
+    row: int,
+    token_ids: list[int],
+    blocks: list[int],
+    *more_blocks: list[int],
+    num_prompt: int | None = None,
+    computed: int = 0,
+    **params,
 ) -> NewRequestData:
     return NewRequestData(
         request_id=f"request-{row}",
@@ -78,6 +84,7 @@ def make_new(
         block_ids=blocks,
         sampling_params=SamplingParams(**params),
         eos_token_ids=[],
+        more_block_ids=list(more_blocks),
     )
 
 

@@ -57,3 +57,14 @@ def test_the_table_has_room_for_the_longest_sequence():
     assert rows.max_pages == 4
     rows.apply(make_plan({0: 15}, new_requests=[make_new(0, list(range(15)), [1, 2, 3, 4])]))
     assert rows.block_table[0, :4].tolist() == [1, 2, 3, 4]
+
+
+def test_each_group_of_layers_has_a_table_of_its_own():
+    rows = make_rows(num_groups=3)
+    begin = [make_new(1, [1] * 5, [3, 4], [5, 6], [7]), make_new(2, [2], [8], [9], [10])]
+    rows.apply(make_plan({1: 5, 2: 1}, new_requests=begin))
+    rows.apply(make_plan({1: 1}, new_block_rows=[1, 9, 5, 9], new_block_ids=[11, 12, 13, 14]))
+    assert [rows.block_table[1 + 4 * group, :3].tolist() for group in range(3)] == [[3, 4, 11], [5, 6, 13], [7, 12, 14]]
+    assert rows.num_blocks.reshape(3, 4).tolist() == [[0, 3, 1, 0], [0, 3, 1, 0], [0, 3, 1, 0]]
+    rows.apply(make_plan({}, freed_rows=[1]))
+    assert rows.num_blocks.reshape(3, 4).tolist() == [[0, 0, 1, 0]] * 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 
@@ -94,6 +96,52 @@ class TestWithFreeShapes:
         assert inputs.prompt_lens is not None
         assert as_list(inputs.prompt_lens) == [10] * 5 + [2, 0, 0]
         assert make_builder(mixed_rows()).build(make_plan({1: 1})).prompt_lens is None
+
+
+class TestGroupsOfLayers:
+    OTHER_BLOCKS: ClassVar = [4, 11, 3]
+
+    def rows(self):
+        rows = make_rows(num_groups=2)
+        begin = [
+            make_new(3, LONG, LONG_BLOCKS, self.OTHER_BLOCKS, computed=4),
+            make_new(1, [5, 6, 7, 8], [1], [8], num_prompt=2, computed=3),
+        ]
+        rows.apply(make_plan({}, new_requests=begin))
+        return rows
+
+    @pytest.mark.parametrize("shapes", [ShapePolicy(), ShapePolicy(tokens=(8, 16), requests=(3, 4), pages=(2, 8))])
+    @pytest.mark.parametrize("scheduled", [{3: 5, 1: 1}, {1: 1, 3: 1}])
+    def test_each_has_its_own_slots_and_blocks_and_shares_the_rest(self, scheduled, shapes):
+        runtime = HostRuntime()
+        inputs = make_builder(self.rows(), shapes, runtime=runtime).build(make_plan(scheduled))
+        assert runtime.num_copies == 1
+        first, second = inputs.layouts
+        assert first.query_start_loc is second.query_start_loc and first.seq_lens is second.seq_lens
+        for layout, tables in ((first, {3: LONG_BLOCKS, 1: [1]}), (second, {3: self.OTHER_BLOCKS, 1: [8]})):
+            slots = [
+                slot
+                for row, count in scheduled.items()
+                for slot in slots_of(tables[row], range(4 if row == 3 else 3, (4 if row == 3 else 3) + count))
+            ]
+            assert as_list(layout.slot_mapping) == slots + [-1] * (layout.num_tokens - len(slots))
+            for i, row in enumerate(scheduled):
+                known = tables[row][: layout.block_table.shape[1]]
+                assert as_list(layout.block_table[i, : len(known)]) == known
+            assert not layout.block_table[len(scheduled) :].any()
+            for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping"):
+                assert as_list(getattr(layout, name)) == as_list(getattr(layout, f"{name}_device"))
+
+    def test_the_largest_step_fits_the_buffer(self):
+        rows = make_rows(num_groups=3)
+        tokens = [1] * 16
+        begin = [make_new(row, tokens, [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]) for row in range(4)]
+        rows.apply(make_plan({}, new_requests=begin))
+        builder = make_builder(rows, with_prompt_lens=True, with_sample_rows=True)
+        inputs = builder.build(make_plan({0: 4, 1: 4, 2: 4, 3: 4}))
+        assert [as_list(layout.slot_mapping)[:4] for layout in inputs.layouts] == [
+            slots_of([block], range(4)) for block in (1, 5, 9)
+        ]
 
 
 class TestWithBuckets:

@@ -388,7 +388,7 @@ def _model(model: str) -> Checks:
     from mvllm.config.vocabulary import check_tokenizer
     from mvllm.engine.tokenizer import load_tokenizer
     from mvllm.models.checkpoint import read_checkpoint
-    from mvllm.models.support import check_architecture, check_quantization
+    from mvllm.models.support import check_architecture, check_quantization, runs_natively
 
     try:
         config = EngineArgs.from_kwargs(model=model).create_model_config()
@@ -400,7 +400,7 @@ def _model(model: str) -> Checks:
 
     def architecture() -> str:
         check_architecture(config)
-        return config.architecture
+        return config.architecture + ("" if runs_natively(config) else ", through transformers")
 
     def quantization() -> str:
         check_quantization(config)

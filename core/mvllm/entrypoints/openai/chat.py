@@ -82,8 +82,8 @@ class ChatPrompts:
             tokenizer = self._engine.tokenizer
             special = await self.text_work.run(lambda: dict(tokenizer.hf.special_tokens_map))  # slow the first time
             text = await self.text_work.run_foreign(request.messages, self._settings(request), special)
-            return await self.text_work.run(lambda: self._tokenize(text))
-        return await self.text_work.run(lambda: self._tokenize(self._render(request)))
+            return await self.text_work.run(lambda: self._tokenize(text, request))
+        return await self.text_work.run(lambda: self._tokenize(self._render(request), request))
 
     def _render(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
         return render_chat(self._engine.tokenizer, request.messages or [], **self._settings(request))
@@ -105,10 +105,11 @@ class ChatPrompts:
             "chat_template_kwargs": extra,
         }
 
-    def _tokenize(self, text: str) -> TokensPrompt:
+    def _tokenize(self, text: str, request: ChatCompletionRequest | TokenizeRequest) -> TokensPrompt:
         self._engine.input_processor.check_text(text)
         # The template has written the special tokens already.
-        ids = self.text_work.encode_here(text, add_special_tokens=False)
+        is_cut = getattr(request, "truncate_prompt_tokens", None) is not None
+        ids = self.text_work.encode_here(text, add_special_tokens=False, is_cut=is_cut)
         return TokensPrompt(prompt_token_ids=ids, prompt=text)
 
 

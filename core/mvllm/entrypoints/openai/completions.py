@@ -43,6 +43,7 @@ class CompletionCall(Call):
         params = completion_params(request, engine.model_config.generation_defaults, form)
         super().__init__(engine, model, request, "cmpl-", params, form)
         self._text_work = text_work
+        self._is_cut = params.truncate_prompt_tokens is not None
         self._prompt_only = bool(request.echo) and request.max_tokens == 0
         self._names = TokenNames(
             engine.tokenizer,
@@ -114,17 +115,17 @@ class CompletionCall(Call):
 
     async def _make_prompts(self) -> list[PromptType]:
         prompts = _prompts(self._request.prompt)
-        if len(prompts) * self._params.n > MAX_PROMPTS:
+        if len(prompts) * self._params.num_sequences > MAX_PROMPTS:
             raise RequestError(
-                f"One request may ask for {MAX_PROMPTS} sequences; this one has {len(prompts)} prompts and n is "
-                f"{self._params.n}. Send several requests.",
+                f"One request may ask for {MAX_PROMPTS} sequences; this one has {len(prompts)} prompts and asks for "
+                f"{self._params.num_sequences} of each. Send several requests.",
                 parameter="prompt",
             )
         made: list[PromptType] = []
         for prompt in prompts:
             salt = {} if self._request.cache_salt is None else {"cache_salt": self._request.cache_salt}
             if isinstance(prompt, str) and self._request.add_special_tokens is False:
-                ids = await self._text_work.encode(prompt, add_special_tokens=False)
+                ids = await self._text_work.encode(prompt, add_special_tokens=False, is_cut=self._is_cut)
                 made.append(cast(PromptType, {"prompt_token_ids": ids, "prompt": prompt, **salt}))
             elif isinstance(prompt, str):
                 made.append(cast(PromptType, {"prompt": prompt, **salt}))

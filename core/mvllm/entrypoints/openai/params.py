@@ -29,7 +29,18 @@ _SAME_NAMES = (
     "prompt_logprobs",
     "skip_special_tokens",
     "spaces_between_special_tokens",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "best_of",
+    "truncate_prompt_tokens",
+    "use_beam_search",
+    "beam_width",
+    "length_penalty",
+    "early_stopping",
 )
+_OF_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
+"""What a model's own settings say about sampling, which is nothing to a search."""
 
 
 def completion_params(
@@ -51,7 +62,7 @@ def completion_params(
             given["prompt_logprobs"] = request.logprobs
     if request.echo and request.max_tokens == 0:  # the prompt alone is wanted; the engine always adds a token
         given["max_tokens"] = 1
-    return SamplingParams(**given)
+    return _checked(request, given)
 
 
 def chat_params(
@@ -69,12 +80,33 @@ def chat_params(
         given["logprobs"] = request.top_logprobs or 0
     elif request.top_logprobs:
         raise RequestError("top_logprobs needs logprobs to be true.", parameter="top_logprobs")
-    return SamplingParams(**given)
+    return _checked(request, given)
 
 
 def _given(request: GenerationRequest, defaults: Mapping[str, Any], form: OutputForm | None) -> dict[str, Any]:
     given = {name: value for name in _SAME_NAMES if (value := getattr(request, name)) is not None}
     if form is not None:
         given["structured_outputs"] = form.params
+    if request.vllm_xargs is not None:
+        given["extra_args"] = request.vllm_xargs
+    if request.use_beam_search:
+        defaults = {name: value for name, value in defaults.items() if name not in _OF_SAMPLING}
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return {**defaults, **given, "output_kind": kind}
+
+
+def _checked(request: GenerationRequest, given: dict[str, Any]) -> SamplingParams:
+    try:
+        params = SamplingParams(**given)
+    except RequestError as e:
+        if e.parameter != "extra_args":
+            raise
+        raise RequestError(str(e).replace("extra_args", "vllm_xargs", 1), parameter="vllm_xargs") from e
+    if request.stream and params.is_ranked:
+        name = "use_beam_search" if params.use_beam_search else "best_of"
+        raise RequestError(
+            f"{name} chooses among whole answers, so there is nothing to stream. Send it without stream"
+            + ("." if params.use_beam_search else ", or equal to n."),
+            parameter=name,
+        )
+    return params

@@ -52,6 +52,16 @@ class GenerationRequest(ModelRequest, kw_only=True):
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    best_of: int | None = None
+    truncate_prompt_tokens: int | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+    vllm_xargs: dict[str, Any] | None = None
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -72,13 +82,8 @@ class GenerationRequest(ModelRequest, kw_only=True):
     guided_grammar: Any = None
 
     # Known, and refused where they ask for something.
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
     logits_processors: Any = None
-    truncate_prompt_tokens: int | None = None
     thinking_token_budget: int | None = None
-    use_beam_search: bool | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -92,7 +97,6 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[str | int | list[int]] | None = None
     logprobs: int | None = None
     suffix: str | None = None
-    best_of: int | None = None
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
@@ -232,13 +236,8 @@ class DetokenizeRequest(ModelRequest, kw_only=True):
 
 
 _UNSUPPORTED = {
-    "logit_bias": "this server does not change single logits",
-    "allowed_token_ids": "this server does not change single logits",
-    "bad_words": "this server does not change single logits",
-    "logits_processors": "code from requests is never run",
-    "truncate_prompt_tokens": "prompts are not cut; shorten the prompt",
+    "logits_processors": "code from requests is never run; start the server with --logits-processors",
     "thinking_token_budget": "this server does not follow the parts of an answer",
-    "use_beam_search": "this server samples; set n for several answers",
     "suffix": "the model completes text at its end only",
     "functions": "it is the form of before tools; send tools",
     "function_call": "it is the form of before tools; send tool_choice",
@@ -280,8 +279,6 @@ def refuse_unsupported(request: ModelRequest) -> None:
             raise RequestError(f"{name} is not supported: {reason}.", parameter=name)
     if isinstance(request, ResponsesRequest):
         _refuse_of_responses(request)
-    if isinstance(request, CompletionRequest) and request.best_of not in (None, request.n or 1):
-        raise RequestError("best_of is not supported unless it equals n.", parameter="best_of")
     if isinstance(request, ChatCompletionRequest) and set(request.modalities or ()) - {"text"}:
         raise RequestError("modalities: the model writes text only.", parameter="modalities")
 

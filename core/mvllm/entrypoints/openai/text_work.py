@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from mvllm.engine.input_processor import check_cut_text
 from mvllm.engine.tokenizer import Tokenizer
 from mvllm.entrypoints.openai.template_process import READY, Rendered, TemplateJob
 from mvllm.errors import RequestError
@@ -44,18 +45,23 @@ class TextWork:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
         self._foreign = asyncio.Semaphore(2)
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    async def encode(self, text: str, *, add_special_tokens: bool, is_cut: bool = False) -> list[int]:
         """The token ids of `text`; as `encode_here`, in one of the threads."""
-        return await self.run(lambda: self.encode_here(text, add_special_tokens=add_special_tokens))
+        return await self.run(lambda: self.encode_here(text, add_special_tokens=add_special_tokens, is_cut=is_cut))
 
-    def encode_here(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode_here(self, text: str, *, add_special_tokens: bool, is_cut: bool = False) -> list[int]:
         """The token ids of `text`.
+
+        Args:
+            is_cut: Only the last of them will be used.
 
         Raises:
             RequestError: The tokenizer rejects it, or it is so long that this would take a while, and too long for
                 the model.
         """
-        if len(text) > _SOON and (fewest := self.tokenizer.fewest_tokens(text)) >= self._max_model_len:
+        if is_cut:
+            check_cut_text(text)
+        elif len(text) > _SOON and (fewest := self.tokenizer.fewest_tokens(text)) >= self._max_model_len:
             raise RequestError(
                 f"The prompt has at least {fewest} tokens, but prompt and output together may have "
                 f"{self._max_model_len} (max_model_len). Shorten the prompt.",

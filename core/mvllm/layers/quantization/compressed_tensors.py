@@ -1,4 +1,4 @@
-"""compressed-tensors checkpoints of integers.
+"""compressed-tensors checkpoints of integers and of FP8.
 
 int-quantized     weight            int8  [out, in]
                   weight_scale      float [out, groups]     one group where the strategy is 'channel'
@@ -7,6 +7,8 @@ pack-quantized    weight_packed     int32 [out, in / n]     n = 8 or 4 inputs in
                   weight_scale      float [out, groups]
                   weight_zero_point int32 [out / n, groups] outputs in a word
                   weight_g_idx      int32 [in]              with actorder 'group': the group of each input
+float-quantized   weight            F8_E4M3 [out, in]
+                  weight_scale      float [1], [out, 1], [out, groups] or [out / b0, in / b1], by the strategy
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
 from mvllm.layers.matrix_layout import MatrixLayout
-from mvllm.layers.quantization.interface import PackedFormat, QuantizationMethod, format_of_all
+from mvllm.layers.quantization.float8 import block_sizes, float8_matrix, is_activation_scale
+from mvllm.layers.quantization.interface import Float8Format, PackedFormat, QuantizationMethod, format_of_all
 from mvllm.layers.quantization.settings import REMEDY, choice, group_size, names, pattern
 
 if TYPE_CHECKING:
@@ -30,7 +33,9 @@ if TYPE_CHECKING:
 
 INTEGERS = "int-quantized"
 WORDS = "pack-quantized"
-_FORMATS = (INTEGERS, WORDS, "naive-quantized")
+FLOATS = "float-quantized"
+_FORMATS = (INTEGERS, WORDS, FLOATS, "naive-quantized")
+_SCALE_TENSOR = "weight_scale"
 _ORDER_TENSOR = "weight_g_idx"
 
 Matcher = Callable[[str, str], bool]
@@ -47,7 +52,7 @@ class Group:
     """
 
     targets: Matcher
-    format: PackedFormat
+    format: PackedFormat | Float8Format
 
 
 class CompressedTensors(QuantizationMethod):
@@ -87,6 +92,8 @@ class CompressedTensors(QuantizationMethod):
         format = format_of_all(layout, [self._format_of(name, kind) for name in layout.names])
         if format is None:
             return None
+        if isinstance(format, Float8Format):
+            return float8_matrix(ctx, layout, format)
         if layout.transposed:
             raise ModelError(
                 f"{layout}: the checkpoint's quantization_config targets it, but a matrix that is stored as [in, out] "
@@ -98,10 +105,10 @@ class CompressedTensors(QuantizationMethod):
         return PackedMatrix(ctx, layout, WordsPacking() if format.packing == WORDS else IntegersPacking(), format)
 
     def ignores(self, name: str) -> bool:
-        """The shapes, which are known, and groups that are as expected."""
-        return name.endswith((".weight_shape", f".{_ORDER_TENSOR}"))
+        """The shapes, which are known, groups that are as expected, and scales of inputs of FP8."""
+        return name.endswith((".weight_shape", f".{_ORDER_TENSOR}")) or is_activation_scale(name)
 
-    def _format_of(self, name: str, kind: str) -> PackedFormat | None:
+    def _format_of(self, name: str, kind: str) -> PackedFormat | Float8Format | None:
         if self.ignore(name, kind):
             return None
         return next((group.format for group in self.groups if group.targets(name, kind)), None)
@@ -110,7 +117,9 @@ class CompressedTensors(QuantizationMethod):
 def _group(group: HFConfig, settings: HFConfig) -> Group:
     packing = choice(group if "format" in group else settings, ("format",), _FORMATS)
     weights = _part(group, "weights", None, group.require("weights", dict))
-    choice(weights, ("type",), ("int",), default="int")
+    kinds = {FLOATS: ("float",), "naive-quantized": ("int", "float")}.get(packing, ("int",))
+    if choice(weights, ("type",), kinds, default=kinds[0]) == "float":
+        return Group(_matcher(names(group, "targets"), settings), _float8(group, weights))
     strategy = choice(weights, ("strategy",), ("channel", "group"), default="channel")
     order = choice(weights, ("actorder",), ("group", "weight", "static", "dynamic"), default="weight")
     size = group_size(weights, ("group_size",)) if strategy == "group" else None
@@ -125,6 +134,23 @@ def _group(group: HFConfig, settings: HFConfig) -> Group:
         packing=WORDS if packing == WORDS else INTEGERS,
     )
     return Group(_matcher(names(group, "targets"), settings), format)
+
+
+def _float8(group: HFConfig, weights: HFConfig) -> Float8Format:
+    """FP8. Its inputs may have been meant to be FP8 as well, with scales of their own; here they are not rounded."""
+    choice(weights, ("num_bits",), (8,))
+    choice(weights, ("symmetric",), (True,), default=True)
+    if group.get("input_activations"):
+        inputs = _part(group, "input_activations", None, group.require("input_activations", dict))
+        choice(inputs, ("num_bits",), (8,))
+        choice(inputs, ("type",), ("float",))
+    strategy = choice(weights, ("strategy",), ("tensor", "channel", "group", "block"), default="tensor")
+    if strategy == "block":
+        rows, columns = block_sizes(weights, "block_structure")
+        return Float8Format(_SCALE_TENSOR, rows, columns)
+    if strategy == "group":
+        return Float8Format(_SCALE_TENSOR, 1, weights.positive_int("group_size"))
+    return Float8Format(_SCALE_TENSOR, 1 if strategy == "channel" else None)
 
 
 def _int8_activations(group: HFConfig) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
@@ -71,6 +71,10 @@ class QuantizationMethod(ABC):
         """Whether a tensor of the checkpoint that no matrix asks for carries nothing that is needed."""
         return False
 
+    def given_name(self, name: str) -> str:
+        """What the matrices' targets call a tensor that a checkpoint has under this name."""
+        return name
+
 
 @dataclass(frozen=True)
 class IntegerFormat:
@@ -108,7 +112,33 @@ class PackedFormat(IntegerFormat):
     packing: str = ""
 
 
-def format_of_all(layout: MatrixLayout, quantized: Sequence[PackedFormat | None]) -> PackedFormat | None:
+@dataclass(frozen=True)
+class Float8Format:
+    """How a checkpoint stores one matrix of FP8.
+
+    Attributes:
+        scale_tensor: Name of the tensor of scales.
+        block_rows, block_columns: Size of a block, whose elements share a scale; None for all rows, or columns.
+    """
+
+    scale_tensor: str
+    block_rows: int | None = None
+    block_columns: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole matrix has one scale."""
+        return self.block_rows is None and self.block_columns is None
+
+    def __str__(self) -> str:
+        rows, columns = (size or "all" for size in (self.block_rows, self.block_columns))
+        return f"FP8 with scales of {rows} rows and {columns} columns"
+
+
+Format = TypeVar("Format", bound=PackedFormat | Float8Format)
+
+
+def format_of_all(layout: MatrixLayout, quantized: Sequence[Format | None]) -> Format | None:
     """How a matrix is stored, from one entry per part; None for floats.
 
     Raises:

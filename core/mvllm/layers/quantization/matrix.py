@@ -31,6 +31,15 @@ class QuantizedMatrix(nn.Module, ABC):
     def finish(self) -> tuple[Product, Any]:
         """Once, when every target is filled: what multiplies, and the weight that it takes. This object is dropped."""
 
+    def dequantized(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """In the place of `finish`: the floats that the matrix stands for, [out_features, num_columns].
+
+        For layers that multiply in a way of their own. By default what the product makes of the unit vectors; a matrix
+        that can say it directly should.
+        """
+        product, weight = self.finish()
+        return product(torch.eye(num_columns, dtype=dtype, device=device), weight, None).T.contiguous()
+
     def fuse_silu_and_mul(self, ctx: BuildContext, activation: ResolvedOp) -> bool:
         """Has the product gate its second half by its first, as the operation `silu_and_mul`, if one operation can.
 
@@ -106,6 +115,13 @@ class IntegerMatrix(QuantizedMatrix):
         prepared = weight if self._op.prepare is None else self._op.prepare(weight)
         function: Product = self._op.function
         return function if order is None else _with_order(function, order.to(self._device)), prepared
+
+    def dequantized(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        loaded, order = self.read()
+        floats = loaded.dequantize()
+        if order is not None:
+            floats = torch.empty_like(floats).index_copy_(1, order, floats)
+        return floats.to(device, dtype)
 
     def empty_weight(self) -> QuantizedWeight:
         """Room for the weight, on the host; zero."""

@@ -22,9 +22,12 @@ logger = get_logger(__name__)
 _METHODS = {
     "awq": "mvllm.layers.quantization.awq:AWQ",
     "compressed-tensors": "mvllm.layers.quantization.compressed_tensors:CompressedTensors",
+    "fbgemm-fp8": "mvllm.layers.quantization.float8:RowwiseFloat8",
+    "fp8": "mvllm.layers.quantization.float8:Float8",
     "gptq": "mvllm.layers.quantization.gptq:GPTQ",
     "int4": "mvllm.layers.quantization.on_load:Int4",
     "int8": "mvllm.layers.quantization.on_load:Int8",
+    "mxfp4": "mvllm.layers.quantization.mxfp4:MXFP4",
 }
 
 

@@ -2,6 +2,8 @@
 
 Weights are packed once, after loading, expert by expert and in place: there is never a second copy of them. A token's
 result depends neither on the other tokens nor on their number.
+
+Experts with biases and clamped gates have no kernel: torch computes them, but only those that were chosen.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from mvllm.plugin_api import OpProvider
 from mvllm_cpu import workspace
@@ -44,8 +47,11 @@ class Moe:
         self._moe = Kernel(library, "mvllm_cpu_moe", moe)
 
     def providers(self) -> Sequence[OpProvider]:
-        """The one provider."""
-        return (OpProvider("moe", PROVIDER, self.moe, supports, prepare=self.pack),)
+        """One for each kind of experts."""
+        return (
+            OpProvider("moe", PROVIDER, self.moe, supports, prepare=self.pack),
+            OpProvider("clamped_moe", PROVIDER, clamped_moe, supports),
+        )
 
     def pack(self, weights: tuple[torch.Tensor, torch.Tensor]) -> tuple[PackedExperts, PackedExperts]:
         """The loaded gate_up and down in the kernels' layout. Takes their memory over where the sizes allow it."""
@@ -89,3 +95,25 @@ class Moe:
             DTYPE_CODES[x.dtype],
         )
         return out
+
+
+def clamped_moe(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_bias: torch.Tensor,
+    down: torch.Tensor,
+    down_bias: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    alpha: float,
+    limit: float,
+) -> torch.Tensor:
+    """As the reference, with each expert's own tokens; a token's experts are summed in the order of their numbers."""
+    total = torch.zeros(x.shape, dtype=torch.float32)
+    for expert in expert_ids.unique().tolist():
+        tokens, places = (expert_ids == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(x[tokens], gate_up[expert], gate_up_bias[expert]).chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        result = F.linear((up + 1) * (gate * torch.sigmoid(gate * alpha)), down[expert], down_bias[expert])
+        total.index_add_(0, tokens, result.float() * expert_weights[tokens, places, None])
+    return total.to(x.dtype)

@@ -1,0 +1,118 @@
+"""Checkpoints of FP8 (E4M3): a byte per weight, and scales by which they are multiplied.
+
+fp8          weight            F8_E4M3 [out, in]
+             weight_scale_inv  float [out / b0, in / b1]     with a `weight_block_size` of [b0, b1] (DeepSeek, Qwen3)
+             weight_scale      float []                      without: one for the matrix (or as weight_scale_inv)
+fbgemm_fp8   weight_scale      float [out, 1]
+
+That a weight is multiplied by what is called the inverse of a scale is as the field has it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from mvllm.config.hf_config import HFConfig
+from mvllm.errors import ModelError
+from mvllm.layers.matrix_layout import MatrixLayout
+from mvllm.layers.quantization.interface import Float8Format, QuantizationMethod, format_of_all
+from mvllm.layers.quantization.settings import REMEDY, choice, names
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mvllm.layers.context import BuildContext
+    from mvllm.layers.quantization.matrix import QuantizedMatrix
+
+_SCALE_OF_ALL, _SCALE_OF_BLOCKS = "weight_scale", "weight_scale_inv"
+_ACTIVATIONS = (".input_scale", ".activation_scale", ".input_scale_ub", ".output_scale")
+
+
+class Float8(QuantizationMethod):
+    """`quant_method: fp8`.
+
+    Args:
+        format: How every quantized matrix is stored.
+        floats: Modules that are not quantized, and those below them.
+    """
+
+    def __init__(self, format: Float8Format, floats: tuple[str, ...]) -> None:
+        self.format, self.floats = format, floats
+
+    @classmethod
+    def of(cls, settings: HFConfig) -> Float8:
+        choice(settings, ("fmt",), ("e4m3",), default="e4m3", fold=True)
+        choice(settings, ("activation_scheme",), ("dynamic", "static"), default="dynamic", fold=True)
+        choice(settings, ("expert_dtype",), ("fp8",), default="fp8", fold=True)
+        return cls(_blocks(settings), (*names(settings, "modules_to_not_convert"), *names(settings, "ignored_layers")))
+
+    def matrix(
+        self, ctx: BuildContext, layout: MatrixLayout, tied_to: nn.Parameter | None = None
+    ) -> QuantizedMatrix | None:
+        format = None if layout.is_head else format_of_all(layout, [self._format_of(name) for name in layout.names])
+        if format is None:
+            return None
+        return float8_matrix(ctx, layout, format)
+
+    def ignores(self, name: str) -> bool:
+        """Scales of activations, which are not rounded."""
+        return is_activation_scale(name)
+
+    def given_name(self, name: str) -> str:
+        """One scale for the matrix goes by two names."""
+        if self.format.is_whole and name.endswith(f".{_SCALE_OF_BLOCKS}"):
+            return name.removesuffix(_SCALE_OF_BLOCKS) + _SCALE_OF_ALL
+        return name
+
+    def _format_of(self, name: str) -> Float8Format | None:
+        return None if any(f".{part.strip('.')}." in f".{name}." for part in self.floats) else self.format
+
+
+class RowwiseFloat8(Float8):
+    """`quant_method: fbgemm_fp8`: a scale per row."""
+
+    format_of_rows: ClassVar[Float8Format] = Float8Format(_SCALE_OF_ALL, block_rows=1)
+
+    @classmethod
+    def of(cls, settings: HFConfig) -> RowwiseFloat8:
+        return cls(cls.format_of_rows, names(settings, "modules_to_not_convert"))
+
+
+def float8_matrix(ctx: BuildContext, layout: MatrixLayout, format: Float8Format) -> QuantizedMatrix:
+    """The matrix of a layer that is stored as FP8.
+
+    Raises:
+        ModelError: It is stored as [in, out], which no format of FP8 has.
+    """
+    if layout.transposed:
+        raise ModelError(
+            f"{layout}: the checkpoint's quantization_config targets it, but a matrix that is stored as [in, out] is "
+            f"not supported in FP8. {REMEDY}"
+        )
+    from mvllm.layers.quantization.float8_matrix import Float8Matrix
+
+    return Float8Matrix(ctx, layout, format)
+
+
+def is_activation_scale(name: str) -> bool:
+    """Whether a tensor scales inputs or outputs of a layer."""
+    return name.endswith(_ACTIVATIONS)
+
+
+def block_sizes(settings: HFConfig, key: str) -> tuple[int, int]:
+    """Rows and columns of a block.
+
+    Raises:
+        ModelError: They are not two positive integers.
+    """
+    value = settings.require(key)
+    if not isinstance(value, list | tuple) or len(value) != 2 or not all(type(v) is int and v > 0 for v in value):
+        raise ModelError(f"{settings.source}: {key!r} should be two integers > 0, found {value!r}.")
+    return value[0], value[1]
+
+
+def _blocks(settings: HFConfig) -> Float8Format:
+    if "weight_block_size" not in settings:
+        return Float8Format(_SCALE_OF_ALL)
+    rows, columns = block_sizes(settings, "weight_block_size")
+    return Float8Format(_SCALE_OF_BLOCKS, rows, columns)

@@ -1,0 +1,58 @@
+"""MXFP4 checkpoints (GPT-OSS): the experts in floats of 4 bits, 32 of which share a power of two; all else in floats.
+
+blocks  uint8 [..., groups, 16]    two values in a byte, the first in the lower bits: sign, 2 bits of exponent, 1 more
+scales  uint8 [..., groups]        the exponent of two that the group is multiplied with, plus 127
+
+Experts are dequantized when they have been read, exactly: two significant bits fit every compute dtype.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mvllm.config.hf_config import HFConfig
+from mvllm.layers.matrix_layout import MatrixLayout
+from mvllm.layers.quantization.interface import QuantizationMethod
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from mvllm.layers.context import BuildContext
+    from mvllm.layers.quantization.matrix import QuantizedMatrix
+
+GROUP_SIZE = 32
+"""Values that share a scale."""
+
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BIAS = 127
+
+
+class MXFP4(QuantizationMethod):
+    """`quant_method: mxfp4`. It concerns layers of experts alone, which ask for `dequantize` themselves."""
+
+    @classmethod
+    def of(cls, settings: HFConfig) -> MXFP4:
+        return cls()
+
+    def matrix(
+        self, ctx: BuildContext, layout: MatrixLayout, tied_to: nn.Parameter | None = None
+    ) -> QuantizedMatrix | None:
+        return None
+
+
+def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The floats that packed ones stand for.
+
+    Args:
+        blocks: [rows, groups, 16], uint8.
+        scales: [rows, groups], uint8.
+
+    Returns:
+        [rows, groups · 32], float32.
+    """
+    import torch
+
+    values = torch.tensor([*_MAGNITUDES, *(-m for m in _MAGNITUDES)], device=blocks.device)
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    return torch.ldexp(values[codes.int()], scales.int().unsqueeze(-1) - _BIAS).flatten(-2)

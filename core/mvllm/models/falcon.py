@@ -1,0 +1,123 @@
+"""Falcon: attention and MLP side by side on one residual stream, layer norms, and queries fused with their keys.
+
+old architecture    one norm for both blocks; or, without `parallel_attn`, one block after the other
+new architecture    two norms, one for each block, or one for both (`num_ln_in_parallel_attn`)
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import nn
+
+from mvllm.config.model import ModelConfig
+from mvllm.config.rope_parameters import RopeParameters
+from mvllm.errors import ModelError
+from mvllm.layers.attention import Attention
+from mvllm.layers.context import BuildContext, ForwardStep
+from mvllm.layers.linear import QKVLinear, RowParallelLinear
+from mvllm.layers.mlp import MLP
+from mvllm.layers.norm import LayerNorm
+from mvllm.layers.rotary import RotaryEmbedding, StepAngles
+from mvllm.models.causal_lm import CausalLM
+
+
+class FalconAttention(nn.Module):
+    """Self-attention with rotary positions."""
+
+    def __init__(self, config: ModelConfig, ctx: BuildContext, name: str, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        bias, size, head_size = _has_bias(config), config.hidden_size, config.head_size
+        heads = config.num_heads, config.num_kv_heads
+        self.qkv = QKVLinear(ctx, (f"{name}.query_key_value",), size, *heads, head_size, bias=bias, by_group=True)
+        self.output = RowParallelLinear(ctx, f"{name}.dense", size, size, bias=bias)
+        self.attention = Attention(ctx, self.qkv.heads, head_size, head_size**-0.5)
+        self._rotary = [rotary]  # in a list: it belongs to the model, not to every layer
+
+    def forward(self, x: torch.Tensor, angles: StepAngles, step: ForwardStep) -> torch.Tensor:
+        """[T, hidden_size] to [T, hidden_size]."""
+        query, key, value = self.qkv.split(x)
+        query, key = self._rotary[0](angles, query, key)
+        return self.output(self.attention(query, key, value, step))
+
+
+class FalconLayer(nn.Module):
+    """Attention and MLP, side by side or one after the other."""
+
+    def __init__(self, config: ModelConfig, ctx: BuildContext, rotary: RotaryEmbedding, layer: int) -> None:
+        super().__init__()
+        name, hf, size = f"transformer.h.{layer}", config.hf_config, config.hidden_size
+        is_new, eps = bool(hf.get("new_decoder_architecture", False)), _eps(config)
+        self.parallel = is_new or bool(hf.get("parallel_attn", True))
+        own_mlp_norm = hf.positive_int("num_ln_in_parallel_attn", 2) == 2 if is_new else not self.parallel
+        first, second = ("ln_attn", "ln_mlp") if is_new else ("input_layernorm", "post_attention_layernorm")
+        self.attention_norm = LayerNorm(ctx, f"{name}.{first if own_mlp_norm else 'input_layernorm'}", size, eps)
+        self.mlp_norm = LayerNorm(ctx, f"{name}.{second}", size, eps) if own_mlp_norm else None
+        self.attention = FalconAttention(config, ctx, f"{name}.self_attention", rotary)
+        names = f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h"
+        inner, act = hf.positive_int("ffn_hidden_size", 4 * size), hf.get("activation", "gelu")
+        self.mlp = MLP(ctx, *names, size, inner, act, bias=_has_bias(config))
+
+    def forward(self, x: torch.Tensor, angles: StepAngles, step: ForwardStep) -> torch.Tensor:
+        """[T, hidden_size] to [T, hidden_size]."""
+        normed = self.attention_norm(x)
+        attended = self.attention(normed, angles, step)
+        if not self.parallel:
+            x = x + attended
+            return x + self.mlp(x if self.mlp_norm is None else self.mlp_norm(x))
+        return x + attended + self.mlp(normed if self.mlp_norm is None else self.mlp_norm(x))
+
+
+class FalconForCausalLM(CausalLM):
+    """`FalconForCausalLM` of Hugging Face checkpoints.
+
+    Raises:
+        ModelError: Positions are told by biases on scores (ALiBi).
+    """
+
+    ties_head_by_default = True
+    layer_names = re.compile(r"transformer\.h\.(\d+)\.")
+    first_stage_names = ("transformer.word_embeddings.",)
+    last_stage_names = ("transformer.ln_f.",)
+
+    def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
+        super().__init__(config, ctx)
+        hf, size = config.hf_config, config.hidden_size
+        if hf.get("alibi", False):
+            raise ModelError(
+                f"{hf.source}: 'alibi' is true: this checkpoint tells positions by biases on attention scores, which "
+                "no attention backend here computes. Take a checkpoint with rotary positions (alibi: false)."
+            )
+        self.rotary = RotaryEmbedding(ctx, RopeParameters.of(hf, config.head_size), config.max_model_len)
+        self.uses_prompt_lens = self.rotary.uses_prompt_lens
+        self.word_embeddings = self._build_embedding(ctx, "transformer.word_embeddings", size)
+        self.layers = nn.ModuleList(FalconLayer(config, ctx, self.rotary, layer) for layer in self._layer_numbers())
+        self.norm = LayerNorm(ctx, "transformer.ln_f", size, _eps(config)) if self.stage.is_last else None
+        self.lm_head = self._build_head(ctx, "transformer.word_embeddings", size, self.word_embeddings)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: ForwardStep,
+        intermediate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        x = intermediate if self.word_embeddings is None else self.word_embeddings(input_ids)
+        assert x is not None, "every stage but the first needs the result of the one before"
+        angles = self.rotary.angles(positions, step.prompt_lens)
+        for layer in self.layers:
+            x = layer(x, angles, step)
+        return x if self.norm is None else self.norm(x)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self.lm_head is not None, "only the last stage makes logits"
+        return self.lm_head(hidden)
+
+
+def _has_bias(config: ModelConfig) -> bool:
+    return bool(config.hf_config.get("bias", False))
+
+
+def _eps(config: ModelConfig) -> float:
+    return config.hf_config.positive_number("layer_norm_epsilon", 1e-5)

@@ -1,0 +1,89 @@
+"""How checkpoints store what transformers computes with, by transformers' own lists.
+
+Tensors may have other names in a checkpoint, and experts lie there one by one, while transformers has them in stacks:
+
+    experts.0.gate_proj.weight  ┐ rows of the    gate_up_proj [experts, 2 * size, hidden_size]
+    experts.0.up_proj.weight    ┘ first matrix
+    experts.1.gate_proj.weight  ...
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A matrix of a stack as the checkpoint has it.
+
+    Attributes:
+        name: Of the tensor.
+        shape: Its shape.
+        place: Where it goes in the stack.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    place: tuple[slice | int, ...]
+
+
+class Renaming:
+    """The lists of one model.
+
+    Args:
+        renamings: Applied one after the other.
+        conversions: Those that change tensors as well.
+    """
+
+    def __init__(self, renamings: Sequence[Any], conversions: Sequence[Any]) -> None:
+        self._renamings, self._conversions = renamings, conversions
+
+    @classmethod
+    def of(cls, causal: Any) -> Renaming:
+        """The lists for a model of transformers."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
+
+        transforms = get_model_conversion_mapping(causal)
+        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+        return cls(renamings, [one for one in transforms if not isinstance(one, WeightRenaming)])
+
+    def new_name(self, name: str) -> str:
+        """What a tensor of the checkpoint is called in transformers' model, or would be if it were not in a stack."""
+        for renaming in self._renamings:
+            name = renaming.rename_source_key(name)[0]
+        return name
+
+    def pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece] | None:
+        """What a parameter is put together from; None where the checkpoint has it as it is.
+
+        Raises:
+            ValueError: It is made in a way that is not known here.
+        """
+        for one in self._conversions:
+            for target in one.target_patterns:
+                if re.search(re.escape(target).replace(r"\*", ".*"), name):
+                    return _stacked(one, target, name, shape)
+        return None
+
+
+def _stacked(conversion: Any, target: str, name: str, shape: tuple[int, ...]) -> list[Piece]:
+    sources = conversion.source_patterns
+    steps = [(type(step).__name__, getattr(step, "dim", None)) for step in conversion.operations]
+    known = steps == [("MergeModulelist", 0), ("Concatenate", 1)] or (steps == [("MergeModulelist", 0)])
+    plain = len(conversion.target_patterns) == 1 and all(re.fullmatch(r"[\w.]*\*[\w.]*", text) for text in sources)
+    if not (known and plain and len(shape) == 3 and target in name and len(sources) in (1, len(steps))):
+        raise ValueError(f"checkpoints store {name} in another form than transformers computes with")
+    rows = shape[1] // len(sources)
+    return [
+        Piece(
+            name.replace(target, source.replace("*", str(expert)), 1),
+            (rows, shape[2]),
+            (expert, slice(part * rows, (part + 1) * rows), slice(0, shape[2])),
+        )
+        for expert in range(shape[0])
+        for part, source in enumerate(sources)
+    ]

@@ -1,0 +1,65 @@
+"""Gemma 2: Llama with norms before and after each block, capped scores and logits, and a window on every other layer.
+
+Norms hold their gain less one, embeddings are scaled by the root of their size, and scores by a number of the config's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mvllm.config.model import ModelConfig
+from mvllm.errors import ModelError
+from mvllm.layers.norm import OffsetRMSNorm
+from mvllm.models.layer_windows import layer_windows
+from mvllm.models.llama import LayerNorms, LlamaForCausalLM, LlamaOptions
+
+GEMMA_NORMS = LayerNorms(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+
+
+class Gemma2ForCausalLM(LlamaForCausalLM):
+    """`Gemma2ForCausalLM` of Hugging Face checkpoints."""
+
+    ties_head_by_default = True
+
+    @classmethod
+    def options(cls, config: ModelConfig) -> LlamaOptions:
+        """The first layer of each two has the window."""
+        windows = layer_windows(config, lambda layer: layer % 2 == 1)
+        caps = absent_or(config, "attn_logit_softcapping", 50.0), absent_or(config, "final_logit_softcapping", 30.0)
+        return LlamaOptions(windows, soft_cap=caps[0], logits_soft_cap=caps[1], **gemma_facts(config))
+
+
+def gemma_facts(config: ModelConfig) -> dict[str, Any]:
+    """The options that Gemma 2 and 3 have in common.
+
+    Raises:
+        ModelError: The checkpoint's tokens see those after them.
+    """
+    hf = config.hf_config
+    if hf.get("use_bidirectional_attention", False):
+        raise ModelError(
+            f"{hf.source}: use_bidirectional_attention is set, so that tokens attend to those after them. Only models "
+            "that generate from left to right are supported."
+        )
+    bias = bool(hf.get("attention_bias", False))
+    return {
+        "norms": GEMMA_NORMS,
+        "norm": OffsetRMSNorm,
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "hidden_act": hf.get("hidden_activation", "gelu_pytorch_tanh"),
+        "attention_scale": hf.positive_number("query_pre_attn_scalar", 256) ** -0.5,
+        "embedding_scale": config.hidden_size**0.5,
+    }
+
+
+def absent_or(config: ModelConfig, key: str, absent: float | None) -> float | None:
+    """The number of `key`; None where it is null, `absent` where the key is not there at all."""
+    hf = config.hf_config
+    if key not in hf.as_dict():
+        return absent
+    return hf.positive_number(key, 1.0) if key in hf else None

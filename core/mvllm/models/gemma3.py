@@ -1,0 +1,50 @@
+"""Gemma 3, its language model: Gemma 2 with norms on queries and keys in the place of caps, and two rotary bases.
+
+Five layers of six have a window, and rotate at the pace of short texts; the sixth sees all, and rotates more slowly.
+"""
+
+from __future__ import annotations
+
+from mvllm.config.model import ModelConfig
+from mvllm.config.rope_parameters import RopeParameters, rope_settings, settings_by_type
+from mvllm.models.gemma2 import absent_or, gemma_facts
+from mvllm.models.layer_windows import layer_windows
+from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
+
+_FULL_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
+
+
+class Gemma3ForCausalLM(LlamaForCausalLM):
+    """`Gemma3ForCausalLM` of Hugging Face checkpoints."""
+
+    ties_head_by_default = True
+
+    @classmethod
+    def options(cls, config: ModelConfig) -> LlamaOptions:
+        """The last of every `sliding_window_pattern` layers has no window."""
+        pattern = config.hf_config.positive_int("sliding_window_pattern", 6)
+        windows = layer_windows(config, lambda layer: (layer + 1) % pattern == 0)
+        full, local = _ropes(config)
+        return LlamaOptions(
+            windows,
+            qk_norm=True,
+            rope=full,
+            local_rope=local,
+            logits_soft_cap=absent_or(config, "final_logit_softcapping", None),
+            **gemma_facts(config),
+        )
+
+
+def _ropes(config: ModelConfig) -> tuple[RopeParameters, RopeParameters]:
+    """Rotary settings of layers without and with a window. A scaling in the old spelling is for those without."""
+    hf, settings = config.hf_config, rope_settings(config.hf_config)
+    by_type = settings if settings_by_type(settings) else {"full_attention": settings}
+    thetas = {
+        "full_attention": hf.positive_number("rope_theta", _FULL_THETA),
+        "sliding_attention": hf.positive_number("rope_local_base_freq", _LOCAL_THETA),
+    }
+    full, local = (
+        RopeParameters.of(hf, config.head_size, settings={"rope_theta": theta, **(by_type.get(kind) or {})})
+        for kind, theta in thetas.items()
+    )
+    return full, local

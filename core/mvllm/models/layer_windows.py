@@ -1,0 +1,32 @@
+"""Which layers have a sliding window, in families that mix layers with and without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mvllm.config.model import ModelConfig
+from mvllm.errors import ModelError
+
+
+def layer_windows(config: ModelConfig, is_full: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """Sliding window of each layer, or None: `layer_types` names the layers that have one.
+
+    Args:
+        config: The checkpoint.
+        is_full: Whether a layer attends to everything, where the config has no `layer_types`.
+
+    Raises:
+        ModelError: `layer_types` does not fit the model.
+    """
+    hf, window = config.hf_config, config.sliding_window
+    types = hf.get("layer_types")
+    if types is None:
+        return tuple(None if is_full(layer) else window for layer in range(config.num_layers))
+    names = {"full_attention": None, "sliding_attention": window, "attention": None}
+    listed = isinstance(types, list) and all(isinstance(kind, str) for kind in types)
+    if not listed or len(types) != config.num_layers or not set(types) <= names.keys():
+        raise ModelError(
+            f"{hf.source}: layer_types should name full_attention or sliding_attention for each of the "
+            f"{config.num_layers} layers, found {types}."
+        )
+    return tuple(names[kind] for kind in types)

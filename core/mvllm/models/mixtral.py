@@ -1,0 +1,37 @@
+"""Mixtral: Mistral with eight experts in the place of the MLP."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from mvllm.config.model import ModelConfig
+from mvllm.layers.context import BuildContext
+from mvllm.layers.experts import GatedExperts
+from mvllm.layers.moe import MoE
+from mvllm.layers.routing import Routing
+from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
+from mvllm.models.sparse import check_activation
+
+
+class MixtralForCausalLM(LlamaForCausalLM):
+    """`MixtralForCausalLM` of Hugging Face checkpoints."""
+
+    @classmethod
+    def options(cls, config: ModelConfig) -> LlamaOptions:
+        """No biases; the window, where there is one, counts on every layer."""
+        return LlamaOptions(windows=(config.sliding_window,) * config.num_layers)
+
+    def build_mlp(self, ctx: BuildContext, options: LlamaOptions, layer: int) -> nn.Module:
+        hf, name, hidden_size = self.config.hf_config, f"model.layers.{layer}.block_sparse_moe", self.config.hidden_size
+        check_activation(hf)
+        num_experts, top_k = hf.positive_int("num_local_experts", 8), hf.positive_int("num_experts_per_tok", 2)
+        experts = GatedExperts(
+            ctx,
+            f"{name}.experts",
+            hidden_size,
+            hf.positive_int("intermediate_size"),
+            num_experts=num_experts,
+            top_k=top_k,
+            names=("w1", "w3", "w2"),
+        )
+        return MoE(ctx, f"{name}.gate", experts, hidden_size, num_experts, Routing(top_k, normalize=True))

@@ -1,0 +1,70 @@
+"""Qwen2-MoE: Qwen2 with experts, and beside them one that every token visits, weighted by a gate of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from mvllm.config.model import ModelConfig
+from mvllm.errors import ModelError
+from mvllm.layers.context import BuildContext
+from mvllm.layers.experts import GatedExperts
+from mvllm.layers.linear import ReplicatedLinear
+from mvllm.layers.moe import MoE
+from mvllm.layers.routing import Routing
+from mvllm.models.layer_windows import layer_windows
+from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
+from mvllm.models.sparse import check_activation, num_experts, shared_mlp
+
+
+class Qwen2MoeForCausalLM(LlamaForCausalLM):
+    """`Qwen2MoeForCausalLM` of Hugging Face checkpoints."""
+
+    @classmethod
+    def options(cls, config: ModelConfig) -> LlamaOptions:
+        """Query, key and value have biases. Without `layer_types`, every other layer below a number has a window."""
+        stop = config.hf_config.get("max_window_layers", 28)
+        windows = layer_windows(config, lambda layer: bool(layer % 2 or layer >= stop))
+        return LlamaOptions(windows=windows, qkv_bias=bool(config.hf_config.get("qkv_bias", True)))
+
+    def build_mlp(self, ctx: BuildContext, options: LlamaOptions, layer: int) -> nn.Module:
+        hf, name = self.config.hf_config, f"model.layers.{layer}.mlp"
+        if not self._is_sparse(layer):
+            return super().build_mlp(ctx, options, layer)
+        check_activation(hf)
+        count, top_k = num_experts(hf, "num_experts", "num_local_experts"), hf.positive_int("num_experts_per_tok")
+        hidden_size, size = self.config.hidden_size, hf.positive_int("moe_intermediate_size")
+        experts = GatedExperts(ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=top_k)
+        routing = Routing(top_k, normalize=bool(hf.get("norm_topk_prob", False)))
+        beside = self.build_shared(ctx, name)
+        return MoE(ctx, f"{name}.gate", experts, hidden_size, count, routing, beside=beside)
+
+    def build_shared(self, ctx: BuildContext, name: str) -> nn.Module | None:
+        """What stands beside the experts of the block `name`."""
+        return SharedExpert(self.config, ctx, name)
+
+    def _is_sparse(self, layer: int) -> bool:
+        hf = self.config.hf_config
+        dense = hf.get("mlp_only_layers", [])
+        if not isinstance(dense, list) or not all(isinstance(number, int) for number in dense):
+            raise ModelError(f"{hf.source}: 'mlp_only_layers' should be a list of numbers of layers, found {dense!r}.")
+        return layer not in dense and (layer + 1) % hf.positive_int("decoder_sparse_step", 1) == 0
+
+
+class SharedExpert(nn.Module):
+    """An MLP for every token, times the sigmoid of a gate.
+
+    Args:
+        config, ctx: As models take them.
+        name: The checkpoint module of the block.
+    """
+
+    def __init__(self, config: ModelConfig, ctx: BuildContext, name: str) -> None:
+        super().__init__()
+        size = config.hf_config.positive_int("shared_expert_intermediate_size", 5632)
+        self.mlp = shared_mlp(config, ctx, f"{name}.shared_expert", size)
+        self.gate = ReplicatedLinear(ctx.floats(), f"{name}.shared_expert_gate", config.hidden_size, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] to [T, hidden_size]."""
+        return torch.sigmoid(self.gate(x)) * self.mlp(x)

@@ -1,0 +1,64 @@
+"""Which attention layers share a block table, and which share memory.
+
+Layers are grouped by what they see. A block belongs to one group at a time, so layers of different groups can have the
+same cache: the n-th layer of each. Those of one kind are dealt out to the groups of that kind in turn.
+
+    layers    0 sees 9   1 sees all   2 sees 9
+    groups    None: [1]    9: [0]    9: [2]         all three in one cache, in blocks of their own
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from mvllm.layers.attention import Attention
+
+
+def layer_windows(layers: Sequence[Attention], device: torch.device) -> tuple[int | None, ...]:
+    """What each layer sees, in tokens, or None; where some could not share a cache, what the widest sees for all."""
+    windows = [layer.spec.sliding_window for layer in layers]
+    if len(set(windows)) > 1 and not _are_stored_alike(layers, device):
+        windows = [None if None in windows else max(w for w in windows if w is not None)] * len(layers)
+    return tuple(windows)
+
+
+def place_layers(
+    windows: Sequence[int | None], groups: Sequence[int | None], max_model_len: int
+) -> list[tuple[int, int]]:
+    """For each layer its group and its place in the group: layers of equal places share a cache.
+
+    Args:
+        windows: What each layer sees.
+        groups: What the layers of each group see.
+        max_model_len: Longest sequence; a layer that sees as much sees all.
+    """
+    if len(groups) == 1:
+        return [(0, i) for i in range(len(windows))]
+    places = []
+    seen: Counter[int | None] = Counter()
+    for window in windows:
+        kind = window if window is not None and window < max_model_len else None
+        own = [group for group, of_group in enumerate(groups) if of_group == kind]
+        places.append((own[seen[kind] % len(own)], seen[kind] // len(own)))
+        seen[kind] += 1
+    return places
+
+
+def _are_stored_alike(layers: Sequence[Attention], device: torch.device) -> bool:
+    """Whether the layers differ in nothing but what they see, and their backends make caches that are the same."""
+
+    def stored(layer: Attention) -> tuple[object, ...]:
+        layout = layer.backend.kv_layout()
+        cache = layer.backend.allocate(2, layout.block_sizes[0], device)
+        parts = [cache] if isinstance(cache, torch.Tensor) else cache
+        tensors = [(part.shape, part.stride(), part.dtype) for part in parts]
+        return type(layer.backend), replace(layer.spec, sliding_window=None), layout, type(cache), tensors
+
+    first, *others = (stored(layer) for layer in {layer.spec: layer for layer in layers}.values())
+    return all(other == first for other in others)

@@ -1,0 +1,40 @@
+"""The files that test kernels again, in a process for each instruction set that they have not run with here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from platforms.cpu.tests.instruction_sets import skip_unless_had
+
+from mvllm_cpu import kernels
+from mvllm_cpu.doctor import ISAS, QUANTIZED_ISAS
+
+LOADED = kernels.load()
+pytestmark = pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LOADED.reason}")
+FILES = {"isa": ("test_linear.py", "test_moe.py"), "quantized_isa": ("test_quantized_linear.py",)}
+"""By what the opened kernels say that they run with."""
+NAMES = {"isa": ISAS.split(", "), "quantized_isa": QUANTIZED_ISAS.split(", ")}
+
+
+def kinds_of(isa: str) -> list[str]:
+    """The kinds of kernels that have this set, and run with another one here."""
+    return [kind for kind, names in NAMES.items() if isa in names and isa != getattr(LOADED, kind)]
+
+
+@pytest.mark.parametrize("isa", [isa for isa in dict.fromkeys(NAMES["isa"] + NAMES["quantized_isa"]) if kinds_of(isa)])
+def test_every_kernel_is_right_with(isa):
+    skip_unless_had(isa)
+    env = dict(os.environ, MVLLM_CPU_ISA=isa)
+    ask = "from mvllm_cpu import kernels; loaded = kernels.load(); print(loaded.isa, loaded.quantized_isa)"
+    runs = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=True)
+    kinds = kinds_of(isa)
+    said = dict(zip(("isa", "quantized_isa"), runs.stdout.split(), strict=True))
+    assert all(said[kind] == isa for kind in kinds)
+    files = [str(Path(__file__).with_name(name)) for kind in kinds for name in FILES[kind]]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]

@@ -1,0 +1,8 @@
+"""DeepSeek checkpoints give what transformers gives."""
+
+from tests.helpers.parity import names_of
+from tests.helpers.parity_suite import ParitySuite
+
+
+class TestDeepSeek(ParitySuite):
+    names = names_of("deepseek2", "deepseek3")

@@ -1,0 +1,8 @@
+"""Falcon checkpoints give what transformers gives."""
+
+from tests.helpers.parity import names_of
+from tests.helpers.parity_suite import ParitySuite
+
+
+class TestFalcon(ParitySuite):
+    names = names_of("falcon")

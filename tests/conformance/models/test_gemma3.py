@@ -1,0 +1,8 @@
+"""Gemma 3 checkpoints give what transformers gives."""
+
+from tests.helpers.parity import names_of
+from tests.helpers.parity_suite import ParitySuite
+
+
+class TestGemma3(ParitySuite):
+    names = names_of("gemma3")

@@ -1,0 +1,8 @@
+"""GLM-4 checkpoints give what transformers gives."""
+
+from tests.helpers.parity import names_of
+from tests.helpers.parity_suite import ParitySuite
+
+
+class TestGLM4(ParitySuite):
+    names = names_of("glm", "glm4")

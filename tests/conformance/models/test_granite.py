@@ -1,0 +1,8 @@
+"""Granite checkpoints give what transformers gives."""
+
+from tests.helpers.parity import names_of
+from tests.helpers.parity_suite import ParitySuite
+
+
+class TestGranite(ParitySuite):
+    names = names_of("granite")

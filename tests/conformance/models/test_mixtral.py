@@ -1,0 +1,8 @@
+"""Mixtral checkpoints give what transformers gives."""
+
+from tests.helpers.parity import names_of
+from tests.helpers.parity_suite import ParitySuite
+
+
+class TestMixtral(ParitySuite):
+    names = names_of("mixtral")

@@ -1,0 +1,8 @@
+"""OLMo 2 checkpoints give what transformers gives."""
+
+from tests.helpers.parity import names_of
+from tests.helpers.parity_suite import ParitySuite
+
+
+class TestOLMo2(ParitySuite):
+    names = names_of("olmo2")

@@ -1,0 +1,8 @@
+"""Phi-3 checkpoints give what transformers gives."""
+
+from tests.helpers.parity import names_of
+from tests.helpers.parity_suite import ParitySuite
+
+
+class TestPhi3(ParitySuite):
+    names = names_of("phi3")

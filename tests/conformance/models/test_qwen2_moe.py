@@ -1,0 +1,8 @@
+"""Qwen2-MoE checkpoints give what transformers gives."""
+
+from tests.helpers.parity import names_of
+from tests.helpers.parity_suite import ParitySuite
+
+
+class TestQwen2Moe(ParitySuite):
+    names = names_of("qwen2moe")

@@ -1,0 +1,8 @@
+"""Qwen3-MoE checkpoints give what transformers gives."""
+
+from tests.helpers.parity import names_of
+from tests.helpers.parity_suite import ParitySuite
+
+
+class TestQwen3Moe(ParitySuite):
+    names = names_of("qwen3moe")

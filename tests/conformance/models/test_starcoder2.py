@@ -1,0 +1,8 @@
+"""StarCoder2 checkpoints give what transformers gives."""
+
+from tests.helpers.parity import names_of
+from tests.helpers.parity_suite import ParitySuite
+
+
+class TestStarCoder2(ParitySuite):
+    names = names_of("starcoder2")

@@ -1,0 +1,97 @@
+"""The table of docs/models.md: what tests that ran have shown of each family of models.
+
+python -m tests.unit.docs.models_page RUN.json ...      takes the notes of runs into the record, and writes the page
+python -m tests.unit.docs.models_page                   writes the page from the record
+
+`ci/dev.py test` leaves its notes in build/shown/. The record keeps what a run has not run; what a run has seen to be
+gone, marks or tests, it loses.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.helpers.shown import IMPLS, Shown, as_json, from_json
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "models.md"
+RECORD = Path(__file__).with_name("models_shown.json")
+BEGIN, END = "<!-- table: models -->\n", "\n<!-- end of table -->"
+COLUMNS = {"tokens": "tokens", "tp": "TP", "pp": "PP", "quantization": "quantization", "lora": "LoRA"}
+HOWS = {
+    "awq": "AWQ",
+    "gptq": "GPTQ",
+    "w4a16": "W4A16",
+    "w8a16": "W8A16",
+    "w8a8": "W8A8",
+    "fp8": "FP8",
+    "mxfp4": "MXFP4",
+}
+"""Ways of quantization as users write them; others as the tests call them."""
+
+
+def read_record() -> Shown:
+    return from_json(json.loads(RECORD.read_text(encoding="utf-8")))
+
+
+def taken_in(record: Shown, collected: Shown, passed: Shown) -> Shown:
+    """The record after a run: what passed is added, and what a collected file no longer claims is dropped."""
+    files = {test.partition("::")[0] for tests in collected.values() for test in tests}
+    kept = {
+        claim: {test for test in tests if test.partition("::")[0] not in files or test in collected.get(claim, ())}
+        for claim, tests in record.items()
+    }
+    for claim, tests in passed.items():
+        kept.setdefault(claim, set()).update(tests)
+    return {claim: tests for claim, tests in kept.items() if tests}
+
+
+def table(record: Shown) -> str:
+    """One row for each family and implementation."""
+    rows = sorted({(family, IMPLS.index(impl)) for family, impl, _, _ in record})
+    lines = [f"| `model_type` | implementation | {' | '.join(COLUMNS.values())} |", "|---" * (2 + len(COLUMNS)) + "|"]
+    for family, impl in rows:
+        cells = []
+        for feature in COLUMNS:
+            hows = sorted(how for f, i, what, how in record if (f, i, what) == (family, IMPLS[impl], feature))
+            cells.append(", ".join(HOWS.get(how, how) for how in hows if how) or ("yes" if hows else "–"))
+        lines.append(f"| `{family}` | {IMPLS[impl]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def sources(record: Shown) -> str:
+    """The tests behind each column."""
+    lines = []
+    for feature, title in COLUMNS.items():
+        tests = sorted({test for (_, _, what, _), tests in record.items() if what == feature for test in tests})
+        files: dict[str, list[str]] = {}
+        for test in tests:
+            files.setdefault(test.partition("::")[0], []).append(test.rpartition("::")[2])
+        if files:
+            lines.append(f"- **{title}**: {', '.join(f'`{file}`' for file in files)}")
+    return "\n".join(lines)
+
+
+def with_table(page: str, record: Shown) -> str:
+    """The page with its table made anew."""
+    before, _, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert end, f"{PAGE.name} has no place for the table"
+    return f"{before}{BEGIN}{table(record)}\n\nShown by:\n\n{sources(record)}{end}{after}"
+
+
+def main(runs: Iterable[Path]) -> None:
+    record = read_record() if RECORD.exists() else {}
+    for run in runs:
+        notes = json.loads(run.read_text(encoding="utf-8"))
+        record = taken_in(record, from_json(notes["collected"]), from_json(notes["passed"]))
+    rows = ",\n".join(f" {json.dumps(row)}" for row in as_json(record))
+    RECORD.write_text(f"[\n{rows}\n]\n", encoding="utf-8")
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), record), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(map(Path, sys.argv[1:]))

@@ -1,0 +1,82 @@
+"""FP8 checkpoints beside transformers, which runs the same weights dequantized."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mvllm.errors import ModelError
+from tests.helpers.float8_zoo import FLOAT8_SCHEMES, make_float8
+from tests.helpers.model_zoo import load_reference, make_checkpoint
+from tests.helpers.paged_driver import PagedDriver, load_model, make_context
+from tests.helpers.quantized_zoo import QuantizedCheckpoint
+from tests.helpers.thread_ranks import fake_group, run_ranks
+from tests.unit.models.test_parity import reference_logits
+from tests.unit.models.test_quantized import PROMPT_LEN, TOKENS, TOLERANCE, run
+
+
+def expected(checkpoint: QuantizedCheckpoint) -> torch.Tensor:
+    logits = reference_logits(load_reference(checkpoint.plain), TOKENS, PROMPT_LEN)
+    assert logits.std() > 0.5, "logits too close together to tell right from wrong"
+    return logits
+
+
+@pytest.mark.parametrize("scheme", FLOAT8_SCHEMES)
+def test_logits_equal_transformers_with_the_dequantized_weights(scheme: str, tmp_path: Path) -> None:
+    checkpoint = make_float8(scheme, tmp_path)
+    found = run(PagedDriver(load_model(checkpoint.quantized)))
+    torch.testing.assert_close(found, expected(checkpoint), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name"), [("fp8-odd-blocks", "llama-gqa"), ("fp8-static", "qwen2"), ("ct-channel", "qwen3-mqa")]
+)
+def test_ranks_read_their_share_of_weights_and_scales(scheme: str, name: str, tmp_path: Path) -> None:
+    checkpoint = make_float8(scheme, tmp_path, name)
+    wanted = expected(checkpoint)
+    for logits in run_ranks(2, lambda tp: run(PagedDriver(load_model(checkpoint.quantized, make_context(tp=tp))))):
+        torch.testing.assert_close(logits, wanted, atol=TOLERANCE, rtol=0)
+    stages = [load_model(checkpoint.quantized, make_context(pp=fake_group("pp", rank, 2))) for rank in range(2)]
+    torch.testing.assert_close(run(PagedDriver(*stages)), wanted, atol=TOLERANCE, rtol=0)
+
+
+def test_what_is_multiplied_with_has_the_compute_dtype(tmp_path: Path) -> None:
+    checkpoint = make_float8("fp8-blocks", tmp_path)
+    model = load_model(checkpoint.quantized, make_context(dtype=torch.bfloat16))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    plain = load_file(checkpoint.plain / "model.safetensors")
+    down = next(m for m in model.modules() if getattr(getattr(m, "layout", None), "names", ()) == (DOWN,))
+    assert torch.equal(down.weight, plain[f"{DOWN}.weight"].bfloat16())
+
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+def test_missing_scales_and_weights_of_another_form_are_told(tmp_path: Path) -> None:
+    folder = make_float8("fp8-blocks", tmp_path).quantized
+    tensors = load_file(folder / "model.safetensors")
+    scales = tensors.pop(f"{DOWN}.weight_scale_inv")
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"missing tensor '{DOWN}.weight_scale_inv'"):
+        load_model(folder)
+    save_file({**tensors, f"{DOWN}.weight_scale_inv": scales[:-1].contiguous()}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"has shape \[1, 6\], expected \[2, 6\]"):
+        load_model(folder)
+    tensors[f"{DOWN}.weight"] = tensors[f"{DOWN}.weight"].bfloat16()
+    save_file({**tensors, f"{DOWN}.weight_scale_inv": scales}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"has dtype BF16, expected one of F8_E4M3"):
+        load_model(folder)
+
+
+def test_fp8_where_the_config_says_nothing_of_it_is_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama-gqa", tmp_path, tokenizer=False)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{DOWN}.weight"] = tensors[f"{DOWN}.weight"].to(torch.float8_e4m3fn)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(
+        ModelError, match=r"has dtype F8_E4M3, expected one of F64, F32, F16, BF16.*quantization_config"
+    ):
+        load_model(folder)
