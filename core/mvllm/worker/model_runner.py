@@ -53,8 +53,8 @@ from mvllm.sampling.processors import LogitsProcessors
 from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.state import SamplingState, TokenHistory
 from mvllm.worker.device_tokens import DeviceTokens
-from mvllm.worker.lora import LoRAAdapters
 from mvllm.worker.layer_groups import layer_windows, place_layers
+from mvllm.worker.lora import LoRAAdapters
 from mvllm.worker.pipeline import Pipeline
 from mvllm.worker.rows import RowTable
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs, dry_inputs, profile_inputs
