@@ -41,7 +41,8 @@ def run_engine(job: dict[str, Any]) -> dict[str, Any]:
     if "blocks" in job:  # for so many blocks on each rank, whatever its share of a token costs
         with LLM(**settings) as llm:
             summary = llm.llm_engine.cache_summary
-        settings["kv_cache_memory_bytes"] = summary.total_bytes // summary.num_blocks * job["blocks"]
+        num_blocks = max(job["blocks"], summary.blocks_per_request)  # layers with windows take blocks of their own
+        settings["kv_cache_memory_bytes"] = summary.total_bytes // summary.num_blocks * num_blocks
     with LLM(**settings) as llm:
         length = {"max_tokens": job["num_tokens"]}
         drawn = [SamplingParams(**DRAWN, **length, seed=i if i % 2 else None) for i in range(len(prompts))]

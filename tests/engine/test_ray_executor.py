@@ -146,7 +146,8 @@ def test_ranks_on_two_nodes_give_the_tokens_of_transformers(name: str) -> None:
             parity.check(expected, [output], [longest])
         assert output.num_cached_tokens is not None and output.num_cached_tokens > 0
         stats = llm.llm_engine.stats
-        assert stats is not None and stats.num_preemptions > 0
+        # A request whose layers all have windows may never need more than it was given when it began.
+        assert stats is not None and (stats.num_preemptions > 0 or name == "mistral-window")
 
 
 def _bytes_of_blocks(folder: Path) -> int:

@@ -43,6 +43,7 @@ class Family:
     ranks: int = 2
 
 
+# A name begins with the checkpoint's `model_type`.
 FALLBACK_ZOO: dict[str, Family] = {
     # Families that have classes of our own, too.
     "llama": Family("Llama"),
@@ -62,24 +63,24 @@ FALLBACK_ZOO: dict[str, Family] = {
         },
     ),
     # Attention sinks, experts.
-    "gpt-oss": Family(
+    "gpt_oss": Family(
         "GptOss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}, ranks=1
     ),
     # Logits that are scaled, layers in parallel, norms over whole heads: their weights are not in the plan for ranks.
     "cohere": Family("Cohere", {"use_qk_norm": True, "logit_scale": 0.5}, ranks=1),
     "cohere2": Family("Cohere2", {"sliding_window": 9, "logit_scale": 0.5, "layer_types": _MIXED}),
     # Queries, keys and values in one matrix, head by head; half of each head is rotated; a head of another name.
-    "gptneox": Family("GPTNeoX", {"rotary_pct": 0.5, "num_key_value_heads": None}),
+    "gpt_neox": Family("GPTNeoX", {"rotary_pct": 0.5, "num_key_value_heads": None}),
     # A head with a bias.
     "phi": Family("Phi", {"num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
     # Layers without positions.
     "smollm3": Family("SmolLM3", {"no_rope_layer_interval": 2}),
     # No plan for ranks.
-    "hunyuan": Family("HunYuanDenseV1", {"head_dim": 16}, ranks=1),
+    "hunyuan_v1_dense": Family("HunYuanDenseV1", {"head_dim": 16}, ranks=1),
     # Experts that lie one by one in the checkpoint, and a part of whose name is another there.
     "mixtral": Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, ranks=1),
     # Experts beside one that all tokens take; a mask that no layer takes.
-    "qwen2-moe": Family(
+    "qwen2_moe": Family(
         "Qwen2Moe",
         {
             "num_experts": 4,
@@ -90,7 +91,7 @@ FALLBACK_ZOO: dict[str, Family] = {
         ranks=1,
     ),
     # Latent attention, computed as heads whose values are smaller than their keys.
-    "deepseek-v3": Family(
+    "deepseek_v3": Family(
         "DeepseekV3",
         {
             "num_key_value_heads": 4,

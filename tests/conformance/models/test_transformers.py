@@ -16,9 +16,9 @@ from tests.helpers import parity
 from tests.helpers.fallback_zoo import FALLBACK_ZOO, make_fallback_checkpoint
 from tests.helpers.parity import BLOCK_SIZE, Oracle
 
-WHICH = (0, 3, 6, 9, 10, 11, 12, 15)
-"""Prompts by their place in PROMPT_LENGTHS; six of them begin alike."""
-NUM_TOKENS = 24
+WHICH = (0, 1, 3, 4, 6, 9, 11, 12)
+"""Prompts by their place in PROMPT_LENGTHS; five of them begin alike."""
+NUM_TOKENS = 64
 EVERY_DAY = ("cohere2", "gemma2")
 NAMES = [name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.exhaustive) for name in FALLBACK_ZOO]
 
@@ -28,9 +28,14 @@ def generate(llm: LLM, prompts: list[list[int]], **settings: object) -> list:
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    folder = make_fallback_checkpoint(request.param, tmp_path_factory.mktemp("fallback"))
-    return parity.oracle_of(folder, parity.prompts_of(request.param, WHICH), NUM_TOKENS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(name: str, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    folder = make_fallback_checkpoint(name, tmp_path_factory.mktemp("fallback"))
+    return parity.oracle_of(folder, parity.prompts_of(name, WHICH), NUM_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +45,9 @@ def llm(expected: Oracle) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.shows("tokens", impl="transformers")
 def test_alone_in_chunks_in_a_batch_and_after_prefix_hits(expected: Oracle, llm: LLM) -> None:
-    for i in (0, 4):
+    for i in (0, 6):
         parity.check(expected, generate(llm, [expected.prompts[i]]), [i])
     assert llm.reset_prefix_cache()
     outputs = generate(llm, expected.prompts, prompt_logprobs=1)
@@ -54,16 +60,22 @@ def test_alone_in_chunks_in_a_batch_and_after_prefix_hits(expected: Oracle, llm:
         assert output.num_cached_tokens == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
-def test_preempted_and_recomputed(expected: Oracle, llm: LLM) -> None:
-    settings = {"kv_cache_memory_bytes": parity.bytes_of_blocks(llm, 16), "skip_tokenizer_init": True}
-    with parity.engine(expected.folder, model_impl="transformers", **settings) as small:
-        parity.check(expected, generate(small, expected.prompts))
-        stats = small.llm_engine.stats
-        assert stats is not None and stats.num_preemptions > 0
+@pytest.mark.shows("tokens", impl="transformers")
+def test_preempted_and_recomputed(expected: Oracle) -> None:
+    settings: dict[str, object] = {"model_impl": "transformers", "skip_tokenizer_init": True}
+    with parity.engine(expected.folder, **settings) as llm:
+        summary = llm.llm_engine.cache_summary
+        enough_for_one = parity.bytes_of_blocks(llm, summary.blocks_per_request * 4 // 3)
+    with parity.engine(expected.folder, kv_cache_memory_bytes=enough_for_one, **settings) as llm:
+        parity.check(expected, generate(llm, expected.prompts))
+        stats = llm.llm_engine.stats
+        # A request whose layers all have a window may never need more than it was given when it began.
+        assert stats is not None and (stats.num_preemptions > 0 or None not in summary.windows)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["cohere2", "gptneox"])
+@pytest.mark.shows("tp", impl="transformers")
+@pytest.mark.parametrize("name", ["cohere2", "gpt_neox"])
 def test_processes_that_share_it_give_the_same(name: str, tmp_path: Path) -> None:
     folder = make_fallback_checkpoint(name, tmp_path)
     expected = parity.oracle_of(folder, parity.prompts_of(name, WHICH), NUM_TOKENS)

@@ -29,6 +29,7 @@ from tests.unit.models.test_quantized import check_quantized_on_load, expected
 
 
 @pytest.mark.shows("tp", "pp")
+@pytest.mark.shows("tp", "pp")
 @pytest.mark.parametrize("name", marked(DENSE))
 def test_ranks_and_stages_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
     folder = make_checkpoint(name, tmp_path, tokenizer=False)
@@ -96,6 +97,7 @@ PACKED = [
 
 
 @pytest.mark.shows("quantization", by="scheme")
+@pytest.mark.shows("quantization", by="scheme")
 @pytest.mark.parametrize(
     ("scheme", "name"), [pytest.param(*case, marks=[pytest.mark.exhaustive] * (i > 2)) for i, case in enumerate(PACKED)]
 )
@@ -109,6 +111,7 @@ def test_packed_weights_give_what_transformers_gives_with_their_floats(scheme: s
             torch.testing.assert_close(logits, wanted, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.shows("quantization", by="quantization")
 @pytest.mark.shows("quantization", by="quantization")
 @pytest.mark.parametrize(
     ("name", "quantization"),

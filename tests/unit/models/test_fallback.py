@@ -26,7 +26,7 @@ from tests.unit.models.test_parity import draw_tokens, reference_logits, run_mix
 
 TOLERANCE = 1e-4
 TOKENS, PROMPT_LEN = draw_tokens(40, seed=1), 24
-EVERY_DAY = ("cohere2", "gptneox", "phi", "olmo2")
+EVERY_DAY = ("cohere2", "gpt_neox", "phi", "olmo2")
 SHARED = [
     name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.exhaustive)
     for name, family in FALLBACK_ZOO.items()
@@ -59,6 +59,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     assert any(isinstance(module, LinearInPlace) for module in model.modules())
 
 
+@pytest.mark.shows("tp", impl="transformers")
 @pytest.mark.parametrize("name", SHARED)
 def test_ranks_that_share_it_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
     folder = make_fallback_checkpoint(name, tmp_path)
@@ -78,7 +79,7 @@ def test_ranks_hold_their_share_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "words"),
     [
-        ("hunyuan", 2, r"tensor_parallel_size is 2, but transformers has no tensor parallel plan"),
+        ("hunyuan_v1_dense", 2, r"tensor_parallel_size is 2, but transformers has no tensor parallel plan"),
         ("llama", 4, r"cannot be shared by 4 ranks: .*Use tensor_parallel_size=1, with data_parallel_size"),
         ("cohere", 2, r"cannot be shared by 2 ranks"),
     ],
@@ -96,7 +97,7 @@ def test_what_each_layer_asks_for_becomes_its_spec(tmp_path: Path) -> None:
     specs = [layer.spec for layer in load(make_fallback_checkpoint("gemma2", tmp_path / "g")).attention_layers()]
     assert [spec.sliding_window for spec in specs] == [9, None, 9]
     assert {(spec.soft_cap, spec.scale, spec.sinks, spec.num_kv_heads) for spec in specs} == {(2.0, 0.25, False, 2)}
-    specs = [layer.spec for layer in load(make_fallback_checkpoint("gpt-oss", tmp_path / "o")).attention_layers()]
+    specs = [layer.spec for layer in load(make_fallback_checkpoint("gpt_oss", tmp_path / "o")).attention_layers()]
     assert [spec.sliding_window for spec in specs] == [9, None, 9] and all(spec.sinks for spec in specs)
 
 
@@ -105,6 +106,7 @@ def test_a_window_longer_than_any_sequence_is_none(tmp_path: Path) -> None:
     assert [layer.spec.sliding_window for layer in load(folder, max_model_len=8).attention_layers()] == [None] * 3
 
 
+@pytest.mark.shows("quantization", by="quantization", family="llama", impl="transformers")
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_floats_are_quantized_on_load_as_in_native_models(quantization: str, tmp_path: Path) -> None:
     folder = make_checkpoint("llama-mha-tied", tmp_path, tokenizer=False)
@@ -112,6 +114,7 @@ def test_floats_are_quantized_on_load_as_in_native_models(quantization: str, tmp
     torch.testing.assert_close(run(load(folder, quantization=quantization)), run(native), atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.shows("quantization", how="fp8", family="llama", impl="transformers")
 def test_quantized_checkpoints_run_too(tmp_path: Path) -> None:
     from tests.helpers.float8_zoo import make_float8
 

@@ -24,6 +24,7 @@ def expected(checkpoint: QuantizedCheckpoint) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.shows("quantization", how="fp8", family="llama")
 @pytest.mark.parametrize("scheme", FLOAT8_SCHEMES)
 def test_logits_equal_transformers_with_the_dequantized_weights(scheme: str, tmp_path: Path) -> None:
     checkpoint = make_float8(scheme, tmp_path)
@@ -31,6 +32,7 @@ def test_logits_equal_transformers_with_the_dequantized_weights(scheme: str, tmp
     torch.testing.assert_close(found, expected(checkpoint), atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.shows("quantization", how="fp8")
 @pytest.mark.parametrize(
     ("scheme", "name"), [("fp8-odd-blocks", "llama-gqa"), ("fp8-static", "qwen2"), ("ct-channel", "qwen3-mqa")]
 )
