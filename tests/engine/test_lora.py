@@ -79,6 +79,7 @@ def llm(llama: Family) -> Iterator[LLM]:
 EVERYONE = [BASE, "one", "two", "three"]
 
 
+@pytest.mark.shows("lora", family="llama")
 def test_several_adapters_and_the_model_itself_in_one_batch(llm: LLM, llama: Family) -> None:
     # 24 tokens per step: long prompts are cut into chunks, of several adapters' requests in one step.
     prompts = [prompt for prompt in PROMPTS for _ in EVERYONE]
@@ -136,6 +137,7 @@ def test_it_is_the_same_over_ranks(llama: Family, tensor: int, pipeline: int) ->
         llama.generate(llm, PROMPTS, EVERYONE)
 
 
+@pytest.mark.shows("lora")
 @pytest.mark.parametrize(
     ("name", "targets"),
     [
