@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mvllm.errors import ConfigError, ModelError, MvllmError, PlatformError, RequestError
     from mvllm.messages.beam_search_params import BeamSearchParams
     from mvllm.messages.inputs import TextPrompt, TokensPrompt
+    from mvllm.messages.lora import LoRARequest
     from mvllm.messages.pooling_params import PoolingParams
     from mvllm.messages.sampling_params import SamplingParams
     from mvllm.messages.structured_outputs import StructuredOutputsParams
@@ -33,6 +34,7 @@ _EXPORTS = {
     "LLM": "mvllm.entrypoints.llm",
     "LLMEngine": "mvllm.engine.llm_engine",
     "EngineArgs": "mvllm.config.engine_args",
+    "LoRARequest": "mvllm.messages.lora",
     "SamplingParams": "mvllm.messages.sampling_params",
     "BeamSearchParams": "mvllm.messages.beam_search_params",
     "BeamSearchOutput": "mvllm.engine.outputs",
@@ -64,6 +66,7 @@ __all__ = [
     "EmbeddingRequestOutput",
     "EngineArgs",
     "LLMEngine",
+    "LoRARequest",
     "Logprob",
     "ModelError",
     "MvllmError",

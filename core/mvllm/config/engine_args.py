@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mvllm.config.engine_config import CacheConfig, EngineConfig, LoadConfig, ParallelConfig, SchedulerConfig
+from mvllm.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    LoadConfig,
+    LoRAConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from mvllm.config.hub import find_model, find_tokenizer
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_builder import DTYPE_ALIASES, DTYPES, build_model_config
@@ -231,6 +238,25 @@ class EngineArgs:
     )
     use_tqdm_on_load: bool = option(True, help="Show progress while loading weights.", group="load")
 
+    enable_lora: bool = option(False, help="Take requests with LoRA adapters.", group="lora")
+    max_loras: int = option(
+        1,
+        help="Most different adapters among the requests that run; as many slots are kept on the device.",
+        group="lora",
+        minimum=1,
+        maximum=1024,
+    )
+    max_lora_rank: int = option(
+        16, help="Largest rank of an adapter; the slots are made for it.", group="lora", minimum=1, maximum=1024
+    )
+    max_cpu_loras: int | None = option(
+        None,
+        help="Most adapters kept in the host's memory, those least recently used give way; by default max_loras.",
+        group="lora",
+        minimum=1,
+        maximum=65536,
+    )
+
     platform: str | None = option(
         None, help="Platform plugin to run on; by default the only available one.", group="platform"
     )
@@ -299,6 +325,11 @@ class EngineArgs:
                 f"max_num_batched_tokens is {budget}, but must be at least max_num_seqs ({self.max_num_seqs}): every "
                 "running sequence needs one token per step. Raise the one or lower the other."
             )
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras is {self.max_cpu_loras}, but must be at least max_loras ({self.max_loras}): what is on "
+                "the device is kept on the host, too."
+            )
 
     def create_engine_config(self) -> EngineConfig:
         """Finds the model, reads its config and settles everything that needs no device.
@@ -344,6 +375,7 @@ class EngineArgs:
                 engine_core_process=self.engine_core_process,
             ),
             load=LoadConfig(load_format=self.load_format, use_tqdm=self.use_tqdm_on_load),
+            lora=self._lora_config(),
             platform=self.platform,
             enforce_eager=self.enforce_eager,
             op_providers=_names(self.op_providers),
@@ -381,6 +413,11 @@ class EngineArgs:
             quantization=self.quantization,
             pooler_config=self.pooler_config,
         )
+
+    def _lora_config(self) -> LoRAConfig | None:
+        if not self.enable_lora:
+            return None
+        return LoRAConfig(self.max_loras, self.max_lora_rank, self.max_cpu_loras or self.max_loras)
 
     def _tokenizer_folder(self, model_folder: Path) -> str | None:
         if self.skip_tokenizer_init:

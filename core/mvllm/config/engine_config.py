@@ -107,10 +107,26 @@ class LoadConfig:
 
 
 @dataclass(frozen=True)
+class LoRAConfig:
+    """How many LoRA adapters there may be, and how large.
+
+    Attributes:
+        max_loras: Most different adapters among the requests that run; as many slots are on the device.
+        max_lora_rank: Largest rank of one.
+        max_cpu_loras: Most adapters that each worker keeps in the host's memory, at least `max_loras`.
+    """
+
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int = 1
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything an engine is started with.
 
     Attributes:
+        lora: LoRA adapters; None for an engine that takes none.
         platform: Name of the platform asked for, or None to choose the only available one.
         enforce_eager: Never capture graphs or compile.
         op_providers: Names of installed sets of op providers to use before the platform's.
@@ -123,6 +139,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()
     load: LoadConfig = LoadConfig()
+    lora: LoRAConfig | None = None
     platform: str | None = None
     enforce_eager: bool = False
     op_providers: tuple[str, ...] = ()

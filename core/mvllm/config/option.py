@@ -29,7 +29,7 @@ class Option:
         nullable: Whether None may be given.
         default: What stands when it is not given (`dataclasses.MISSING` when it must be given).
         help: One sentence for `--help`.
-        group: `model`, `cache`, `scheduler`, `parallel`, `load` or `platform`.
+        group: `model`, `cache`, `scheduler`, `parallel`, `load`, `lora` or `platform`.
         choices: The permitted texts; empty when any will do.
         minimum, maximum: Permitted range, ends included, unless `above` excludes the lower end.
         above: Whether `minimum` itself is not permitted.

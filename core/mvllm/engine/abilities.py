@@ -22,6 +22,7 @@ def changes_for(config: EngineConfig, capabilities: Capabilities, platform: str)
     """
     _check_model(config, capabilities, platform)
     _check_parallel(config, capabilities, platform)
+    _check_lora(config, capabilities, platform)
     cache, scheduler = config.cache, config.scheduler
     if cache.enable_prefix_caching and not capabilities.prefix_caching:
         yield ConfigChange("cache.enable_prefix_caching", False, "the platform does not claim prefix_caching")
@@ -56,6 +57,21 @@ def _check_parallel(config: EngineConfig, capabilities: Capabilities, platform: 
                 f"{setting} is {size}, for which the ranks need {', '.join(missing)}, which the platform {platform!r} "
                 f"does not claim among its collectives. Set {setting} to 1, or choose another platform."
             )
+
+
+def _check_lora(config: EngineConfig, capabilities: Capabilities, platform: str) -> None:
+    if config.lora is None:
+        return
+    why = None
+    if not capabilities.torch_device:
+        why = "brings a worker of its own"
+    elif capabilities.static_shapes:
+        why = "compiles every shape, and which tokens have which adapter is another one in each step"
+    if why is not None:
+        raise ConfigError(
+            f"enable_lora is set, but adapters cannot be had on the platform {platform!r}, which {why}. Merge the "
+            "adapter into the model's weights, or choose another platform."
+        )
 
 
 def _check_model(config: EngineConfig, capabilities: Capabilities, platform: str) -> None:

@@ -13,6 +13,7 @@ from mvllm.engine.dp_async_client import start_replicas
 from mvllm.engine.kv_sizing import CacheSummary
 from mvllm.engine.planning import settle_config
 from mvllm.errors import ConfigError, EngineDeadError
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreRequest, SchedulerStats
 from mvllm.platform.choose import ChosenPlatform
 
@@ -57,7 +58,7 @@ class AsyncClient(Protocol):
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Drops sequences."""
 
-    async def call(self, method: str, argument: int | list[str] | None = None) -> bool:
+    async def call(self, method: str, argument: int | list[str] | LoRARequest | None = None) -> bool:
         """Calls a method of every core."""
 
     @property

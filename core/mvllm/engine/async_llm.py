@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.model import ModelConfig
+from mvllm.engine.adapter_door import AdapterDoor
 from mvllm.engine.async_client import AsyncClient, make_async_client
 from mvllm.engine.beam_search import BeamSearch
 from mvllm.engine.front_end import FrontEnd
@@ -41,6 +42,7 @@ from mvllm.engine.tracing import Tracer
 from mvllm.errors import EngineDeadError, EngineSleepingError, QueueFullError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.requests import EngineCoreOutputs, SchedulerStats
 from mvllm.messages.sampling_params import SamplingParams
@@ -97,6 +99,7 @@ class AsyncLLM:
         self.pooling_input_processor = PoolingInputProcessor(self.config, front_end.tokenizer)
         self.metrics = EngineMetrics(self.config.model.max_model_len)
         self._elsewhere = elsewhere
+        self._adapter_door = AdapterDoor(self.config)
         self._output_processor = OutputProcessor(front_end.tokenizer)
         self._core_ids = CoreIds(name)
         self._request_ids = itertools.count()
@@ -130,6 +133,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generates from one prompt, output by output as `sampling_params.output_kind` says.
 
@@ -141,6 +145,7 @@ class AsyncLLM:
             request_id: The caller's name for it; need not be unique. By default a number.
             priority: Lower is served earlier; needs the priority policy.
             arrival_time: Monotonic seconds; now by default.
+            lora_request: The adapter that computes with the model; it is loaded if it has not been.
 
         Raises:
             RequestError: The request is not acceptable; nothing was queued.
@@ -149,7 +154,12 @@ class AsyncLLM:
             RuntimeError: Another event loop than this one was the first to use the engine.
         """
         stream = await self.add_request(
-            prompt, sampling_params, request_id, priority=priority, arrival_time=arrival_time
+            prompt,
+            sampling_params,
+            request_id,
+            priority=priority,
+            arrival_time=arrival_time,
+            lora_request=lora_request,
         )
         try:
             async for output in stream:
@@ -193,13 +203,19 @@ class AsyncLLM:
         *,
         priority: int = 0,
         arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> RequestStream:
         """As `generate`, but the request is checked and queued when this returns, before the first output is there.
 
         The stream has to be read to its end, or closed.
         """
         (stream,) = await self.add_requests(
-            [prompt], [sampling_params], request_id, priority=priority, arrival_time=arrival_time
+            [prompt],
+            [sampling_params],
+            request_id,
+            priority=priority,
+            arrival_time=arrival_time,
+            lora_request=lora_request,
         )
         return stream
 
@@ -212,12 +228,14 @@ class AsyncLLM:
         priority: int = 0,
         arrival_time: float | None = None,
         pooling: bool = False,
+        lora_request: LoRARequest | None = None,
     ) -> list[RequestStream]:
         """Several prompts of one caller under one id: all of them are checked before any is queued.
 
         Args:
             params: Of each prompt. With `pooling` they are PoolingParams, else SamplingParams.
             pooling: Make vectors, for `PoolingRequestOutput.of`, and generate nothing.
+            lora_request: The adapter for all of them.
 
         Raises:
             As `generate`. A RequestError names the prompt by its position.
@@ -232,7 +250,14 @@ class AsyncLLM:
 
         def process() -> list[ProcessedRequest]:
             processor = self.pooling_input_processor if pooling else self.input_processor
-            return processor.process_batch(ids, prompts, params, priorities=priorities, arrival_time=arrived)
+            return processor.process_batch(
+                ids,
+                prompts,
+                params,
+                priorities=priorities,
+                arrival_time=arrived,
+                lora_requests=[lora_request] * len(ids),
+            )
 
         if sum(_weight(prompt) for prompt in prompts) <= 1.0:
             requests = process()
@@ -243,6 +268,9 @@ class AsyncLLM:
             finally:
                 self._num_preparing -= len(prompts)
             self._require_ready()  # it took a while
+        if lora_request is not None and not self._adapter_door.is_known(self._adapter_door.check(lora_request)):
+            await self.add_lora(lora_request)
+            self._require_ready()
         self._check_room(
             sum(r.params.num_sequences for r in requests), sum(len(r.core.prompt_token_ids) for r in requests)
         )
@@ -395,6 +423,43 @@ class AsyncLLM:
         """Forgets all cached prefixes; False when running requests still use some."""
         self._require_alive()
         return await self._client.call("reset_prefix_cache")
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Loads an adapter before its first request; each front end of an engine has to be told of it.
+
+        Returns:
+            Whether it was not known before.
+
+        Raises:
+            RequestError: Its files are not usable with this model, or its id is another adapter's.
+            EngineSleepingError: The engine sleeps.
+        """
+        self._require_alive()
+        door = self._adapter_door
+        if door.is_known(door.check(lora_request)):
+            return False
+        await self._in_thread(lambda: door.inspect(lora_request))
+        await self._client.call("add_lora", lora_request)
+        if door.is_known(door.check(lora_request)):  # by another call, meanwhile
+            return False
+        door.note(lora_request)
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Frees an adapter's id. What requests under way still have goes when others need the room.
+
+        Returns:
+            Whether it was known.
+        """
+        self._require_alive()
+        known = self._adapter_door.forget(lora_id)
+        if known:
+            await self._client.call("remove_lora", lora_id)
+        return known
+
+    async def list_loras(self) -> set[int]:
+        """The ids of the adapters that requests have named, or `add_lora` has loaded."""
+        return self._adapter_door.ids
 
     async def sleep(self, level: int = 1) -> None:
         """Aborts all requests, gives memory back, and takes no requests until `wake_up`.

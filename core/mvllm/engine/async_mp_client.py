@@ -26,6 +26,7 @@ from mvllm.engine.sleep import CALLS
 from mvllm.errors import EngineDeadError
 from mvllm.executor.status_board import Activity
 from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallCore, Command, CoreNews
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 
 OnOutputs = Callable[[EngineCoreOutputs], None]
@@ -170,7 +171,7 @@ class AsyncMPClient:
         if self._aborted:
             self._flush_soon()
 
-    async def call(self, method: str, argument: int | list[str] | None = None) -> bool:
+    async def call(self, method: str, argument: int | list[str] | LoRARequest | None = None) -> bool:
         """Calls a method of the core (see CallCore) and returns whether it succeeded, where it says so.
 
         Raises:

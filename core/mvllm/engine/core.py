@@ -18,6 +18,7 @@ import msgspec
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.rope_parameters import prompt_cache_key
+from mvllm.engine.adapter_store import AdapterStore
 from mvllm.engine.grammar_vocabulary import load_vocabulary
 from mvllm.engine.kv_sizing import CacheSummary, choose_block_size, no_kv_cache, size_kv_cache
 from mvllm.engine.sleep import KV_CACHE, LEVELS, TAGS, WEIGHTS, check_sleep_level
@@ -26,6 +27,7 @@ from mvllm.executor.choose import make_executor
 from mvllm.kv_cache.manager import KVCacheManager
 from mvllm.kv_cache.none import NoKVCache
 from mvllm.logging import get_logger
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.models.support import runs_natively
@@ -63,6 +65,7 @@ class EngineCore:
         self.start_seconds: dict[str, float] = {}
         self._dead: BaseException | None = None
         self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
+        self._row_errors: dict[int, dict[int, str]] = {}  # step -> position in its batch -> why the row is to fail
         num_stages = config.parallel.pipeline_parallel_size
         # A pipeline is full with one step per stage. More would only queue up, also with asynchronous scheduling.
         self._max_in_flight = num_stages if num_stages > 1 else 2 if config.scheduler.async_scheduling else 1
@@ -95,7 +98,11 @@ class EngineCore:
                 max_step_tokens=config.scheduler.max_num_batched_tokens,
             ),
             num_stages=num_stages,
+            max_loras=0 if config.lora is None else config.lora.max_loras,
         )
+        self._adapters: AdapterStore | None = None
+        if config.lora is not None:
+            self._adapters = AdapterStore(config.lora, self._executor, lambda: self.scheduler.running_lora_ids)
         logger.info("%s", self.cache_summary)
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -109,6 +116,8 @@ class EngineCore:
             raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before sending requests.")
         if request.sampling_params.structured_outputs is not None:
             check_available()
+        if request.lora_request is not None:
+            self._adapter_store  # noqa: B018  (raises where there is none)
         if key := self._position_key(len(request.prompt_token_ids)):
             request = msgspec.structs.replace(request, position_key=key)
         if request.sibling_group is not None and not self._may_share_blocks:
@@ -197,6 +206,8 @@ class EngineCore:
         freed = self.scheduler.reset_prefix_cache()
         assert freed, "blocks without a request"
         self._executor.collective_rpc("sleep", (level,))
+        if self._adapters is not None and WEIGHTS in given_back:
+            self._adapters.forget_all()
         self._asleep = tuple(tag for tag in TAGS if tag in (*given_back, *self._asleep))
 
     def wake_up(self, tags: Sequence[str] = ()) -> bool:
@@ -218,6 +229,30 @@ class EngineCore:
                 self._executor.collective_rpc("warm_up")
             self._asleep = tuple(tag for tag in self._asleep if tag not in wanted)
         return not self._asleep
+
+    def add_lora(self, request: LoRARequest) -> bool:
+        """Loads an adapter on all workers, unless it is loaded.
+
+        Raises:
+            RequestError: Its files are not usable with this model, or its id is another adapter's.
+            EngineSleepingError: The model is asleep.
+        """
+        if WEIGHTS in self._asleep:
+            raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before loading adapters.")
+        self._adapter_store.add(request)
+        return True
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Forgets an adapter; False where it is not loaded, or in use: then it gives way when room is needed."""
+        return self._adapter_store.remove(lora_int_id)
+
+    @property
+    def _adapter_store(self) -> AdapterStore:
+        if self._adapters is None:
+            raise RequestError(
+                "The engine was started without enable_lora: it takes no adapters.", parameter="lora_request"
+            )
+        return self._adapters
 
     def check_health(self) -> None:
         """Raises unless every worker answers."""
@@ -261,6 +296,8 @@ class EngineCore:
         if plan is None:
             return False
         try:
+            if self._adapters is not None and (errors := self._adapters.prepare(plan)):
+                self._row_errors[plan.step] = errors
             future = self._executor.execute_model(plan)
         except Exception as e:
             self._dead = e
@@ -275,6 +312,8 @@ class EngineCore:
         except Exception as e:
             self._dead = e
             raise EngineDeadError(f"Step {plan.step} failed: {type(e).__name__}: {e}") from e
+        if errors := self._row_errors.pop(plan.step, None):
+            output.errors.update(errors)
         return self.scheduler.update_from_output(plan, output)
 
     def _size_kv_cache(self) -> CacheSummary:

@@ -11,6 +11,7 @@ from mvllm.engine.kv_sizing import CacheSummary
 from mvllm.engine.planning import settle_config
 from mvllm.engine.worker_environment import worker_environment
 from mvllm.errors import ConfigError
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest
 from mvllm.platform.choose import ChosenPlatform, choose_platform
 
@@ -71,6 +72,14 @@ class InprocClient:
     def wake_up(self, tags: Sequence[str]) -> bool:
         """Claims it again; see `EngineCore.wake_up`."""
         return self._core.wake_up(tags)
+
+    def add_lora(self, request: LoRARequest) -> None:
+        """Loads an adapter; see `EngineCore.add_lora`."""
+        self._core.add_lora(request)
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Forgets it; see `EngineCore.remove_lora`."""
+        return self._core.remove_lora(lora_int_id)
 
     def check_health(self) -> None:
         """Raises unless every worker answers."""

@@ -83,6 +83,8 @@ class EngineCoreProc:
             "check_health": core.check_health,
             "sleep": core.sleep,
             "wake_up": core.wake_up,
+            "add_lora": core.add_lora,
+            "remove_lora": core.remove_lora,
         }
         self._num_taken = 0
 

@@ -18,6 +18,7 @@ from mvllm.engine.metrics import add_stats
 from mvllm.engine.replica_choice import ReplicaChoice
 from mvllm.errors import EngineDeadError
 from mvllm.messages.coordination import CoreLoad
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.platform.choose import ChosenPlatform
 
@@ -149,7 +150,7 @@ class DPAsyncMPClient:
                 self._forget(request_id)
                 self._cores[rank].abort_requests([request_id])
 
-    async def call(self, method: str, argument: int | list[str] | None = None) -> bool:
+    async def call(self, method: str, argument: int | list[str] | LoRARequest | None = None) -> bool:
         """Calls a method of every core; returns whether it succeeded everywhere."""
         return all(await asyncio.gather(*(core.call(method, argument) for core in self._cores)))
 

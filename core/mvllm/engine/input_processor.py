@@ -20,6 +20,7 @@ from mvllm.engine.grammar_vocabulary import check_tokenizer_for_grammars
 from mvllm.engine.tokenizer import Tokenizer
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.messages.sampling_params import SamplingParams, validate_for_model
@@ -92,9 +93,17 @@ class InputProcessor:
         *,
         priority: int = 0,
         arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> ProcessedRequest:
         """One request; see `process_batch`."""
-        return self.process_batch([request_id], [prompt], [params], priorities=[priority], arrival_time=arrival_time)[0]
+        return self.process_batch(
+            [request_id],
+            [prompt],
+            [params],
+            priorities=[priority],
+            arrival_time=arrival_time,
+            lora_requests=[lora_request],
+        )[0]
 
     def process_batch(
         self,
@@ -104,6 +113,7 @@ class InputProcessor:
         *,
         priorities: Sequence[int] | None = None,
         arrival_time: float | None = None,
+        lora_requests: Sequence[LoRARequest | None] | None = None,
     ) -> list[ProcessedRequest]:
         """Checks all requests and tokenizes their texts together. The sequences are parallel.
 
@@ -111,6 +121,7 @@ class InputProcessor:
             params: None takes the model's defaults.
             priorities: Lower is served earlier; needs the priority policy.
             arrival_time: Monotonic seconds; now by default.
+            lora_requests: The adapters, for those that have one. An AdapterDoor looks at their fields and files.
 
         Raises:
             RequestError: One of them is not acceptable; names it by its position where there are several.
@@ -132,6 +143,7 @@ class InputProcessor:
                 arrival_time=arrival,
                 priority=self._check_priority(priorities[i]) if priorities is not None else 0,
                 cache_salt=part.cache_salt,
+                lora_request=None if lora_requests is None else self._check_adapter(lora_requests[i]),
             )
             processed.append(ProcessedRequest(part.text, settled, core))
         return processed
@@ -303,6 +315,14 @@ class InputProcessor:
             max_logprobs=self._model.max_logprobs,
             prompt_len=len(part.token_ids or ()),
         )
+
+    def _check_adapter(self, request: LoRARequest | None) -> LoRARequest | None:
+        if request is not None and not isinstance(request, LoRARequest):
+            raise RequestError(
+                f"lora_request must be a LoRARequest(lora_name, lora_int_id, lora_path); found {_show(request)}.",
+                parameter="lora_request",
+            )
+        return request
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
         if self._tokenizer is None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.model import ModelConfig
+from mvllm.engine.adapter_door import AdapterDoor
 from mvllm.engine.beam_search import BeamSearch
 from mvllm.engine.core_client import make_client
 from mvllm.engine.front_end import FrontEnd
@@ -21,6 +22,7 @@ from mvllm.engine.sleep import check_sleep_level, check_tags
 from mvllm.engine.tokenizer import Tokenizer
 from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
 from mvllm.messages.inputs import PromptType
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.messages.sampling_params import SamplingParams
 
@@ -64,6 +66,12 @@ class EngineClient(Protocol):
     def wake_up(self, tags: Sequence[str]) -> bool:
         """Claims it again; whether all is back."""
 
+    def add_lora(self, request: LoRARequest) -> None:
+        """Loads an adapter."""
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Forgets it; whether it was there and not in use."""
+
     def shutdown(self) -> None:
         """Ends the engine core. Idempotent."""
 
@@ -90,6 +98,7 @@ class LLMEngine:
         self._is_sleeping = False
         self.input_processor = InputProcessor(self.config, front_end.tokenizer)
         self.pooling_input_processor = PoolingInputProcessor(self.config, front_end.tokenizer)
+        self._adapter_door = AdapterDoor(self.config)
         self._output_processor = OutputProcessor(front_end.tokenizer)
         self._core_ids = CoreIds()
         self._stats: SchedulerStats | None = None
@@ -159,6 +168,7 @@ class LLMEngine:
         *,
         priority: int = 0,
         arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Checks a request and queues it.
 
@@ -167,21 +177,24 @@ class LLMEngine:
             params: None takes the model's defaults.
             priority: Lower is served earlier; needs the priority policy.
             arrival_time: Monotonic seconds; now by default.
+            lora_request: The adapter that computes with the model; it is loaded if it has not been.
 
         Raises:
             RequestError: The request is not acceptable; nothing was queued.
             EngineDeadError: The engine has stopped.
         """
         self._require_alive()
-        self.add_processed_requests(
-            [self.input_processor.process(request_id, prompt, params, priority=priority, arrival_time=arrival_time)]
+        processed = self.input_processor.process(
+            request_id, prompt, params, priority=priority, arrival_time=arrival_time, lora_request=lora_request
         )
+        self.add_processed_requests([processed])
 
     def add_processed_requests(self, requests: Sequence[ProcessedRequest]) -> None:
         """Queues requests that have passed an input processor; all of them or, when an id is taken, none."""
         self._require_alive()
         if self._is_sleeping:
             raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before sending requests.")
+        self._load_adapters(requests)
         self._phases.note_request()
         fresh: set[str] = set()
         for request in requests:
@@ -202,6 +215,46 @@ class LLMEngine:
         except BaseException:
             self.abort_request(fresh)
             raise
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Loads an adapter before its first request.
+
+        Returns:
+            Whether it was not known before.
+
+        Raises:
+            RequestError: Its files are not usable with this model, or its id is another adapter's.
+        """
+        self._require_alive()
+        request = self._adapter_door.check(lora_request)
+        if self._adapter_door.is_known(request):
+            return False
+        self._adapter_door.inspect(request)
+        self._client.add_lora(request)
+        self._adapter_door.note(request)
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Frees an adapter's id. What requests under way still have goes when others need the room.
+
+        Returns:
+            Whether it was known.
+        """
+        self._require_alive()
+        known = self._adapter_door.forget(lora_id)
+        if known:
+            self._client.remove_lora(lora_id)
+        return known
+
+    def list_loras(self) -> set[int]:
+        """The ids of the adapters that requests have named, or `add_lora` has loaded."""
+        return self._adapter_door.ids
+
+    def _load_adapters(self, requests: Sequence[ProcessedRequest]) -> None:
+        """Loads what is named for the first time, before anything is queued."""
+        named = {id(lora): lora for request in requests if (lora := request.core.lora_request) is not None}
+        for lora_request in named.values():
+            self.add_lora(lora_request)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Drops requests in whatever state they are; no output follows for them. Unknown ids are ignored."""

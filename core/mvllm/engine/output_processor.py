@@ -326,6 +326,7 @@ class RequestState:
         self._prompt_logprobs_shown = False
         self._num_cached_tokens: int | None = None
         self._pooled: bytes | None = None
+        self._lora_request = request.core.lora_request
         self.metrics = RequestMetrics(arrival_time=request.core.arrival_time)
 
     @property
@@ -391,6 +392,7 @@ class RequestState:
             self._num_cached_tokens or 0,
             self._pooled,
             self._pools_each_token,
+            self._lora_request,
         )
 
     def _prompt_logprobs_to_show(self) -> list[PositionLogprobMap | None] | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mvllm.messages.lora import LoRARequest
+
 PositionLogprobMap = dict[int, "Logprob"]
 """Token id to log-probability at one position; the token that stands there comes first."""
 
@@ -99,6 +101,7 @@ class RequestOutput:
         pooled: Of a request for a vector, once it is finished: float32 in little-endian order. `PoolingRequestOutput`
             shows it.
         pooled_each_token: Whether these are vectors of each token of the prompt.
+        lora_request: The adapter that it was computed with, if there was one.
     """
 
     request_id: str
@@ -111,6 +114,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     pooled: bytes | None = None
     pooled_each_token: bool = False
+    lora_request: LoRARequest | None = None
 
 
 @dataclass(slots=True)

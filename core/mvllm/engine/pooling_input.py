@@ -12,6 +12,7 @@ from mvllm.config.pooler_config import PoolerConfig
 from mvllm.engine.input_processor import InputProcessor, ProcessedRequest
 from mvllm.errors import ModelError, RequestError
 from mvllm.messages.inputs import PromptType, TokensPrompt
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 
@@ -49,12 +50,18 @@ class PoolingInputProcessor(InputProcessor):
         *,
         priorities: Sequence[int] | None = None,
         arrival_time: float | None = None,
+        lora_requests: Sequence[LoRARequest | None] | None = None,
     ) -> list[ProcessedRequest]:
         settled = [self._settle(each) for each in params]
         prompts = [self._at(i, prompts, self._cut, prompt, params[i]) for i, prompt in enumerate(prompts)]
         nothing: list[SamplingParams | None] = [None] * len(prompts)
         requests = super().process_batch(
-            request_ids, prompts, nothing, priorities=priorities, arrival_time=arrival_time
+            request_ids,
+            prompts,
+            nothing,
+            priorities=priorities,
+            arrival_time=arrival_time,
+            lora_requests=lora_requests,
         )
         for request, each in zip(requests, settled, strict=True):
             request.core.pooling_params = each

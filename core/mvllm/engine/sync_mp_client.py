@@ -24,6 +24,7 @@ from mvllm.engine.sleep import CALLS
 from mvllm.errors import EngineDeadError
 from mvllm.executor.message_queue.notifier import make_notifier
 from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallCore, CallResult, Command, CoreNews
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.platform.choose import ChosenPlatform
 
@@ -136,6 +137,14 @@ class SyncMPClient:
         """Claims it again; see `EngineCore.wake_up`."""
         return bool(self._call("wake_up", list(tags)))
 
+    def add_lora(self, request: LoRARequest) -> None:
+        """Loads an adapter; see `EngineCore.add_lora`."""
+        self._call("add_lora", request)
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Forgets it; see `EngineCore.remove_lora`."""
+        return bool(self._call("remove_lora", lora_int_id))
+
     def check_health(self) -> None:
         """Raises unless the core and every worker answer."""
         self._call("check_health")
@@ -147,7 +156,7 @@ class SyncMPClient:
 
     # --- inside
 
-    def _call(self, method: str, argument: int | list[str] | None = None) -> bool | None:
+    def _call(self, method: str, argument: int | list[str] | LoRARequest | None = None) -> bool | None:
         self._link.check()
         self._num_calls += 1
         call_id = self._num_calls

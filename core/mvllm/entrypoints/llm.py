@@ -27,11 +27,13 @@ from mvllm.errors import EngineDeadError, RequestError
 from mvllm.logging import configure_logging
 from mvllm.messages.beam_search_params import BeamSearchParams
 from mvllm.messages.inputs import PromptType, TokensPrompt
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams, PoolingTask, PoolingType
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 
 UseTqdm = bool | Callable[..., Any]
 ParamsArgument = SamplingParams | Sequence[SamplingParams] | None
+LoRAArgument = LoRARequest | Sequence[LoRARequest | None] | None
 PoolingArgument = PoolingParams | Sequence[PoolingParams] | None
 
 
@@ -133,6 +135,7 @@ class LLM:
         *,
         use_tqdm: UseTqdm = True,
         priority: int | Sequence[int] | None = None,
+        lora_request: LoRAArgument = None,
     ) -> list[RequestOutput]:
         """Generates from each prompt.
 
@@ -142,16 +145,17 @@ class LLM:
             sampling_params: For all prompts, or one per prompt; None takes the model's defaults.
             use_tqdm: Show progress, with a function in place of `tqdm.tqdm` if one is given.
             priority: For all prompts, or one per prompt; lower is served earlier.
+            lora_request: The adapter for all prompts, or one (or None) per prompt; needs `enable_lora`.
 
         Returns:
             One output per prompt, in the order of the prompts.
 
         Raises:
-            RequestError: A prompt or setting is not acceptable. Nothing was generated, for no prompt.
+            RequestError: A prompt, setting or adapter is not acceptable. Nothing was generated, for no prompt.
             EngineDeadError: The engine has stopped, or was closed.
         """
         engine = self.llm_engine
-        return self._run(engine, _each_prompt(prompts), sampling_params, use_tqdm, priority)
+        return self._run(engine, _each_prompt(prompts), sampling_params, use_tqdm, priority, lora_request)
 
     def chat(
         self,
@@ -165,12 +169,13 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int | Sequence[int] | None = None,
+        lora_request: LoRAArgument = None,
     ) -> list[RequestOutput]:
         """Generates the next message of each conversation.
 
         Args:
             messages: A conversation, which is a list of `{"role": ..., "content": ...}`, or a list of conversations.
-            sampling_params, use_tqdm, priority: As for `generate`.
+            sampling_params, use_tqdm, priority, lora_request: As for `generate`.
             chat_template: A Jinja template in place of the tokenizer's own.
             add_generation_prompt: End the prompt with the beginning of an answer.
             continue_final_message: Go on with the last message; needs `add_generation_prompt=False`.
@@ -204,7 +209,7 @@ class LLM:
         # The template has written the special tokens already.
         ids = engine.tokenizer.encode_batch(texts, add_special_tokens=False)
         prompts = [TokensPrompt(prompt_token_ids=i, prompt=t) for i, t in zip(ids, texts, strict=True)]
-        return self._run(engine, prompts, sampling_params, use_tqdm, priority)
+        return self._run(engine, prompts, sampling_params, use_tqdm, priority, lora_request)
 
     def _run(
         self,
@@ -213,6 +218,7 @@ class LLM:
         params: ParamsArgument,
         use_tqdm: UseTqdm,
         priority: int | Sequence[int] | None,
+        lora_request: LoRAArgument = None,
     ) -> list[RequestOutput]:
         """Checks everything, then generates."""
         if not prompts:
@@ -224,6 +230,7 @@ class LLM:
             prompts,
             _final_only(_one_each(chosen, len(prompts), "sampling_params")),
             priorities=None if priority is None else _one_each(priority, len(prompts), "priority"),
+            lora_requests=None if lora_request is None else _one_each(lora_request, len(prompts), "lora_request"),
         )
         return self._finish(engine, requests, use_tqdm)
 

@@ -102,6 +102,7 @@ class KVCacheManager:
         cache_salt: str | None = None,
         position_key: int = 0,
         sibling_group: str | None = None,
+        adapter_keys: Sequence[tuple[str, str]] = (),
     ) -> BlockTable:
         """An empty table for a new request.
 
@@ -111,10 +112,12 @@ class KVCacheManager:
             position_key: Likewise.
             sibling_group: With caching switched off, only requests of the same group share blocks, and only the
                 prompt's.
+            adapter_keys: (kind, value) pairs that name the adapter which computes with the model; likewise.
         """
         keys = [] if cache_salt is None else [("cache_salt", cache_salt)]
         if position_key:
             keys.append(("position_key", str(position_key)))
+        keys.extend(adapter_keys)
         if self.enable_caching:
             return BlockTable(token_ids, request_root(self._root, keys), sys.maxsize, self.num_groups)
         if sibling_group is not None:

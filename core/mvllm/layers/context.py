@@ -34,6 +34,7 @@ class BuildContext:
         pp: The ranks that each hold a run of layers.
         kv_dtype: Storage dtype of the KV cache by name.
         quantization: How the model's matrices are quantized; None for a model of floats.
+        with_adapters: LoRA adapters will add to what linear layers compute.
     """
 
     dtype: torch.dtype
@@ -44,6 +45,7 @@ class BuildContext:
     pp: GroupCoordinator
     kv_dtype: str
     quantization: QuantizationMethod | None = None
+    with_adapters: bool = False
 
     @property
     def dtype_name(self) -> str:

@@ -13,7 +13,7 @@ A quantized matrix is made of the same parts; how they are read and multiplied i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +46,12 @@ class Linear(nn.Module):
             layer a QuantizedMatrix, and after loading whatever that one's product takes.
         bias: [out_features] or None.
         quantized: Whether the matrix is quantized.
+        takes_adapters: Whether LoRA adapters may add to its product. Not where a layer uses the matrix in another way.
     """
 
     weight: Any
     bias: nn.Parameter | None
+    takes_adapters: bool = True
 
     def __init__(
         self,
@@ -87,6 +89,8 @@ class Linear(nn.Module):
         Returns:
             Whether `forward` now does both, and gives [..., out_features / 2].
         """
+        if ctx.with_adapters:
+            return False  # they add to the product before it is gated
         size = self.out_features // 2
         activation = ctx.op("silu_and_mul", size=size)
         if isinstance(self.weight, QuantizedMatrix):
@@ -118,6 +122,10 @@ class Linear(nn.Module):
         self._linear, prepared = loaded_product(self.weight, self._op)
         del self.weight
         self.weight = prepared
+
+    def replace_product(self, around: Callable[[Product], Product]) -> None:
+        """Has the layer multiply with what `around` makes of its product. After `prepare_weights`."""
+        self._linear = around(self._linear)
 
 
 class ColumnParallelLinear(Linear):

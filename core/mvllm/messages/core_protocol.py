@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import msgspec
 
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreOutputs
 
 
@@ -39,13 +40,13 @@ class CallCore(msgspec.Struct, tag=3, array_like=True, frozen=True):
 
     Attributes:
         id: Given back in the result.
-        method: `reset_prefix_cache`, `check_health`, `sleep` or `wake_up`.
-        argument: The level of `sleep`, or the tags of `wake_up`.
+        method: `reset_prefix_cache`, `check_health`, `sleep`, `wake_up`, `add_lora` or `remove_lora`.
+        argument: The level of `sleep`, the tags of `wake_up`, the adapter of `add_lora`, or the id of `remove_lora`'s.
     """
 
     id: int
     method: str
-    argument: int | list[str] | None = None
+    argument: int | list[str] | LoRARequest | None = None
 
 
 class StopCore(msgspec.Struct, tag=4, array_like=True, frozen=True):

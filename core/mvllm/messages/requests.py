@@ -6,6 +6,7 @@ import enum
 
 import msgspec
 
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.sampling_params import SamplingParams
 
@@ -39,6 +40,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
             caching is off. None for a request on its own.
         pooling_params: Set where the prompt's vector is wanted and nothing is generated; every field is chosen. The
             sampling parameters say nothing then.
+        lora_request: The adapter that computes with the model; None for the model alone.
     """
 
     request_id: str
@@ -51,6 +53,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     position_key: int = 0
     sibling_group: str | None = None
     pooling_params: PoolingParams | None = None
+    lora_request: LoRARequest | None = None
 
 
 class PositionLogprobs(msgspec.Struct, array_like=True):

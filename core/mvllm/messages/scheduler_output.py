@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import msgspec
 
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.requests import PositionLogprobs
 from mvllm.messages.sampling_params import SamplingParams
@@ -35,6 +36,7 @@ class NewRequestData(msgspec.Struct, array_like=True):
         pooling_params: Set where the prompt's vector is wanted in place of tokens.
         more_block_ids: Where layers are grouped by what they see: its tables in the groups behind the first, whose
             table `block_ids` then is. Where a group's layers do not see a block any more, any block's number stands.
+        lora_request: The adapter that computes with the model; None for the model alone.
     """
 
     request_id: str
@@ -47,6 +49,7 @@ class NewRequestData(msgspec.Struct, array_like=True):
     eos_token_ids: list[int]
     pooling_params: PoolingParams | None = None
     more_block_ids: list[list[int]] = []
+    lora_request: LoRARequest | None = None
 
 
 class SchedulerOutput(msgspec.Struct, omit_defaults=True):

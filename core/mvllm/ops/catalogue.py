@@ -6,6 +6,7 @@ from mvllm.ops.activation import ACTIVATIONS
 from mvllm.ops.argmax import ARGMAX
 from mvllm.ops.embedding import EMBEDDING
 from mvllm.ops.linear import LINEAR, LINEAR_SILU_AND_MUL
+from mvllm.ops.lora import ADD_LORA
 from mvllm.ops.moe import CLAMPED_MOE, MOE
 from mvllm.ops.norm import FUSED_ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from mvllm.ops.quantized_linear import QUANTIZED_LINEAR, QUANTIZED_LINEAR_SILU_AND_MUL
@@ -19,6 +20,7 @@ SCHEMAS: dict[str, OpSchema] = {
         QUANTIZED_LINEAR,
         LINEAR_SILU_AND_MUL,
         QUANTIZED_LINEAR_SILU_AND_MUL,
+        ADD_LORA,
         EMBEDDING,
         RMS_NORM,
         FUSED_ADD_RMS_NORM,

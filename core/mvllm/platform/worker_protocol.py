@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 
@@ -99,6 +100,19 @@ class WorkerProtocol(Protocol):
         Raises:
             MemoryError: It does not fit any more. May be called again.
         """
+
+    def add_lora(self, request: LoRARequest) -> None:
+        """Loads an adapter for the plans to come, between steps. One of this id that is loaded already stays.
+
+        Called on all workers, before the first plan with a request of its id. A class that cannot may leave this
+        method out, and `remove_lora`.
+
+        Raises:
+            RequestError: Its files are not usable with this model. Nothing has changed.
+        """
+
+    def remove_lora(self, lora_int_id: int) -> None:
+        """Forgets an adapter, which no request under way has. Unknown ids are ignored."""
 
     def check_health(self) -> None:
         """Raises when the device does not answer."""

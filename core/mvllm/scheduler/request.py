@@ -70,6 +70,7 @@ class Request:
         pooling_type: Which hidden states make the prompt's vector, where that is wanted.
         stop_ids: Tokens that end the request once `min_tokens` are generated.
         row: Its row while it runs, else -1.
+        lora_int_id: Its adapter's, or 0.
         emits_each_step: Each token is sent out at once; otherwise all are, when the request ends.
         is_plain: Sent out at once, and nothing but tokens. The usual case, for which the scheduler has a short way.
         logprobs: Of tokens not sent out yet, if asked for.
@@ -88,6 +89,7 @@ class Request:
         "grammar",
         "is_plain",
         "logprobs",
+        "lora_int_id",
         "max_num_tokens",
         "min_num_tokens",
         "num_cached_tokens",
@@ -113,6 +115,7 @@ class Request:
         self.order = order
         self.status = RequestStatus.WAITING
         self.row = -1
+        self.lora_int_id = 0 if data.lora_request is None else data.lora_request.lora_int_id
 
         self.table = table
         self.token_ids = table.token_ids

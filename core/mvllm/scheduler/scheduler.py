@@ -31,10 +31,16 @@ from mvllm.messages.requests import (
     SchedulerStats,
 )
 from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from mvllm.scheduler.adapter_turns import AdapterTurns
 from mvllm.scheduler.outputs import collect_logprobs, last_output, make_output
 from mvllm.scheduler.request import Grammar, Request, RequestStatus
 from mvllm.scheduler.request_queue import RequestQueue
 from mvllm.scheduler.rows import RowAllocator
+
+_OVERTAKING = 4
+_LOOK_AHEAD = 256
+"""A request whose adapter has to wait lets at most this many times `max_num_seqs` others with adapters past, and is
+passed over by nobody who waits behind so many like it."""
 
 
 class Scheduler:
@@ -48,6 +54,7 @@ class Scheduler:
         max_model_len: Longest sequence, prompt and output together, in tokens.
         kv_cache: The blocks to give out; the scheduler is its only user.
         clock: Seconds, monotonic.
+        max_loras: Most different adapters among the requests that run.
         num_stages: Stages of the pipeline that runs the plans. With more than one, a request is part of one step at a
             time (its next plan waits for its token), and those that generate are dealt out over as many steps.
 
@@ -63,6 +70,7 @@ class Scheduler:
         kv_cache: KVCacheManager,
         clock: Callable[[], float] = time.monotonic,
         num_stages: int = 1,
+        max_loras: int = 0,
     ) -> None:
         _check_config(config, max_model_len)
         self._config = config
@@ -70,6 +78,7 @@ class Scheduler:
         self._kv_cache = kv_cache
         self._clock = clock
         self._num_stages = num_stages
+        self._turns = AdapterTurns(max_loras, max_overtaking=_OVERTAKING * config.max_num_seqs)
         self._num_groups = kv_cache.num_groups
 
         self._requests: dict[str, Request] = {}  # every request that is not finished
@@ -139,6 +148,7 @@ class Scheduler:
             cache_salt=request.cache_salt,
             position_key=request.position_key,
             sibling_group=request.sibling_group,
+            adapter_keys=() if request.lora_request is None else request.lora_request.cache_keys,
         )
         order = (request.priority if self._config.policy == "priority" else 0, self._num_added)
         self._num_added += 1
@@ -193,6 +203,11 @@ class Scheduler:
         """What the next results would bring beside their own: outputs of requests that have ended without a step."""
         outputs, self._pending_outputs = self._pending_outputs, []
         return outputs
+
+    @property
+    def running_lora_ids(self) -> set[int]:
+        """The adapters of the requests that run."""
+        return {request.lora_int_id for request in self._running if request.lora_int_id}
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, with nothing changed, while requests hold blocks."""
@@ -289,10 +304,18 @@ class Scheduler:
         return budget
 
     def _schedule_waiting(self, plan: SchedulerOutput, batch: list[Request], budget: int) -> None:
-        """Lets waiting requests join, in order, until one does not fit."""
-        waiting, kv_cache = self._waiting, self._kv_cache
+        """Lets waiting requests join, in order, until one does not fit. Who waits for a slot is passed over."""
+        waiting, kv_cache, turns = self._waiting, self._kv_cache, self._turns
+        if turns.max_loras and waiting:
+            turns.begin(request.lora_int_id for request in self._running)
+        passed_over: list[Request] = []
         while waiting and budget and self._rows.num_free:
             request = waiting.peek()
+            if request.lora_int_id and not turns.may_join(request):
+                if len(passed_over) == _LOOK_AHEAD:
+                    break
+                passed_over.append(waiting.pop())
+                continue
             table, num_tokens = request.table, request.num_tokens
             computed_blocks = [] if request.needs_every_position else kv_cache.get_computed_blocks(table)
             num_computed = len(computed_blocks) // self._num_groups * kv_cache.block_size
@@ -312,9 +335,13 @@ class Scheduler:
                 self._fail_for_want_of_blocks(request)
                 continue
             waiting.pop()
+            if request.lora_int_id:
+                turns.note_join(request)
             self._start(request, num_computed, num_new, plan)
             batch.append(request)
             budget -= num_new
+        for request in passed_over:
+            waiting.push(request)
 
     def _start(self, request: Request, num_computed: int, num_new: int, plan: SchedulerOutput) -> None:
         """Moves a request that has its blocks from waiting to running, and plans its first tokens."""
@@ -343,6 +370,7 @@ class Scheduler:
                 eos_token_ids=request.data.eos_token_ids,
                 pooling_params=request.data.pooling_params,
                 more_block_ids=[blocks.block_ids.copy() for blocks in request.table.groups[1:]],
+                lora_request=request.data.lora_request,
             )
         )
         plan.rows.append(request.row)

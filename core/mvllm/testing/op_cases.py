@@ -289,6 +289,34 @@ def _moe(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
         )
 
 
+def _add_lora(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+    for rows in ROWS:
+        # Three slots, of which one is not used; one matrix, and three side by side, of which two share a block.
+        for bands in (((0, 96, 0),), ((0, 48, 0), (48, 80, 1), (80, 96, 1))):
+            blocks = 1 + max(block for _, _, block in bands)
+            yield OpTrial(
+                op,
+                {"in_features": 64, "out_features": 96, "rank": 8, "blocks": blocks},
+                lambda rows=rows, bands=bands, blocks=blocks: _lora_arguments(dtype, rows, blocks, bands),  # type: ignore[misc]
+            )
+
+
+def _lora_arguments(
+    dtype: torch.dtype, rows: int, blocks: int, bands: tuple[tuple[int, int, int], ...]
+) -> tuple[Any, ...]:
+    matrices = (
+        _random(dtype, rows, 96, seed=3),
+        _random(dtype, rows, 64),
+        _random(dtype, 3, blocks, 8, 64, seed=1, scale=0.12),
+        _random(dtype, 3, 96, 8, seed=2, scale=0.35),
+    )
+    if rows < 3:
+        return (*matrices, None, ((2, 0, rows),), bands)
+    odd, even = torch.arange(1, rows, 2), torch.arange(0, rows - 1, 2)  # and the last one has no adapter
+    segments = ((2, 0, len(odd)), (0, len(odd), len(odd) + len(even)))
+    return (*matrices, torch.cat((odd, even)), segments, bands)
+
+
 def _clamped_moe(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
     for rows in ROWS:
         yield OpTrial(
@@ -345,4 +373,5 @@ _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpTrial]]] = {
     "moe": _moe,
     "clamped_moe": _clamped_moe,
     "argmax": _argmax,
+    "add_lora": _add_lora,
 }

@@ -25,8 +25,9 @@ import torch.nn.functional as F
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.distributed.group import GroupCoordinator
-from mvllm.errors import CacheError, ModelError, MvllmError
+from mvllm.errors import CacheError, ConfigError, ModelError, MvllmError
 from mvllm.layers.context import BuildContext, ForwardStep
+from mvllm.layers.lora import LoRABatch
 from mvllm.layers.quantization.registry import quantization_method
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -54,6 +55,7 @@ from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.state import SamplingState, TokenHistory
 from mvllm.worker.device_tokens import DeviceTokens
 from mvllm.worker.layer_groups import layer_windows, named_windows, place_layers
+from mvllm.worker.lora import LoRAAdapters
 from mvllm.worker.pipeline import Pipeline
 from mvllm.worker.rows import RowTable
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs, dry_inputs, profile_inputs
@@ -99,6 +101,7 @@ class ModelRunner:
         """The backend and the group of each metadata that a step needs, by the `metadata_key` of the layers."""
         self._layers: list[Attention] = []
         self._has_model = False
+        self._adapters: LoRAAdapters | None = None
         self._sampler = Sampler()
         self._run_model: Callable[..., torch.Tensor] = self._call_model
         self._device_tokens: DeviceTokens | None = None
@@ -128,6 +131,7 @@ class ModelRunner:
             pp=self._pp,
             kv_dtype=kv_dtype,
             quantization=quantization_method(config),
+            with_adapters=self._config.lora is not None,
         )
         model_class = resolve_model_class(config.architecture, config.model_impl)
         with _out_of_memory_as(ModelError, f"The weights of {config.model}, whose sizes config.json gives,"):
@@ -147,9 +151,23 @@ class ModelRunner:
         self.model.after_load()
         self.model.eval()
         self._layers = self.model.attention_layers()
+        if (lora := self._config.lora) is not None:
+            with _out_of_memory_as(ModelError, f"The slots of {lora.max_loras} adapters (max_loras)"):
+                self._adapters = LoRAAdapters(self.model, context, lora, self._runtime)
         self._windows = layer_windows(self._layers, self._runtime.device)
         self._place_layers()
         self._has_model = True
+
+    @property
+    def adapters(self) -> LoRAAdapters:
+        """The LoRA adapters.
+
+        Raises:
+            ConfigError: The engine takes none.
+        """
+        if self._adapters is None:
+            raise ConfigError("The engine was started without enable_lora: it takes no adapters.")
+        return self._adapters
 
     def kv_cache_needs(self) -> KVCacheNeeds:
         """What one token costs over all layers, and the block sizes that all backends accept.
@@ -233,6 +251,7 @@ class ModelRunner:
 
     def _drop_model(self) -> None:
         self._layers = []
+        self._adapters = None
         self._has_model = False
         if hasattr(self, "model"):
             del self.model
@@ -253,7 +272,7 @@ class ModelRunner:
         inputs = self._inputs.build(plan)
         if self._device_tokens is not None:
             inputs.token_ids = self._device_tokens.resolve(inputs.token_ids)
-        hidden = self._forward(inputs, self._pipeline.receive_hidden(len(inputs.token_ids)))
+        hidden = self._forward(inputs, self._pipeline.receive_hidden(len(inputs.token_ids)), self._adapters_of(inputs))
         if self._pipeline.is_last:
             output = self._finish_last_stage(plan, inputs, hidden)
         else:
@@ -290,7 +309,9 @@ class ModelRunner:
             shapes=ask(self._platform, "shapes", returns=ShapePolicy),
             with_prompt_lens=self.model.uses_prompt_lens,
         )
-        hidden = self._forward(inputs, self._pipeline.placeholder(len(inputs.token_ids)))
+        num_tokens = len(inputs.token_ids)
+        adapters = None if self._adapters is None else self._adapters.largest_batch(num_tokens)
+        hidden = self._forward(inputs, self._pipeline.placeholder(num_tokens), adapters)
         if self._pipeline.is_last and self._config.model.kind.generates:
             self._profile_sampling(self.model.compute_logits(hidden.index_select(0, inputs.logits_at)))
         self._runtime.synchronize()
@@ -387,11 +408,25 @@ class ModelRunner:
                     caches[place] = layer.backend.allocate(num_blocks, block_size, self._runtime.device)
                 layer.kv_cache = caches[place]
 
-    def _forward(self, inputs: StepInputs, intermediate: torch.Tensor | None) -> torch.Tensor:
+    def _forward(
+        self, inputs: StepInputs, intermediate: torch.Tensor | None, adapters: LoRABatch | None = None
+    ) -> torch.Tensor:
         if self._config.model.kind.is_encoder:
             return self._encode(inputs, intermediate)
         plans = [backend.build_metadata(inputs.layouts[group]) for backend, group in self._plans.values()]
-        return self._run_model(inputs.token_ids, inputs.positions, inputs.prompt_lens, intermediate, *plans)
+        arguments = (inputs.token_ids, inputs.positions, inputs.prompt_lens, intermediate, *plans)
+        if adapters is None:
+            return self._run_model(*arguments)
+        # Not compiled, and not replayed: which tokens have which adapter is another shape in every step.
+        with self.adapters.step.of(adapters):
+            return self._call_model(*arguments)
+
+    def _adapters_of(self, inputs: StepInputs) -> LoRABatch | None:
+        """The adapters of a step's requests; None where none has one."""
+        if self._adapters is None:
+            return None
+        ids = self.rows.lora_ids[inputs.rows]
+        return self._adapters.batch(ids, inputs.num_scheduled, len(inputs.token_ids)) if ids.any() else None
 
     def _encode(self, inputs: StepInputs, intermediate: torch.Tensor | None) -> torch.Tensor:
         """As `_forward`, of a model without a cache. Where prompts begin differs in every step: nothing to compile."""

@@ -41,6 +41,7 @@ class RowTable:
         num_blocks: int32 [num_groups * max_rows]; entries of `block_table` in use.
         prompt_logprobs: How many the row's request asked for, by row, for the few that did.
         pooling: The rows whose prompts are wanted as vectors; these never sample.
+        lora_ids: int64 [max_rows]; the adapter of the row's request, 0 for none.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class RowTable:
         self.num_blocks = np.zeros(num_groups * max_rows, dtype=np.int32)
         self.prompt_logprobs: dict[int, int] = {}
         self.pooling = PoolingState()
+        self.lora_ids = np.zeros(max_rows, dtype=np.int64)
         self.sampling = sampling
 
     def apply(self, plan: SchedulerOutput) -> None:
@@ -79,6 +81,7 @@ class RowTable:
         if params.prompt_logprobs is not None:
             self.prompt_logprobs[row] = params.prompt_logprobs
         self.pooling.set_row(row, request.pooling_params)
+        self.lora_ids[row] = 0 if request.lora_request is None else request.lora_request.lora_int_id
         self.sampling.set_row(
             row,
             params,
@@ -93,4 +96,5 @@ class RowTable:
         self.num_blocks[row :: self.max_rows] = 0
         self.prompt_logprobs.pop(row, None)
         self.pooling.clear_row(row)
+        self.lora_ids[row] = 0
         self.sampling.clear_row(row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.distributed.parallel_groups import ParallelGroups, join_groups
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.ask import ask
 from mvllm.platform.interface import Platform
@@ -96,6 +97,12 @@ class Worker:
 
     def wake_up(self, tags: list[str]) -> None:
         self.runner.wake_up(tags)
+
+    def add_lora(self, request: LoRARequest) -> None:
+        self.runner.adapters.add(request)
+
+    def remove_lora(self, lora_int_id: int) -> None:
+        self.runner.adapters.remove(lora_int_id)
 
     def check_health(self) -> None:
         self.runtime.health()

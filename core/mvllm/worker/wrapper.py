@@ -18,7 +18,7 @@ from mvllm.platform.worker_protocol import WorkerProtocol
 logger = get_logger(__name__)
 
 _METHODS = frozenset(name for name in vars(WorkerProtocol) if not name.startswith("_"))
-_OPTIONAL = frozenset({"collect_output", "group_layers", "sleep", "wake_up"})
+_OPTIONAL = frozenset({"collect_output", "group_layers", "sleep", "wake_up", "add_lora", "remove_lora"})
 
 
 class WorkerWrapper:

@@ -248,7 +248,7 @@ def test_generation_defaults_can_come_from_the_model_from_elsewhere_or_from_nowh
 
 
 def test_every_setting_declares_what_a_command_line_needs():
-    groups = {"model", "cache", "scheduler", "parallel", "load", "platform"}
+    groups = {"model", "cache", "scheduler", "parallel", "load", "lora", "platform"}
     options = EngineArgs.options()
     assert {o.group for o in options} == groups
     assert all(o.help.endswith(".") and o.kind in (str, int, float, bool, dict) for o in options)

@@ -30,6 +30,7 @@ def make_scheduler(
     hash_seed: int | None = 0,
     clock=lambda: 1.0,
     num_stages: int = 1,
+    max_loras: int = 0,
     windows: tuple[int | None, ...] = (None,),
 ) -> Scheduler:
     return Scheduler(
@@ -50,6 +51,7 @@ def make_scheduler(
         ),
         clock=clock,
         num_stages=num_stages,
+        max_loras=max_loras,
     )
 
 

@@ -24,6 +24,7 @@ _GROUP_TITLES = {
     "scheduler": "scheduler",
     "parallel": "several devices",
     "load": "loading",
+    "lora": "LoRA adapters",
     "platform": "platform",
 }
 # What a terminal has no use for, and what has an option of its own.

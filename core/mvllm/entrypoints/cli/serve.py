@@ -46,6 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Names of the model in requests; answers have the first one. Default: MODEL as given.",
     )
     where.add_argument(
+        "--lora-modules",
+        nargs="+",
+        default=[],
+        metavar="NAME=PATH",
+        help="LoRA adapters to offer as models of these names, from their folders; needs --enable-lora.",
+    )
+    where.add_argument(
         "--api-server-count",
         type=int,
         default=1,
@@ -171,6 +178,8 @@ def run(args: argparse.Namespace) -> int:
     hide_keys(sys.argv)
     engine = _engine(args)
     settings = _settings(args)
+    if settings.lora_modules and not engine.enable_lora:
+        raise ConfigError("--lora-modules names adapters, which the engine takes with --enable-lora only.")
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -278,10 +287,19 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         access_log=args.access_log,
         max_stored_responses=stored,
         http_plugins=tuple(args.http_plugins),
+        lora_modules=tuple(_adapter(text) for text in args.lora_modules),
+        adapters_at_runtime=args.api_server_count == 1,
         docs=args.docs,
         metrics_prefixes=prefixes,
         otlp_traces_endpoint=args.otlp_traces_endpoint,
     )
+
+
+def _adapter(text: str) -> tuple[str, str]:
+    name, equals, path = text.partition("=")
+    if not name or not equals or not path:
+        raise ConfigError(f"--lora-modules takes NAME=PATH; found {text!r}.")
+    return name, path
 
 
 def _keys(given: Sequence[str], files: Sequence[str], variable: str) -> list[str]:

@@ -13,6 +13,7 @@ from mvllm.entrypoints.openai.output_form import OutputForm
 from mvllm.entrypoints.openai.protocol import GenerationRequest
 from mvllm.entrypoints.openai.usage import UsageCounter
 from mvllm.messages.inputs import PromptType
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.sampling_params import SamplingParams
 
 
@@ -26,7 +27,12 @@ class Call(ABC):
         kind: What its id begins with.
         params: How the engine is to answer it.
         form: What the outputs must look like.
+
+    Attributes:
+        lora_request: The adapter that the request names, to be set before `start`.
     """
+
+    lora_request: LoRARequest | None = None
 
     def __init__(
         self,
@@ -56,7 +62,13 @@ class Call(ABC):
         """
         prompts = await self._make_prompts()
         self._generation = await Generation.start(
-            self._engine, self._id, prompts, self._params, self._request.priority, self._form
+            self._engine,
+            self._id,
+            prompts,
+            self._params,
+            self._request.priority,
+            self._form,
+            self.lora_request,
         )
 
     def close(self) -> None:

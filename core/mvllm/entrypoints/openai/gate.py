@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mvllm.entrypoints.openai.errors import APIError, as_api_error, error_response
@@ -85,6 +86,20 @@ def request_role(scope: Scope) -> Role:
     """What the sender of a request may do, as the gate has found."""
     role: Any = scope.get("mvllm.role", Role.NOBODY)
     return Role(role)
+
+
+def require_admin(request: Request) -> None:
+    """Refuses a request without the key of an administrator.
+
+    Raises:
+        APIError: It has none (403).
+    """
+    if request_role(request.scope) < Role.ADMIN:
+        raise APIError(
+            403,
+            "This needs the key of an administrator (--admin-api-key).",
+            code="admin_key_required",
+        )
 
 
 def _plain(path: str) -> str:

@@ -13,6 +13,7 @@ from mvllm.entrypoints.openai.output_form import OutputForm
 from mvllm.errors import RequestError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
+from mvllm.messages.lora import LoRARequest
 from mvllm.messages.sampling_params import SamplingParams
 
 logger = get_logger(__name__)
@@ -42,6 +43,7 @@ class Generation:
         params: SamplingParams,
         priority: int | None,
         form: OutputForm | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Generation:
         """Hands all prompts to the engine, or none.
 
@@ -52,6 +54,7 @@ class Generation:
             call_id: What the engine's requests are called.
             params: The same for all prompts.
             form: Where `params.structured_outputs` comes from.
+            lora_request: The adapter for all of them.
 
         Raises:
             RequestError: A prompt, a setting or the form is not acceptable.
@@ -60,7 +63,9 @@ class Generation:
             EngineDeadError: The engine has stopped.
         """
         try:
-            streams = await engine.add_requests(prompts, [params] * len(prompts), call_id, priority=priority or 0)
+            streams = await engine.add_requests(
+                prompts, [params] * len(prompts), call_id, priority=priority or 0, lora_request=lora_request
+            )
         except RequestError as e:
             if form is not None and e.parameter == "structured_outputs":
                 raise RequestError(str(e), parameter=form.field) from e

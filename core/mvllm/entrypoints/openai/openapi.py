@@ -20,11 +20,13 @@ from mvllm.entrypoints.openai.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    LoadLoRAAdapterRequest,
     PoolingRequest,
     RerankRequest,
     ResponsesRequest,
     ScoreRequest,
     TokenizeRequest,
+    UnloadLoRAAdapterRequest,
 )
 from mvllm.version import __version__
 
@@ -39,6 +41,8 @@ _BODIES: tuple[type[msgspec.Struct], ...] = (
     ResponsesRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    LoadLoRAAdapterRequest,
+    UnloadLoRAAdapterRequest,
 )
 _REF = "#/components/schemas/{name}"
 _ERROR = {

@@ -334,6 +334,19 @@ _UNSUPPORTED = {
 """Field to the reason why it is refused where it asks for something."""
 
 
+class LoadLoRAAdapterRequest(ModelRequest, kw_only=True):
+    """An adapter that is to be offered."""
+
+    lora_name: str | None = None
+    lora_path: str | None = None
+
+
+class UnloadLoRAAdapterRequest(ModelRequest, kw_only=True):
+    """An adapter that is to be offered no more."""
+
+    lora_name: str | None = None
+
+
 _INCLUDED = frozenset({"reasoning.encrypted_content"})
 """What clients ask to be included as a matter of course; here thoughts come as plain text, always."""
 

@@ -14,15 +14,15 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Scope
 
 from mvllm.engine.async_llm import AsyncLLM
+from mvllm.entrypoints.openai.adapters import AdapterRoutes
 from mvllm.entrypoints.openai.bodies import BodyDecoder, BodyReader
 from mvllm.entrypoints.openai.call import Call
 from mvllm.entrypoints.openai.chat import ChatCall
 from mvllm.entrypoints.openai.completions import CompletionCall
 from mvllm.entrypoints.openai.errors import APIError
 from mvllm.entrypoints.openai.events import encode
-from mvllm.entrypoints.openai.gate import request_role
+from mvllm.entrypoints.openai.gate import require_admin
 from mvllm.entrypoints.openai.http_metrics import CONTENT_TYPE, HTTPMetrics
-from mvllm.entrypoints.openai.keys import Role
 from mvllm.entrypoints.openai.openapi import body_of
 from mvllm.entrypoints.openai.pooled_routes import PooledRoutes
 from mvllm.entrypoints.openai.protocol import (
@@ -111,6 +111,7 @@ class Routes:
         admin.add_api_route("/sleep", self.sleep, methods=["POST"], summary="Give memory back and take no requests.")
         admin.add_api_route("/wake_up", self.wake_up, methods=["POST"], summary="Claim it and take requests again.")
         admin.add_api_route("/is_sleeping", self.is_sleeping, methods=["GET"], summary="Whether the engine sleeps.")
+        AdapterRoutes(self._state, self._models, self._settings, self._bodies).add_to(admin)
         admin.add_api_route("/server_info", self.server_info, methods=["GET"], summary="What runs here.")
         return [health, api, more, admin]
 
@@ -182,7 +183,7 @@ class Routes:
 
     async def show_model(self, model_id: str) -> Response:
         """One of the names."""
-        self._models.check(model_id)
+        self._models.check(model_id, with_adapters=True)
         [card] = [card for card in self._models.cards(self._max_model_len()) if card["id"] == model_id]
         return _json(card)
 
@@ -244,12 +245,12 @@ class Routes:
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Forgets cached prefixes; false where running requests still use some."""
-        self._require_admin(request)
+        require_admin(request)
         return _json({"reset": await self._state.engine.reset_prefix_cache()})
 
     async def sleep(self, request: Request, level: int = 1) -> Response:
         """Puts the engine to sleep; requests under way are aborted."""
-        self._require_admin(request)
+        require_admin(request)
         engine = self._state.engine
         with _told_to_operators("sleep_failed"):
             await engine.sleep(level)
@@ -257,7 +258,7 @@ class Routes:
 
     async def wake_up(self, request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Response:
         """Wakes the engine up, or claims one of `weights` and `kv_cache` first."""
-        self._require_admin(request)
+        require_admin(request)
         engine = self._state.engine
         with _told_to_operators("wake_up_failed"):
             await engine.wake_up(tags)
@@ -265,12 +266,12 @@ class Routes:
 
     async def is_sleeping(self, request: Request) -> Response:
         """Whether the engine sleeps."""
-        self._require_admin(request)
+        require_admin(request)
         return _json({"is_sleeping": self._state.engine.is_asleep})
 
     async def server_info(self, request: Request) -> Response:
         """What runs here."""
-        self._require_admin(request)
+        require_admin(request)
         engine = self._state.loaded_engine
         model = None if engine is None else engine.model_config
         return _json(
@@ -307,13 +308,14 @@ class Routes:
             decoder = self._decoders[kind] = BodyDecoder(kind)
         asked: R = decoder.decode(body)
         refuse_unsupported(asked)
-        return engine, self._models.check(asked.model), asked
+        return engine, self._models.check(asked.model, with_adapters=True), asked
 
     async def _generate(
         self, request: Request, kind: type[R], make_call: Callable[[AsyncLLM, str, R], Call]
     ) -> Response:
         engine, model, asked = await self._read(request, kind)
         call = make_call(engine, model, asked)
+        call.lora_request = self._models.adapter(model)
         self._state.enter()
 
         def end() -> None:
@@ -334,14 +336,6 @@ class Routes:
         finally:
             if not streams:
                 end()
-
-    def _require_admin(self, request: Request) -> None:
-        if request_role(request.scope) < Role.ADMIN:
-            raise APIError(
-                403,
-                "This needs the key of an administrator (--admin-api-key).",
-                code="admin_key_required",
-            )
 
     def _max_model_len(self) -> int | None:
         engine = self._state.loaded_engine

@@ -27,6 +27,7 @@ from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.prometheus import EngineCollector
 from mvllm.engine.tracing import Tracer
 from mvllm.entrypoints.early_signals import end_now
+from mvllm.entrypoints.openai.adapters import load_adapters_at_start
 from mvllm.entrypoints.openai.app import build_app
 from mvllm.entrypoints.openai.chat import ChatPrompts
 from mvllm.entrypoints.openai.http_metrics import HTTPMetrics
@@ -299,6 +300,7 @@ class Server:
             EngineCollector(engine, model_name=self._models.name, prefixes=settings.metrics_prefixes)
         )
         engine.tracer = self._tracer
+        await load_adapters_at_start(engine, self._models, settings)
         state.ready(engine, text_work, prompts)
         if self._team is None:
             seconds = time.monotonic() - state.started

@@ -33,6 +33,8 @@ class ServerSettings:
         max_stored_responses: Responses of `/v1/responses` that are kept to be asked for and gone on with; 0 for none.
         max_stored_bytes: How many bytes they may take together.
         http_plugins: Names of plugins whose routes are added, under `/plugins/<name>`.
+        lora_modules: Names and folders of the LoRA adapters to offer from the start on.
+        adapters_at_runtime: Whether administrators may load and unload adapters.
         docs: Whether there are `/docs`, `/openapi.json` and the page at `/`.
     """
 
@@ -58,4 +60,6 @@ class ServerSettings:
     max_stored_responses: int = 1000
     max_stored_bytes: int = 64 << 20
     http_plugins: tuple[str, ...] = ()
+    lora_modules: tuple[tuple[str, str], ...] = ()
+    adapters_at_runtime: bool = True
     docs: bool = True

@@ -1,0 +1,130 @@
+"""A server with LoRA adapters: each is a model of its own name, and administrators load and unload them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.helpers.adapters import merged, write_adapter
+from tests.helpers.model_zoo import make_checkpoint
+from tests.helpers.processes import assert_nothing_left, shared_memory_names
+from tests.helpers.server import ServerProcess
+
+ADMIN = "an-admin-key"
+PROMPT = [5, 6, 7, 8, 9, 40, 41]
+TOKENS = 10
+
+
+class Adapters:
+    """A checkpoint and adapters for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.checkpoint = make_checkpoint("llama-gqa", folder / "model")
+        self.paths = {name: write_adapter(folder / name, self.checkpoint, seed=i) for i, name in enumerate("ab")}
+
+    def tokens(self, name: str | None) -> list[int]:
+        """Greedy, by transformers."""
+        model: PreTrainedModel = merged(self.checkpoint, None if name is None else self.paths[name])
+        ids = list(PROMPT)
+        with torch.inference_mode():
+            for _ in range(TOKENS):
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        return ids[len(PROMPT) :]
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
+    return Adapters(tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="module")
+def server(adapters: Adapters, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    before = shared_memory_names()
+    arguments = ("--port", "0", "--served-model-name", "plain", "--kv-cache-memory-bytes", str(8 << 20))
+    lora = ("--enable-lora", "--max-loras", "2", "--lora-modules", f"first={adapters.paths['a']}")
+    folder = tmp_path_factory.mktemp("server")
+    model = (str(adapters.checkpoint), "--dtype", "float32", "--max-model-len", "128")
+    with ServerProcess(folder, *model, *arguments, *lora, MVLLM_ADMIN_API_KEY=ADMIN) as server:
+        yield server.wait_ready()
+    assert server.wait() == 0, server.log[-3000:]
+    assert_nothing_left(server.tag, before)
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+def generated(client: httpx.Client, model: str) -> list[int]:
+    settings = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True}
+    answer = client.post("/v1/completions", json={"model": model, "prompt": PROMPT, **settings})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == model
+    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+    return tokens
+
+
+def post(client: httpx.Client, path: str, key: str | None = ADMIN, **body: Any) -> httpx.Response:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return client.post(path, json=body, headers=headers)
+
+
+def cards(client: httpx.Client) -> dict[str, Any]:
+    return {card["id"]: card for card in client.get("/v1/models").json()["data"]}
+
+
+def test_an_adapter_is_a_model_of_its_own_name(client: httpx.Client, adapters: Adapters) -> None:
+    listed = cards(client)
+    assert list(listed) == ["plain", "first"]
+    assert listed["first"]["parent"] == "plain" and listed["first"]["root"] == str(adapters.paths["a"])
+    assert listed["plain"]["parent"] is None
+    assert client.get("/v1/models/first").json()["id"] == "first"
+    expected = adapters.tokens("a")
+    assert generated(client, "first") == expected != generated(client, "plain")
+    assert generated(client, "plain") == adapters.tokens(None)
+    chat = {"model": "first", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    answer = client.post("/v1/chat/completions", json=chat).json()
+    assert answer["model"] == "first", answer
+
+
+def test_administrators_load_and_unload_adapters(client: httpx.Client, adapters: Adapters) -> None:
+    path = str(adapters.paths["b"])
+    assert post(client, "/v1/load_lora_adapter", None, lora_name="second", lora_path=path).status_code == 403
+    assert post(client, "/v1/unload_lora_adapter", None, lora_name="first").status_code == 403
+    assert list(cards(client)) == ["plain", "first"]
+
+    loaded = post(client, "/v1/load_lora_adapter", lora_name="second", lora_path=path)
+    assert loaded.status_code == 200 and loaded.json()["id"] == "second", loaded.text
+    assert generated(client, "second") == adapters.tokens("b")
+    for name in ("second", "first", "plain"):  # taken
+        again = post(client, "/v1/load_lora_adapter", lora_name=name, lora_path=path)
+        assert again.status_code == 400 and again.json()["error"]["param"] == "lora_name"
+
+    assert post(client, "/v1/unload_lora_adapter", lora_name="second").status_code == 200
+    assert post(client, "/v1/unload_lora_adapter", lora_name="second").status_code == 404
+    assert client.post("/v1/completions", json={"model": "second", "prompt": "x"}).status_code == 404
+    # The same name for another adapter: nothing of what the other one computed is found again.
+    other = post(client, "/v1/load_lora_adapter", lora_name="second", lora_path=str(adapters.paths["a"]))
+    assert other.status_code == 200
+    assert generated(client, "second") == adapters.tokens("a")
+    assert post(client, "/v1/unload_lora_adapter", lora_name="second").status_code == 200
+
+
+def test_what_cannot_be_loaded_is_refused_and_the_rest_goes_on(
+    client: httpx.Client, adapters: Adapters, tmp_path: Path
+) -> None:
+    nan = write_adapter(tmp_path / "nan", adapters.checkpoint, targets=("q_proj",), size=float("nan"))
+    for path, words in ((str(tmp_path / "nowhere"), "no adapter folder"), (str(nan), "NaN")):
+        answer = post(client, "/v1/load_lora_adapter", lora_name="bad", lora_path=path)
+        assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
+    assert post(client, "/v1/load_lora_adapter", lora_name="bad").status_code == 400
+    assert list(cards(client)) == ["plain", "first"]
+    assert client.post("/v1/embeddings", json={"model": "first", "input": "x"}).status_code == 400
+    assert generated(client, "first") == adapters.tokens("a")

@@ -1,0 +1,272 @@
+"""LoRA adapters: what an engine computes with them equals what transformers computes with the merged weights."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mvllm import LLM, LoRARequest, RequestError, RequestOutput, SamplingParams
+from mvllm.errors import ConfigError
+from tests.helpers.adapters import check_against, edit_config, merged, write_adapter
+from tests.helpers.model_zoo import make_checkpoint
+from tests.helpers.parity import engine
+from tests.helpers.thread_executor import ThreadExecutor
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, detokenize=False)
+THREADS = f"{ThreadExecutor.__module__}.{ThreadExecutor.__qualname__}"
+BASE = "base"
+
+
+def draw_prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(2, 320) for _ in range(length)] for length in lengths]
+
+
+PROMPTS = draw_prompts((5, 17, 33, 48))
+
+
+class Family:
+    """A checkpoint, three adapters for it, and transformers' model with each of them."""
+
+    def __init__(self, folder: Path, name: str, targets: tuple[str, ...]) -> None:
+        self.checkpoint = make_checkpoint(name, folder / name)
+        self.paths = {
+            "one": write_adapter(folder / "one", self.checkpoint, targets=targets, seed=1),
+            "two": write_adapter(
+                folder / "two",
+                self.checkpoint,
+                targets=targets[:2],
+                rank=3,
+                seed=2,
+                ranks={targets[0]: 8},
+                alpha_pattern={targets[1]: 3},
+                dtype=torch.bfloat16,
+            ),
+            "three": write_adapter(folder / "three", self.checkpoint, targets=targets[1:], seed=3, use_rslora=True),
+        }
+        self.models = {name: merged(self.checkpoint, self.paths.get(name)) for name in (BASE, *self.paths)}
+
+    def request(self, name: str) -> LoRARequest | None:
+        if name == BASE:
+            return None
+        return LoRARequest(name, list(self.paths).index(name) + 1, str(self.paths[name]))
+
+    def generate(self, llm: LLM, prompts: list[list[int]], names: list[str]) -> list[RequestOutput]:
+        """Outputs of `prompts`, each with the adapter of the same place, after they have been checked."""
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=[self.request(name) for name in names])
+        for name, output in zip(names, outputs, strict=True):
+            assert output.lora_request == self.request(name)
+            check_against(self.models[name], [output], name)
+        return outputs
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    targets = ("q_proj", "up_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+    return Family(tmp_path_factory.mktemp("lora"), "llama-gqa", targets)
+
+
+@pytest.fixture(scope="module")
+def llm(llama: Family) -> Iterator[LLM]:
+    with engine(llama.checkpoint, enable_lora=True, max_loras=3, max_num_batched_tokens=24) as llm:
+        yield llm
+
+
+EVERYONE = [BASE, "one", "two", "three"]
+
+
+@pytest.mark.shows("lora", family="llama")
+def test_several_adapters_and_the_model_itself_in_one_batch(llm: LLM, llama: Family) -> None:
+    # 24 tokens per step: long prompts are cut into chunks, of several adapters' requests in one step.
+    prompts = [prompt for prompt in PROMPTS for _ in EVERYONE]
+    outputs = llama.generate(llm, prompts, EVERYONE * len(PROMPTS))
+    by_prompt = [outputs[i : i + 4] for i in range(0, len(outputs), 4)]
+    for four in by_prompt:  # else nothing has been tested
+        assert len({tuple(output.outputs[0].token_ids) for output in four}) == 4
+
+
+def test_a_prefix_is_found_again_with_the_same_adapter_only(llm: LLM, llama: Family) -> None:
+    [prompt] = draw_prompts((40,), seed=9)
+    for name in EVERYONE:
+        [output] = llama.generate(llm, [prompt], [name])
+        assert output.num_cached_tokens == 0, name
+    for name in EVERYONE:
+        [output] = llama.generate(llm, [prompt], [name])
+        assert output.num_cached_tokens == 32, name
+
+
+def test_adapters_beyond_the_slots_wait_their_turn_and_are_read_again(llama: Family) -> None:
+    with engine(llama.checkpoint, enable_lora=True, max_loras=1, kv_cache_memory_bytes=2**18) as llm:
+        names = [*EVERYONE, *reversed(EVERYONE)] * 2
+        prompts = draw_prompts((30,) * len(names), seed=4)
+        llama.generate(llm, prompts, names)
+        assert llm.llm_engine.stats is not None and llm.llm_engine.list_loras() == {1, 2, 3}
+
+
+def test_it_is_the_same_under_preemption(llama: Family) -> None:
+    with engine(
+        llama.checkpoint,
+        enable_lora=True,
+        max_loras=3,
+        block_size=16,
+        kv_cache_memory_bytes=16 * 16 * 3 * 2 * 2 * 16 * 4,
+    ) as llm:
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2, detokenize=False)
+        names = EVERYONE * 2
+        prompts = draw_prompts((31,) * len(names), seed=5)
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=[llama.request(name) for name in names])
+        for name, output in zip(names, outputs, strict=True):
+            check_against(llama.models[name], [output], name)
+        assert llm.llm_engine.stats is not None and llm.llm_engine.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+def test_it_is_the_same_over_ranks(llama: Family, tensor: int, pipeline: int) -> None:
+    with engine(
+        llama.checkpoint,
+        enable_lora=True,
+        max_loras=2,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        distributed_executor_backend=THREADS,
+    ) as llm:
+        llama.generate(llm, PROMPTS, EVERYONE)
+
+
+@pytest.mark.shows("lora")
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("qwen2", ("q_proj", "down_proj", "v_proj", "gate_proj")),
+        ("gpt2", ("c_attn", "c_proj", "c_fc")),
+        ("opt", ("q_proj", "fc1", "k_proj", "out_proj", "fc2")),
+    ],
+)
+def test_so_it_is_with_other_families(name: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+    family = Family(tmp_path, name, targets)
+    with engine(family.checkpoint, enable_lora=True, max_loras=3) as llm:
+        family.generate(llm, PROMPTS[:2] * 4, [name for name in EVERYONE for _ in range(2)])
+
+
+def test_adapters_stand_beside_quantized_weights(llama: Family) -> None:
+    """Rounded weights are not transformers': the same model without an adapter, merged by hand, cannot be had. But an
+    adapter that adds nothing changes nothing, and one that adds something does."""
+    with engine(llama.checkpoint, enable_lora=True, quantization="int8") as llm:
+        plain, other = (
+            llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=llama.request(name))[0].outputs[0]
+            for name in (BASE, "one")
+        )
+        assert plain.token_ids != other.token_ids
+        # int8 rounding moves log-probabilities by little: the adapter's effect is there in full.
+        reference = torch.log_softmax(
+            llama.models["one"](torch.tensor([PROMPTS[0]])).logits[0, -1].float().detach(), dim=-1
+        )
+        assert other.logprobs is not None
+        for token, entry in other.logprobs[0].items():
+            assert abs(entry.logprob - float(reference[token])) < 0.3
+
+
+def test_after_deep_sleep_adapters_are_read_again(llm: LLM, llama: Family) -> None:
+    llm.sleep(2)
+    llm.wake_up()
+    llama.generate(llm, PROMPTS[:2], ["one", "two"])
+
+
+def test_a_step_without_adapters_goes_the_way_of_an_engine_without(llm: LLM, llama: Family) -> None:
+    runner = llm.llm_engine._client._core._executor._worker._worker.runner  # type: ignore[union-attr]
+    calls: list[bool] = []
+    eager = runner._call_model
+
+    def note(*args: object) -> torch.Tensor:
+        calls.append(runner.adapters.step.batch is not None)
+        return eager(*args)
+
+    runner._call_model = note
+    try:
+        llama.generate(llm, PROMPTS[:1], [BASE])
+        assert not any(calls)
+        llama.generate(llm, PROMPTS[:1], ["one"])
+        assert all(calls) and calls
+    finally:
+        del runner._call_model
+
+
+# ------------------------------------------------------------------------------------------------- what is refused
+
+
+def refused(llm: LLM, request: object, *words: str) -> None:
+    with pytest.raises(RequestError) as info:
+        llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=request)  # type: ignore[arg-type]
+    assert info.value.parameter == "lora_request"
+    for word in words:
+        assert word in str(info.value), str(info.value)
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_a_request_for_what_is_no_adapter_is_refused_and_nothing_else_happens(
+    llm: LLM, llama: Family, tmp_path: Path
+) -> None:
+    good = str(llama.paths["one"])
+    refused(llm, LoRARequest("x", 0, good), "lora_int_id")
+    refused(llm, LoRARequest("", 9, good), "lora_name")
+    refused(llm, LoRARequest("x", 9, str(tmp_path / "nowhere")), "no adapter folder")
+    refused(llm, LoRARequest("x", 9, "a\0b"), "lora_path")
+    refused(llm, "one", "LoRARequest(")
+    refused(llm, LoRARequest(["x"], 9, good), "lora_name")  # type: ignore[arg-type]
+    llama.generate(llm, PROMPTS[:1], ["one"])
+    refused(llm, LoRARequest("another", 1, good), "id 1 is that of 'one'")
+    with pytest.raises(RequestError, match="2 entries for 1 prompts"):
+        llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=[None, None])
+
+
+def test_an_adapter_of_another_model_or_a_damaged_one_is_refused(llm: LLM, llama: Family, tmp_path: Path) -> None:
+    number = 10
+
+    def adapter(name: str, **settings: object) -> Path:
+        return write_adapter(tmp_path / name, llama.checkpoint, **settings)  # type: ignore[arg-type]
+
+    def expect(folder: Path, *words: str) -> None:
+        nonlocal number
+        number += 1
+        refused(llm, LoRARequest(folder.name, number, str(folder)), folder.name, *words)
+
+    other = make_checkpoint("llama-head-dim", tmp_path / "other")
+    expect(write_adapter(tmp_path / "wrong-shape", other, targets=("k_proj",)), "k_proj", "belongs to another model")
+    expect(adapter("not-finite", targets=("q_proj",), size=float("nan")), "NaN")
+    expect(adapter("too-large", targets=("q_proj",), size=1e38, alpha=1e5), "too large")
+    expect(adapter("head", targets=("lm_head",)), "lm_head", "take none")
+    incomplete = adapter("incomplete", targets=("q_proj",))
+    edit_config(incomplete, target_modules=["q_proj", "o_proj"])
+    expect(incomplete, "incomplete", "o_proj")
+    expect(adapter("rank", targets=("q_proj",), rank=17), "max_lora_rank")
+    llama.generate(llm, PROMPTS, EVERYONE)  # nothing was lost
+
+
+def test_files_that_change_or_go_fail_the_request_that_needs_them_alone(llama: Family, tmp_path: Path) -> None:
+    targets = ("q_proj",)
+    doomed = write_adapter(tmp_path / "doomed", llama.checkpoint, targets=targets, seed=6)
+    with engine(llama.checkpoint, enable_lora=True, max_loras=1) as llm:
+        request = LoRARequest("doomed", 8, str(doomed))
+        before = llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=request)[0]
+        check_against(merged(llama.checkpoint, doomed), [before])
+        llama.generate(llm, PROMPTS[:1], ["one"])  # takes the only place
+        (doomed / "adapter_model.safetensors").rename(tmp_path / "elsewhere")
+        outputs = llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False, lora_request=[None, request, llama.request("one")])
+        assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
+        assert "doomed" in (outputs[1].outputs[0].error or "")
+        for name, output in zip((BASE, "one"), outputs[::2], strict=True):
+            check_against(llama.models[name], [output], name)
+        (tmp_path / "elsewhere").rename(doomed / "adapter_model.safetensors")
+        again = llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=request)[0]
+        assert again.outputs[0].token_ids == before.outputs[0].token_ids
+
+
+def test_an_engine_without_adapters_says_so(llama: Family) -> None:
+    with engine(llama.checkpoint) as llm:
+        refused(llm, llama.request("one"), "enable_lora")
+    with pytest.raises(ConfigError, match="max_cpu_loras"):
+        LLM(str(llama.checkpoint), enable_lora=True, max_loras=4, max_cpu_loras=2)

@@ -1,0 +1,20 @@
+"""`add_lora` beside its definition, token by token."""
+
+from __future__ import annotations
+
+import torch
+
+from mvllm.ops.lora import add_lora
+from mvllm.testing.op_cases import trials
+
+
+def test_each_token_gets_what_its_own_adapter_adds() -> None:
+    for trial in trials("add_lora", "float64"):
+        y, x, down, up, tokens, segments, bands = trial.make()
+        expected = y.clone()
+        places = torch.arange(len(x)) if tokens is None else tokens
+        for slot, begin, end in segments:
+            for token in places[begin:end].tolist():
+                for start, stop, block in bands:
+                    expected[token, start:stop] += up[slot, start:stop] @ (down[slot, block] @ x[token])
+        assert torch.allclose(add_lora(y, x, down, up, tokens, segments, bands), expected)
