@@ -28,6 +28,20 @@ def layer_windows(layers: Sequence[Attention], device: torch.device) -> tuple[in
     return tuple(windows)
 
 
+def named_windows(
+    layers: Sequence[Attention], windows: Sequence[int | None], device: torch.device, num_stages: int
+) -> tuple[int | None, ...]:
+    """What a worker says that its layers see: nothing, so that there is one group, where several would be wrong.
+
+    Layers of one kind may come to lie in several groups, and then share caches, because of what those of other stages
+    see. By themselves they do not, see `layer_windows`.
+
+    Args:
+        windows: As from `layer_windows`.
+    """
+    return tuple(windows) if num_stages == 1 or _are_stored_alike(layers, device) else ()
+
+
 def place_layers(
     windows: Sequence[int | None], groups: Sequence[int | None], max_model_len: int
 ) -> list[tuple[int, int]]:

@@ -54,7 +54,7 @@ from mvllm.sampling.processors import LogitsProcessors
 from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.state import SamplingState, TokenHistory
 from mvllm.worker.device_tokens import DeviceTokens
-from mvllm.worker.layer_groups import layer_windows, place_layers
+from mvllm.worker.layer_groups import layer_windows, named_windows, place_layers
 from mvllm.worker.lora import LoRAAdapters
 from mvllm.worker.pipeline import Pipeline
 from mvllm.worker.rows import RowTable
@@ -183,7 +183,8 @@ class ModelRunner:
             offers = "; ".join(sorted({str(layout.block_sizes) for layout in layouts}))
             raise CacheError(f"The attention backends of this model accept no common block size: {offers}.")
         bytes_per_token = sum(layout.bytes_per_token for layout in layouts)
-        return KVCacheNeeds(bytes_per_token, tuple(common), self._windows)
+        windows = named_windows(self._layers, self._windows, self._runtime.device, self._pp.world_size)
+        return KVCacheNeeds(bytes_per_token, tuple(common), windows)
 
     def group_layers(self, windows: Sequence[int | None]) -> None:
         """Gives the layers of each group a block table of their own: what they see, in tokens, or None for all."""

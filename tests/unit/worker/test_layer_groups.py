@@ -6,8 +6,10 @@ from typing import Any
 import torch
 
 from mvllm.attention.reference import ReferenceAttention
+from mvllm.engine.kv_groups import group_windows
 from mvllm.platform.attention import AttentionSpec
-from mvllm.worker.layer_groups import layer_windows, place_layers
+from mvllm.platform.worker_protocol import KVCacheNeeds
+from mvllm.worker.layer_groups import layer_windows, named_windows, place_layers
 
 HOST = torch.device("cpu")
 
@@ -36,6 +38,23 @@ def test_layers_that_are_not_stored_alike_count_as_the_widest():
     assert layer_windows([layer(9), layer(20, head_size=16)], HOST) == (20, 20)
     assert layer_windows([layer(9, Rings), layer(None, Rings)], HOST) == (None, None)
     assert layer_windows([layer(9), layer(None, Rings)], HOST) == (None, None)
+
+
+def test_layers_that_are_not_stored_alike_share_no_cache_whatever_other_stages_see():
+    first = [layer(9), layer(None, head_size=16), layer(None, head_size=16), layer(9)]
+    stages = [first, [layer(9), layer(None)]]
+
+    def places(num_stages: int) -> list[tuple[int, int]]:
+        seen = [layer_windows(stage, HOST) for stage in stages]
+        needs = [
+            KVCacheNeeds(1200, (16,), named_windows(stage, windows, HOST, num_stages))
+            for stage, windows in zip(stages, seen, strict=True)
+        ]
+        return place_layers(seen[0], group_windows(needs, 100), 100)
+
+    assert len({place for _, place in places(2)}) == 4
+    assert len({place for _, place in places(1)}) < 4  # which is why
+    assert named_windows(stages[1], (9, None), HOST, 2) == (9, None)
 
 
 def test_layers_of_one_kind_are_dealt_out_in_turn():
