@@ -179,6 +179,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.use_beam_search or (self.best_of is not None and self.best_of > self.n)
 
     @property
+    def narrowed_by(self) -> str | None:
+        """The setting that leaves fewer tokens to choose from than the model has, if there is one."""
+        names = ("allowed_token_ids", "bad_words", "bad_words_token_ids")
+        return next((name for name in names if getattr(self, name)), None)
+
+    @property
     def num_entries(self) -> int:
         """How much its lists, dicts and texts hold, as an estimate of what it takes to check and send them."""
         ids = sum(map(len, (self.stop_token_ids or (), self.logit_bias or (), self.allowed_token_ids or ())))

@@ -102,3 +102,12 @@ def test_long_settings_of_many_sequences_are_refused_at_once(server: ServerProce
         refused = client.post(PATH, json={**STORY, **ask})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == name, refused.text
     assert len(choices(client, prompt=[[5], [6], [7]], bad_words=words, n=1)) == 3
+
+
+def test_settings_that_leave_no_token_are_the_clients_fault(client: httpx.Client) -> None:
+    for ask, name in (
+        ({"allowed_token_ids": [5], "min_tokens": 3, "stop_token_ids": [5]}, "allowed_token_ids"),
+        ({"bad_words": ["a"], "structured_outputs": {"choice": ["a"]}}, "bad_words"),
+    ):
+        refused = client.post(PATH, json={**STORY, **ask})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == name, refused.text
