@@ -68,7 +68,7 @@ class BeamSearch:
         self._step_params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
-            logprobs=max(self._width + len(self._end_tokens), params.logprobs or 0),
+            logprobs=-1 if params.logprobs == -1 else max(self._width + len(self._end_tokens), params.logprobs or 0),
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -142,7 +142,7 @@ class BeamSearch:
         logprob = found.logprobs[rank]
         grown = Beam([*before.token_ids, token_id], before.cumulative_logprob + logprob)
         if (wanted := self._params.logprobs) is not None:
-            most = slice(1, 1 + wanted)
+            most = slice(1, None if wanted == -1 else 1 + wanted)
             here = PositionLogprobs([token_id, *found.token_ids[most]], [logprob, *found.logprobs[most]], rank)
             grown.positions = [*before.positions, here]
         return grown

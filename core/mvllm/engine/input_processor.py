@@ -6,6 +6,7 @@ a refusal never leaves anything behind.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
 import operator
@@ -13,6 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.bad_words import bad_word_token_ids
@@ -130,11 +133,16 @@ class InputProcessor:
         parts = [self._at(i, prompts, self._take_apart, prompt, params[i]) for i, prompt in enumerate(prompts)]
         self._tokenize(parts)
         processed = []
+        checked: dict[int, SamplingParams] = {}  # what is given for many prompts may be long, and is checked once
         for i, part in enumerate(parts):
             chosen = params[i]
             if chosen is None:
-                chosen = self.default_params()
-            settled = self._at(i, prompts, self._check_params, chosen, part)
+                settled = self._check_params(self.default_params())
+            elif id(chosen) in checked:
+                settled = copy.copy(checked[id(chosen)])
+            else:
+                settled = checked[id(chosen)] = self._at(i, prompts, self._check_params, chosen)
+            settled = self._at(i, prompts, self._fit_params, settled, part)
             core = EngineCoreRequest(
                 request_id=_check_request_id(request_ids[i]),
                 prompt_token_ids=part.token_ids or [],
@@ -283,7 +291,7 @@ class InputProcessor:
 
     # --- settings
 
-    def _check_params(self, params: SamplingParams | PoolingParams, part: _Prompt) -> SamplingParams:
+    def _check_params(self, params: SamplingParams | PoolingParams) -> SamplingParams:
         if not isinstance(params, SamplingParams):
             raise RequestError(
                 f"sampling_params must be SamplingParams; found {_show(params)}.", parameter="sampling_params"
@@ -306,8 +314,12 @@ class InputProcessor:
         if self._processor_classes:
             validate(self._processor_classes, params)
         params = params.clone()  # checked anew: its fields may have been set since, and may be while it is under way
-        if params.bad_words:
-            params.bad_words_token_ids = [*(params.bad_words_token_ids or ()), *self._bad_words(params.bad_words)]
+        if params.bad_words:  # together they have the bounds that each has
+            ids = [*(params.bad_words_token_ids or ()), *self._bad_words(params.bad_words)]
+            params = msgspec.structs.replace(params, bad_words_token_ids=ids)
+        return params
+
+    def _fit_params(self, params: SamplingParams, part: _Prompt) -> SamplingParams:
         return validate_for_model(
             params,
             vocab_size=self._model.vocab_size,

@@ -123,9 +123,12 @@ class PoolingInputProcessor(InputProcessor):
         # Checked anew: fields may have been set since.
         return self.pooler.settle(PoolingParams() if params is None else msgspec.structs.replace(params))
 
-    def _check_params(self, params: SamplingParams | PoolingParams, part: object) -> SamplingParams:
+    def _check_params(self, params: SamplingParams | PoolingParams) -> SamplingParams:
         assert isinstance(params, SamplingParams)
         return params  # `default_params`: nothing in them is a caller's
+
+    def _fit_params(self, params: SamplingParams, part: object) -> SamplingParams:
+        return params
 
 
 def _first(ids: Any, limit: int) -> Any:

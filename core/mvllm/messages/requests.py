@@ -10,6 +10,11 @@ from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.sampling_params import SamplingParams
 
+NOTHING_TO_SAMPLE = (
+    "no token can be sampled for this request: the logits of all tokens are minus infinity or masked out"
+)
+"""Why a request ends whose settings leave nothing to choose from; or whose model gave no logits to choose by."""
+
 
 class FinishReason(enum.IntEnum):
     """Why a request ended. The text form is what API users see."""

@@ -10,6 +10,7 @@ Most fields of most requests hold their defaults, so checking starts with one id
 
 from __future__ import annotations
 
+import copy
 import enum
 import math
 import numbers
@@ -39,6 +40,10 @@ MAX_LOGIT_BIASES = 4096
 MAX_LOGIT_BIAS = 100.0
 MAX_ALLOWED_TOKEN_IDS = 1 << 20
 MAX_EXTRA_ARGS_BYTES = 1 << 16
+
+MAX_ENTRIES = 1 << 20
+"""Entries that the settings of one HTTP request may have, counted once per sequence (see `SamplingParams.num_entries`):
+each sequence's are checked and sent by themselves."""
 
 MAX_BEAM_WIDTH = 32
 """Each beam's whole sequence is sent to the engine core for each of its tokens."""
@@ -173,6 +178,22 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         """Whether which sequences are given, and in which order, shows only when all have ended."""
         return self.use_beam_search or (self.best_of is not None and self.best_of > self.n)
 
+    @property
+    def narrowed_by(self) -> str | None:
+        """The setting that leaves fewer tokens to choose from than the model has, if there is one."""
+        names = ("allowed_token_ids", "bad_words", "bad_words_token_ids")
+        return next((name for name in names if getattr(self, name)), None)
+
+    @property
+    def num_entries(self) -> int:
+        """How much its lists, dicts and texts hold, as an estimate of what it takes to check and send them."""
+        ids = sum(map(len, (self.stop_token_ids or (), self.logit_bias or (), self.allowed_token_ids or ())))
+        ids += sum(map(len, self.bad_words_token_ids or ())) + sum(map(len, self.bad_words or ()))  # a token or less
+        num_bytes = sum(map(len, self.stop or ()))
+        if self.extra_args:
+            num_bytes += len(msgspec.msgpack.encode(self.extra_args))
+        return ids + num_bytes // 8
+
     def clone(self) -> SamplingParams:
         """Returns an independent copy."""
         return msgspec.structs.replace(self)
@@ -254,7 +275,8 @@ def validate_for_model(
     if params.min_tokens > room:
         _refuse("min_tokens", params.min_tokens, f"an integer from 0 to {room}, the room that the prompt leaves")
     if params.max_tokens is None or params.max_tokens > room:
-        return msgspec.structs.replace(params, max_tokens=room)
+        params = copy.copy(params)  # its fields are checked, and may be long
+        params.max_tokens = room
     return params
 
 
@@ -386,11 +408,17 @@ def _is_unicode(text: str) -> bool:
 def _stop_token_ids(name: str, value: object) -> list[int] | None:
     if not isinstance(value, list | tuple) or len(value) > MAX_STOP_TOKEN_IDS:
         return _refuse(name, value, f"a list of at most {MAX_STOP_TOKEN_IDS} token ids")
-    token_ids = dict.fromkeys(_token_id(name, item) for item in value)
-    return list(token_ids) or None
+    return list(dict.fromkeys(_token_ids(name, value))) or None
 
 
 _token_id = _integer(0, 2**31 - 1)
+
+
+def _token_ids(name: str, value: list[Any] | tuple[Any, ...]) -> list[int]:
+    """Checks each; plain integers, which there may be very many of, together."""
+    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**31:
+        return list(value)
+    return [_token_id(name, item) for item in value]
 
 
 def _logit_bias(name: str, value: object) -> dict[int, float] | None:
@@ -416,7 +444,7 @@ def _allowed_token_ids(name: str, value: object) -> list[int] | None:
         return None
     if not isinstance(value, list | tuple) or not 0 < len(value) <= MAX_ALLOWED_TOKEN_IDS:
         return _refuse(name, value, f"a list of 1 to {MAX_ALLOWED_TOKEN_IDS} token ids, or None for all")
-    return sorted({_token_id(name, item) for item in value})
+    return sorted(set(_token_ids(name, value)))
 
 
 def _bad_words(name: str, value: object) -> list[str] | None:
@@ -442,7 +470,7 @@ def _bad_words_token_ids(name: str, value: object) -> list[list[int]] | None:
         if not isinstance(word, list | tuple) or not 0 < len(word) <= left:
             _refuse(name, word, f"made of lists of token ids, none empty, {MAX_BAD_WORD_TOKENS} ids in all at most")
         left -= len(word)
-    return [[_token_id(name, item) for item in word] for word in value] or None
+    return [_token_ids(name, word) for word in value] or None
 
 
 def _truncate(name: str, value: object) -> int | None:

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from mvllm.messages.requests import PositionLogprobs
+from mvllm.messages.requests import NOTHING_TO_SAMPLE, PositionLogprobs
 from mvllm.platform.runtime import HostCopy
 from mvllm.sampling.logprobs import read_logprobs
 
@@ -102,4 +102,4 @@ def _complaint(peak: float) -> str:
         return "the model produced NaN logits for this request"
     if peak > 0:
         return "the model produced infinite logits for this request"
-    return "no token can be sampled for this request: the logits of all tokens are minus infinity or masked out"
+    return NOTHING_TO_SAMPLE

@@ -24,6 +24,7 @@ from mvllm.config.engine_config import SchedulerConfig
 from mvllm.errors import ConfigError, PlatformError, RequestError
 from mvllm.kv_cache.manager import KVCacheManager
 from mvllm.messages.requests import (
+    NOTHING_TO_SAMPLE,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -510,7 +511,10 @@ class Scheduler:
             request = batch[position]
             self._kv_cache.discard(request.table)  # also if it has ended meanwhile
             if request.status is not RequestStatus.FINISHED:
-                outputs.append(last_output(request, FinishReason.ERROR, None, message))
+                ended = last_output(request, FinishReason.ERROR, None, message)
+                if message == NOTHING_TO_SAMPLE:
+                    ended.error_parameter = request.data.sampling_params.narrowed_by
+                outputs.append(ended)
                 failed.append(request)
         self._finish(failed)
 

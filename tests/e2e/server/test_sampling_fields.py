@@ -86,3 +86,28 @@ def test_prompts_are_cut(client: httpx.Client) -> None:
 
 def test_arguments_for_plugins_are_taken_and_mean_nothing_without_one(client: httpx.Client) -> None:
     assert choices(client, vllm_xargs={"no_repeat_ngram_size": 2, "more": ["x"]}) == choices(client)
+
+
+def test_long_settings_of_many_sequences_are_refused_at_once(server: ServerProcess, client: httpx.Client) -> None:
+    """They would be checked and sent for each sequence, and hold up everybody for half a minute."""
+    words = ["ab cd ef " * 8 + str(i) for i in range(128)]
+    many = {"prompt": [[5]] * 2048, "max_tokens": 1}
+    long = {"allowed_token_ids": list(range(320)), "stop_token_ids": list(range(320))}
+    for ask, name in (
+        ({**many, "bad_words": words}, "prompt"),
+        ({**many, **long}, "prompt"),
+        ({**many, "vllm_xargs": {"a": [1] * 60_000}}, "prompt"),
+        ({"n": 128, "temperature": 1, "bad_words": words}, "n"),
+    ):
+        refused = client.post(PATH, json={**STORY, **ask})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == name, refused.text
+    assert len(choices(client, prompt=[[5], [6], [7]], bad_words=words, n=1)) == 3
+
+
+def test_settings_that_leave_no_token_are_the_clients_fault(client: httpx.Client) -> None:
+    for ask, name in (
+        ({"allowed_token_ids": [5], "min_tokens": 3, "stop_token_ids": [5]}, "allowed_token_ids"),
+        ({"bad_words": ["a"], "structured_outputs": {"choice": ["a"]}}, "bad_words"),
+    ):
+        refused = client.post(PATH, json={**STORY, **ask})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == name, refused.text

@@ -87,3 +87,13 @@ def test_an_aborted_search_asks_for_nothing_more() -> None:
     state, [first] = begin(processor)
     assert processor.abort_requests(["r"]) == [first.request_id]
     assert take(processor, answer(first, {5: -1.0, 6: -2.0, 4: -3.0})) == ([], [], [])
+
+
+def test_all_log_probabilities_of_each_token_can_be_had() -> None:
+    processor = OutputProcessor(None)
+    state, [first] = begin(processor, max_tokens=1, logprobs=-1)
+    assert first.sampling_params.logprobs == -1
+    everything = {5: -1.0, 6: -2.0, 1: -3.0, 9: -4.0, 8: -5.0}
+    assert take(processor, answer(first, everything))[2] == ["r"]
+    found = shown(processor, state).outputs
+    assert [[set(position) for position in each.logprobs or ()] for each in found] == [[set(everything)]] * 2

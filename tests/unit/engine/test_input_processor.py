@@ -216,3 +216,22 @@ def test_a_request_id_that_cannot_travel_is_refused():
     with pytest.raises(RequestError, match="request_id must be valid Unicode") as caught:
         make_processor().process("a\ud800", "Hello")
     assert caught.value.parameter == "request_id"
+
+
+def test_settings_given_for_many_prompts_are_checked_once_and_kept_apart(monkeypatch):
+    processor = make_processor()
+    looked = []
+    real = InputProcessor._bad_words
+    monkeypatch.setattr(InputProcessor, "_bad_words", lambda self, words: looked.append(words) or real(self, words))
+    params = SamplingParams(bad_words=["a"], max_tokens=10**6)
+    made = processor.process_batch(["a", "b", "c"], [[5], [5, 6], [7]], [params] * 3)
+    assert len(looked) == 1 and params.bad_words_token_ids is None
+    assert len({tuple(each.params.bad_words_token_ids[0]) for each in made}) == 1
+    room = processor._model.max_model_len
+    assert [each.params.max_tokens for each in made] == [room - 1, room - 2, room - 1]
+
+
+def test_bad_words_in_both_forms_have_one_bound_together():
+    params = SamplingParams(bad_words=["a"], bad_words_token_ids=[[i % 50, 5] for i in range(512)])
+    with pytest.raises(RequestError, match="bad_words_token_ids must be a list of at most 512"):
+        process([5], params)

@@ -437,3 +437,17 @@ def test_token_ids_beyond_the_vocabulary_are_refused(field, value):
 
 def test_biases_are_clamped():
     assert SamplingParams(logit_bias={"5": 1e9, 6: -101, 7: 3}).logit_bias == {5: 100.0, 6: -100.0, 7: 3.0}
+
+
+def test_entries_are_counted():
+    assert SamplingParams().num_entries == 0
+    settings = {
+        "stop_token_ids": [1, 2],
+        "logit_bias": {5: 1},
+        "allowed_token_ids": [5, 6, 7],
+        "bad_words_token_ids": [[5, 6], [7]],
+        "bad_words": ["abc"],
+        "stop": ["x" * 80],
+    }
+    assert SamplingParams(**settings).num_entries == 2 + 1 + 3 + 3 + 3 + 10
+    assert SamplingParams(extra_args={"a": ["x" * 800]}).num_entries >= 100

@@ -14,7 +14,7 @@ from mvllm.errors import RequestError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
-from mvllm.messages.sampling_params import SamplingParams
+from mvllm.messages.sampling_params import MAX_ENTRIES, SamplingParams
 
 logger = get_logger(__name__)
 
@@ -62,6 +62,7 @@ class Generation:
             APIError: A sequence failed in the engine.
             EngineDeadError: The engine has stopped.
         """
+        check_entries(params, len(prompts))
         try:
             streams = await engine.add_requests(
                 prompts, [params] * len(prompts), call_id, priority=priority or 0, lora_request=lora_request
@@ -159,6 +160,21 @@ class Generation:
         """Drops what has not ended. Idempotent."""
         for stream in self._streams:
             stream.close()
+
+
+def check_entries(params: SamplingParams, num_prompts: int) -> None:
+    """Refuses settings whose lists are so long, and asked for so often, that checking them would hold up everybody.
+
+    Raises:
+        RequestError: They have too much in them.
+    """
+    num_sequences = num_prompts * (1 if params.use_beam_search else params.num_sequences)
+    if num_sequences > 1 and params.num_entries * num_sequences > MAX_ENTRIES:
+        raise RequestError(
+            f"The lists and texts among the settings of one request may have {MAX_ENTRIES} entries, counted once for "
+            f"each sequence; these have {params.num_entries} for each of {num_sequences}. Send several requests.",
+            parameter="prompt" if num_prompts > 1 else "n",
+        )
 
 
 async def _feed(queue: asyncio.Queue[_Item], position: int, stream: RequestStream) -> None:
