@@ -1,0 +1,1 @@
+"""mvllm on CUDA devices: the CUDA platform plugin."""

@@ -1,0 +1,287 @@
+"""What the driver's management library (NVML) says about this machine's devices.
+
+NVML answers without making a CUDA context: a process that has asked may still be forked, and no memory is taken on any
+device. It is a C library that comes with the driver, called here by ctypes: one library and one way to it, whatever
+else is installed. Each look opens it, reads and closes it again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+LIBRARY = "libnvidia-ml.so.1"
+
+_NOT_SUPPORTED = 3
+_NO_PERMISSION = 4
+_NOT_FOUND = 6
+_INSUFFICIENT_SIZE = 7
+_DRIVER_NOT_LOADED = 9
+_MISMATCH = 18
+_UNKNOWN_BYTES = 2**64 - 1
+_TEXT = 96
+_MOST_PROCESSES = 256
+
+_REMEDIES = {
+    _NO_PERMISSION: "Give this user access to /dev/nvidia* (in a container: start it with access to the devices).",
+    _DRIVER_NOT_LOADED: "Load the driver (modprobe nvidia), or restart the machine after its installation.",
+    _MISMATCH: "Restart the machine: its driver was updated, and the old kernel module is still loaded.",
+}
+_SEE_SMI = "Run nvidia-smi, which fails in the same way, and mend what it says."
+
+
+class NvmlError(Exception):
+    """NVML has not answered.
+
+    Attributes:
+        code: NVML's, or None where there is no library.
+        remedy: What the user can do.
+    """
+
+    def __init__(self, message: str, code: int | None = None, remedy: str = _SEE_SMI) -> None:
+        super().__init__(message)
+        self.code = code
+        self.remedy = remedy
+
+
+@dataclass(frozen=True)
+class MigDevice:
+    """A compute instance of a device that is partitioned.
+
+    Attributes:
+        uuid: `MIG-` and what follows.
+        name: As NVML shows it.
+        memory_bytes: Of its instance; None where NVML does not tell.
+        old_id: How older drivers name it: `MIG-GPU-<uuid of the device>/<instance>/<compute instance>`.
+    """
+
+    uuid: str
+    name: str
+    memory_bytes: int | None
+    old_id: str
+
+
+@dataclass(frozen=True)
+class NvmlDevice:
+    """A physical device.
+
+    Attributes:
+        index: NVML's, in the order of the PCI bus.
+        name, uuid: As NVML shows them.
+        memory_bytes, free_bytes: None where NVML does not tell: the device uses the host's memory.
+        compute_capability: (major, minor).
+        mig_enabled: It is partitioned, and cannot be used as a whole.
+        mig_devices: Its compute instances.
+    """
+
+    index: int
+    name: str
+    uuid: str
+    memory_bytes: int | None
+    free_bytes: int | None
+    compute_capability: tuple[int, int]
+    mig_enabled: bool = False
+    mig_devices: tuple[MigDevice, ...] = ()
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What there is.
+
+    Attributes:
+        driver_version: Of the driver, for people.
+        cuda_version: Newest CUDA that the driver supports, (major, minor).
+        devices: Those that answer, in the order of the PCI bus.
+        failures: What NVML says of those that do not.
+    """
+
+    driver_version: str
+    cuda_version: tuple[int, int]
+    devices: tuple[NvmlDevice, ...]
+    failures: tuple[str, ...] = ()
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+class _Process(ctypes.Structure):
+    _fields_ = [
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    ]
+
+
+class Nvml:
+    """The opened library. Made by `opened`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Calls a function of the library.
+
+        Raises:
+            NvmlError: It is not there, or has failed.
+        """
+        try:
+            function = getattr(self._library, name)
+        except AttributeError as e:
+            raise NvmlError(f"the driver's NVML has no {name}", remedy="Update the driver.") from e
+        code = function(*arguments)
+        if code != 0:
+            self._library.nvmlErrorString.restype = ctypes.c_char_p
+            text = (self._library.nvmlErrorString(code) or b"unknown error").decode(errors="replace")
+            raise NvmlError(f"{name}: {text}", code, _REMEDIES.get(code, _SEE_SMI))
+
+    def inventory(self) -> Inventory:
+        """Everything that there is; a device that does not answer does not hide the others."""
+        cuda, count = ctypes.c_int(), ctypes.c_uint()
+        driver = self._text("nvmlSystemGetDriverVersion")
+        self.call("nvmlSystemGetCudaDriverVersion_v2", ctypes.byref(cuda))
+        self.call("nvmlDeviceGetCount_v2", ctypes.byref(count))
+        devices, failures = [], []
+        for index in range(count.value):
+            try:
+                devices.append(self._device(index))
+            except NvmlError as e:
+                failures.append(f"device {index}: {e}")
+        version = (cuda.value // 1000, cuda.value % 1000 // 10)
+        return Inventory(driver, version, tuple(devices), tuple(failures))
+
+    def memory(self, uuid: str) -> tuple[int, int] | None:
+        """(total, free) bytes of a device; None where NVML does not tell."""
+        handle = ctypes.c_void_p()
+        self.call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(handle))
+        return self._memory(handle)
+
+    def bytes_of_process(self, uuid: str, pid: int) -> int | None:
+        """What a process holds on a device; None where NVML does not see it (from within a container, say)."""
+        handle = ctypes.c_void_p()
+        self.call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(handle))
+        count, found = ctypes.c_uint(_MOST_PROCESSES), (_Process * _MOST_PROCESSES)()
+        try:
+            self.call("nvmlDeviceGetComputeRunningProcesses_v3", handle, ctypes.byref(count), found)
+        except NvmlError as e:
+            if e.code in (None, _NOT_SUPPORTED, _INSUFFICIENT_SIZE, _NO_PERMISSION):
+                return None
+            raise
+        used = [entry.used for entry in found[: count.value] if entry.pid == pid and entry.used != _UNKNOWN_BYTES]
+        return sum(used) if used else None
+
+    def _device(self, index: int) -> NvmlDevice:
+        handle = ctypes.c_void_p()
+        self.call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self.call("nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major), ctypes.byref(minor))
+        memory = self._memory(handle)
+        uuid = self._text("nvmlDeviceGetUUID", handle)
+        partitioned = self._mig_enabled(handle)
+        return NvmlDevice(
+            index=index,
+            name=self._text("nvmlDeviceGetName", handle),
+            uuid=uuid,
+            memory_bytes=memory[0] if memory else None,
+            free_bytes=memory[1] if memory else None,
+            compute_capability=(major.value, minor.value),
+            mig_enabled=partitioned,
+            mig_devices=tuple(self._mig_devices(handle, uuid)) if partitioned else (),
+        )
+
+    def _memory(self, handle: ctypes.c_void_p) -> tuple[int, int] | None:
+        memory = _Memory()
+        try:
+            self.call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
+        except NvmlError as e:
+            if e.code == _NOT_SUPPORTED:
+                return None
+            raise
+        return int(memory.total), int(memory.free)
+
+    def _mig_enabled(self, handle: ctypes.c_void_p) -> bool:
+        current, pending = ctypes.c_uint(), ctypes.c_uint()
+        try:
+            self.call("nvmlDeviceGetMigMode", handle, ctypes.byref(current), ctypes.byref(pending))
+        except NvmlError as e:
+            if e.code in (None, _NOT_SUPPORTED):
+                return False
+            raise
+        return current.value == 1
+
+    def _mig_devices(self, handle: ctypes.c_void_p, parent: str) -> Iterator[MigDevice]:
+        most = ctypes.c_uint()
+        self.call("nvmlDeviceGetMaxMigDeviceCount", handle, ctypes.byref(most))
+        for index in range(most.value):
+            mig, instance, compute = ctypes.c_void_p(), ctypes.c_uint(), ctypes.c_uint()
+            try:
+                self.call("nvmlDeviceGetMigDeviceHandleByIndex", handle, ctypes.c_uint(index), ctypes.byref(mig))
+            except NvmlError as e:
+                if e.code == _NOT_FOUND:  # places may be empty
+                    continue
+                raise
+            self.call("nvmlDeviceGetGpuInstanceId", mig, ctypes.byref(instance))
+            self.call("nvmlDeviceGetComputeInstanceId", mig, ctypes.byref(compute))
+            memory = self._memory(mig)
+            yield MigDevice(
+                uuid=self._text("nvmlDeviceGetUUID", mig),
+                name=self._text("nvmlDeviceGetName", mig),
+                memory_bytes=memory[0] if memory else None,
+                old_id=f"MIG-{parent}/{instance.value}/{compute.value}",
+            )
+
+    def _text(self, name: str, *handle: ctypes.c_void_p) -> str:
+        buffer = ctypes.create_string_buffer(_TEXT)
+        self.call(name, *handle, buffer, ctypes.c_uint(_TEXT))
+        return buffer.value.decode(errors="replace")
+
+
+@contextmanager
+def opened() -> Iterator[Nvml]:
+    """NVML, for the time of the block.
+
+    Raises:
+        NvmlError: There is no driver, or it does not answer.
+    """
+    try:
+        library = ctypes.CDLL(LIBRARY)
+    except OSError as e:
+        raise NvmlError(*_no_library()) from e
+    nvml = Nvml(library)
+    nvml.call("nvmlInit_v2")
+    try:
+        yield nvml
+    finally:
+        library.nvmlShutdown()
+
+
+def read_inventory() -> Inventory:
+    """What there is on this machine.
+
+    Raises:
+        NvmlError: There is no driver, or it does not answer.
+    """
+    with opened() as nvml:
+        return nvml.inventory()
+
+
+def _no_library() -> tuple[str, None, str]:
+    """What is said where the library cannot be loaded."""
+    if os.path.exists("/dev/nvidia0"):
+        return (
+            f"there is a device, but the driver's library {LIBRARY} cannot be loaded",
+            None,
+            "Install the driver's libraries for user programs, of the version that the kernel has loaded; in a "
+            "container, have the driver's libraries mounted (with Docker: --gpus all).",
+        )
+    return (
+        f"there is no NVIDIA driver: {LIBRARY} cannot be loaded",
+        None,
+        "Install the NVIDIA driver, so that nvidia-smi lists the devices; in a container, start it with access to "
+        "them (with Docker: --gpus all). On a machine without such a device, name another platform with --platform.",
+    )

@@ -1,0 +1,65 @@
+"""The CUDA platform: NVIDIA devices through torch, Triton and NCCL."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from mvllm.plugin_api import Check, DeviceRuntime, Platform, PlatformSpec, WorkerContext, get_logger
+from mvllm_cuda import visible
+from mvllm_cuda.nvml import Inventory, NvmlError, read_inventory
+from mvllm_cuda.plugin import SPEC
+from mvllm_cuda.settings import SETTINGS
+from mvllm_torch_gpu.platform import TorchGpuPlatform
+
+logger = get_logger("mvllm.cuda.platform")
+
+
+def make_platform() -> Platform:
+    """The factory that the plugin's PlatformSpec names."""
+    return CUDAPlatform()
+
+
+class CUDAPlatform(TorchGpuPlatform):
+    """Workers that own one CUDA device each."""
+
+    title = "CUDA"
+    package = "mvllm-cuda"
+    settings = SETTINGS
+    device_variable = visible.VARIABLE
+
+    @property
+    def spec(self) -> PlatformSpec:
+        return SPEC
+
+    def worker_variables(self) -> Mapping[str, str]:
+        """The order of devices: so that "device 0" is the same one for nvidia-smi, for the probe and for a worker."""
+        return {} if visible.ORDER_VARIABLE in os.environ else {visible.ORDER_VARIABLE: visible.PCI_ORDER}
+
+    def init_device(self, ctx: WorkerContext) -> DeviceRuntime:
+        from mvllm_cuda.runtime import CudaRuntime
+
+        return CudaRuntime(ctx, unified=self.uses_host_memory)
+
+    def doctor(self) -> Sequence[Check]:
+        from mvllm_cuda import doctor
+
+        return doctor.checks()
+
+    @cached_property
+    def uses_host_memory(self) -> bool:
+        """Whether the devices have no memory of their own: then NVML tells none."""
+        inventory = self._inventory
+        if inventory is None:
+            return False
+        seen = visible.resolve(inventory, os.environ).devices
+        return bool(seen) and all(device.memory_bytes is None for device in seen)
+
+    @cached_property
+    def _inventory(self) -> Inventory | None:
+        try:
+            return read_inventory()
+        except NvmlError as e:
+            logger.debug("NVML does not answer: %s", e)
+            return None

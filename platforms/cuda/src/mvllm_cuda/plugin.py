@@ -1,0 +1,21 @@
+"""Entry point of the CUDA platform: who it is, before anything heavy is imported."""
+
+from __future__ import annotations
+
+from mvllm.plugin_api import PlatformSpec, hookimpl
+
+SPEC = PlatformSpec(
+    name="cuda",
+    vendor="NVIDIA",
+    contract=(1, 0),
+    probe="mvllm_cuda.probe:probe",
+    factory="mvllm_cuda.platform:make_platform",
+    torch_floor="2.6",
+    priority=10,
+)
+
+
+@hookimpl
+def mvllm_platform() -> PlatformSpec:
+    """The CUDA platform's identity card."""
+    return SPEC

@@ -1,0 +1,69 @@
+"""One CUDA device, bound to a worker: what NVML and CUDA's versions add to the runtime of every such device."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from mvllm.plugin_api import PlatformError, get_logger
+from mvllm_cuda import visible
+from mvllm_cuda.books import NvmlBooks
+from mvllm_cuda.nvml import NvmlError, read_inventory
+from mvllm_cuda.probe import MIN_CAPABILITY, dotted
+from mvllm_torch_gpu.runtime import TorchGpuRuntime
+
+logger = get_logger("mvllm.cuda.runtime")
+
+
+class CudaRuntime(TorchGpuRuntime):
+    """See TorchGpuRuntime."""
+
+    library = "CUDA"
+    after_failure = "See the kernel's log (dmesg, entries with Xid) and nvidia-smi; restart the engine."
+
+    def check_build(self) -> None:
+        check_build()
+
+    def shown(self) -> str:
+        variable = os.environ.get(visible.VARIABLE)
+        return "" if variable is None else f"{visible.VARIABLE}={variable!r}"
+
+    def books(self, index: int) -> NvmlBooks:
+        return NvmlBooks(nvml_uuid(index))
+
+    def refusal(self, properties: Any) -> str | None:
+        found = (properties.major, properties.minor)
+        if found >= MIN_CAPABILITY:
+            return None
+        return (
+            f"has compute capability {dotted(found)}, needed is {dotted(MIN_CAPABILITY)} or newer. Leave it out of "
+            f"{visible.VARIABLE}."
+        )
+
+
+def check_build() -> None:
+    """Fails where the torch that is loaded cannot know CUDA devices.
+
+    Raises:
+        PlatformError: It was built for something else.
+    """
+    if torch.version.cuda is None:
+        raise PlatformError(
+            f"torch {torch.__version__} was built without CUDA. Install torch's build for CUDA in its place, then "
+            "reinstall mvllm-cuda."
+        )
+
+
+def nvml_uuid(index: int) -> str | None:
+    """NVML's name of the device that CUDA calls `index`; None where it cannot be worked out."""
+    try:
+        inventory = read_inventory()
+    except NvmlError as e:
+        logger.debug("NVML does not answer: %s", e)
+        return None
+    devices = visible.resolve(inventory, os.environ).devices
+    if index >= len(devices) or visible.order_is_uncertain(inventory, os.environ):
+        return None
+    return devices[index].uuid

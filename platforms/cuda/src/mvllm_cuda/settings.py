@@ -1,0 +1,14 @@
+"""What can be set for this platform alone, by variables of the environment.
+
+MVLLM_CUDA_COMPILE   graphs (default): decode steps are captured in CUDA graphs
+                     inductor: torch.compile fuses the model's operations first, then as above
+                     none: neither; `--enforce-eager` says the same for any platform
+MVLLM_CUDA_SUMS      nccl (default): ranks add through NCCL
+                     direct: small sums through memory that ranks map from each other, where that works
+"""
+
+from __future__ import annotations
+
+from mvllm_torch_gpu.settings import Settings
+
+SETTINGS = Settings(prefix="MVLLM_CUDA", library="nccl")

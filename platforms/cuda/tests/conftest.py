@@ -1,0 +1,21 @@
+"""Fixtures: this process sees a machine that the test describes."""
+
+from __future__ import annotations
+
+import pytest
+from platforms.cuda.tests import stand_in
+
+from mvllm_cuda import nvml
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Describes the machine: `machine(line, ...)`, see stand_in. Nothing hides its devices."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+
+    def described(*lines):
+        monkeypatch.setattr(nvml, "LIBRARY", str(stand_in.library()))
+        monkeypatch.setenv(stand_in.VARIABLE, str(stand_in.describe(tmp_path, *lines)))
+
+    return described

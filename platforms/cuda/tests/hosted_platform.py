@@ -1,0 +1,152 @@
+"""The CUDA platform on the host: its plans, shapes, tables and captured steps are the real ones.
+
+In place of the device: the host's memory; in place of CUDA graphs, graphs of torch's operations (host_graphs.py among
+torch-gpu's tests); in place of the Triton kernels, functions with their signatures made of torch operations that can be
+captured: a test puts those of KERNELS into mvllm_torch_gpu.attention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any, ClassVar
+
+import torch
+from platforms.cuda.tests.hosted_plugin import SPEC
+
+from mvllm.plugin_api import (
+    Capabilities,
+    DeviceRuntime,
+    FinishedHostCopy,
+    HostCopy,
+    PlatformSpec,
+    WorkerContext,
+)
+from mvllm_cpu.runtime import CPURuntime
+from mvllm_cuda.platform import CUDAPlatform
+from mvllm_torch_gpu.captured_steps import CapturedSteps
+
+HostGraphs = importlib.import_module("platforms.torch-gpu.tests.host_graphs").HostGraphs
+
+
+class HostedRuntime(CPURuntime):
+    """The host with copies that are copies.
+
+    Attributes:
+        captured_in_warm_up: Graphs that were there when it was over.
+    """
+
+    captured_in_warm_up = 0
+
+    def end_warm_up(self) -> None:
+        HostedRuntime.captured_in_warm_up = sum(graphs.captures for graphs in HostedPlatform.graphs_made)
+
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        return host.clone()
+
+    def to_host(self, tensor: torch.Tensor) -> HostCopy:
+        return FinishedHostCopy(tensor.clone())
+
+
+class HostedPlatform(CUDAPlatform):
+    """See the module.
+
+    Attributes:
+        graphs_made: Those of all engines so far.
+    """
+
+    graphs_made: ClassVar[list[Any]] = []
+
+    @property
+    def spec(self) -> PlatformSpec:
+        return SPEC
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return dataclasses.replace(super().capabilities, unified_memory=True)
+
+    def init_device(self, ctx: WorkerContext) -> DeviceRuntime:
+        return HostedRuntime(ctx)
+
+    def ops(self) -> tuple[()]:
+        return ()
+
+    def compiler(self) -> CapturedSteps:
+        graphs = HostGraphs()
+        self.graphs_made.append(graphs)
+        return CapturedSteps(lambda: graphs, "host")
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+    **unused: Any,
+) -> torch.Tensor:
+    """As mvllm_triton's, in operations without a look at any value. Not for large steps."""
+    num_tokens = q.shape[0]
+    num_kv_heads, block_size = k_cache.shape[2], k_cache.shape[1]
+    token = torch.arange(num_tokens)
+    request = torch.searchsorted(query_start_loc[1:], token.to(torch.int32), right=True)
+    is_real, request = request < len(seq_lens), request.clamp(max=len(seq_lens) - 1)
+    end = seq_lens[request]
+    position = end - query_start_loc[request + 1] + token
+    key_at = torch.arange(block_table.shape[1] * block_size)
+    seen = (key_at <= position[:, None]) & is_real[:, None]
+    if window is not None:
+        seen = seen & (key_at > position[:, None] - window)
+    blocks = torch.where(seen.unflatten(1, (-1, block_size)).any(2), block_table[request], 0)
+    keys = k_cache[blocks].flatten(1, 2).float()
+    values = v_cache[blocks].flatten(1, 2).float()
+    grouped = q.float().unflatten(1, (num_kv_heads, -1))
+    scores = torch.einsum("tkgd,tmkd->tkgm", grouped, keys) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill(~seen[:, None, None], -1e30)
+    if sinks is not None:
+        extra = sinks.float().view(1, num_kv_heads, -1, 1).expand(num_tokens, -1, -1, 1)
+        scores = torch.cat([scores, extra], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : len(key_at)]
+    weights = torch.where(seen[:, None, None], weights, 0.0)
+    # What is not seen may be anything, NaN included.
+    values = torch.where(seen[:, :, None, None], values, 0.0)
+    return torch.einsum("tkgm,tmkd->tkgd", weights, values).flatten(1, 2).to(q.dtype)
+
+
+def latent_attention(
+    q: torch.Tensor, cache: torch.Tensor, *tables: Any, value_size: int, **options: Any
+) -> torch.Tensor:
+    """As mvllm_triton's, likewise."""
+    return paged_attention(q, cache, cache[..., :value_size], *tables, **options)
+
+
+def write_latent(latents: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, **unused: Any) -> None:
+    """As mvllm_triton's, likewise."""
+    write_kv(latents, latents[..., :0], cache, cache[..., :0], slot_mapping)
+
+
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    **unused: Any,
+) -> None:
+    """As mvllm_triton's, for caches of a float dtype."""
+    for new, cache in ((k, k_cache), (v, v_cache)):
+        slots = cache.flatten(0, 1)
+        spare = torch.cat([slots, slots[:1]])  # what has no slot goes to the last
+        place = torch.where(slot_mapping >= 0, slot_mapping, len(slots)).long()
+        slots.copy_(spare.index_copy(0, place, new.to(cache.dtype))[:-1])
+
+
+KERNELS = {function.__name__: function for function in (paged_attention, latent_attention, write_kv, write_latent)}

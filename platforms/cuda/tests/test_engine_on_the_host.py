@@ -1,0 +1,100 @@
+"""The whole engine on the CUDA platform, the host in place of its devices: graphs or none, the tokens are the same."""
+
+from __future__ import annotations
+
+import re
+
+import platforms.cuda.tests.interpreted  # noqa: F401  # skips where there is no Triton; the kernels come after it
+import pytest
+import torch
+from platforms.cuda.tests import hosted_plugin
+from platforms.cuda.tests.hosted_platform import KERNELS, HostedPlatform, HostedRuntime
+
+import mvllm_torch_gpu.attention
+from mvllm import LLM, SamplingParams
+from mvllm.errors import MvllmError
+from tests.helpers.model_zoo import ZOO, make_checkpoint
+from tests.helpers.plugins import prepend
+
+PROMPTS = [{"prompt_token_ids": [5 + 7 * i + j for j in range(3 + 4 * i)]} for i in range(3)]
+PARAMS = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (12, 5, 9)]
+SETTINGS = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+
+
+@pytest.fixture
+def generate(tmp_path, monkeypatch):
+    """`generate(checkpoint, platform, ...)`: the tokens of three requests."""
+    prepend(monkeypatch, hosted_plugin.path(tmp_path / "plugins"))
+    for name, function in KERNELS.items():
+        monkeypatch.setattr(mvllm_torch_gpu.attention, name, function)
+
+    def run(folder, platform, **settings):
+        HostedPlatform.graphs_made.clear()
+        options = {**SETTINGS, "kv_cache_memory_bytes": 1 << 20, **settings}
+        with LLM(str(folder), platform=platform, **options) as llm:
+            outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return run
+
+
+FEW = ("llama-gqa", "gemma2", "phi3-longrope-window", "qwen3moe", "gptoss", "deepseek3")
+"""Of the zoo: plain, windows and soft caps in two tables, prompts' lengths, experts, sinks, latents."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.exhaustive) for name in ZOO]
+)
+def test_replayed_steps_give_the_tokens_of_another_platform(name, generate, tmp_path):
+    folder = make_checkpoint(name, tmp_path)
+    expected = generate(folder, "cpu")
+    assert generate(folder, "hosted", enforce_eager=True) == expected
+    assert HostedPlatform.graphs_made == []
+    assert generate(folder, "hosted") == expected
+    [graphs] = HostedPlatform.graphs_made
+    assert graphs.captures == HostedRuntime.captured_in_warm_up == 3, "batches of 1, 2 and 4, before the first request"
+    assert graphs.replays > graphs.captures
+
+
+def lacking(rows):
+    """Attention that finds no memory in steps of so many rows."""
+
+    def attend(query, *args, **options):
+        if len(query) == rows:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nand more")
+        return KERNELS["paged_attention"](query, *args, **options)
+
+    return attend
+
+
+LIMITS = r"does not fit.*Lower max_num_batched_tokens \(now 64\) or max_num_seqs \(now 4\)"
+
+
+def test_profiling_without_memory_names_the_limits_and_a_new_engine_works(generate, tmp_path, monkeypatch):
+    folder = make_checkpoint("llama-gqa", tmp_path)
+    monkeypatch.setattr(mvllm_torch_gpu.attention, "paged_attention", lacking(64))
+    with pytest.raises(MvllmError, match=LIMITS):
+        generate(folder, "hosted", kv_cache_memory_bytes=None)
+    monkeypatch.setattr(mvllm_torch_gpu.attention, "paged_attention", KERNELS["paged_attention"])
+    assert generate(folder, "hosted") == generate(folder, "cpu")
+
+
+def test_a_step_without_memory_fails_its_requests_with_the_limits_and_the_engine_goes_on(
+    generate, tmp_path, monkeypatch
+):
+    folder = make_checkpoint("llama-gqa", tmp_path)
+    expected = generate(folder, "cpu")
+    monkeypatch.setattr(mvllm_torch_gpu.attention, "paged_attention", lacking(24))  # the prompts together, padded
+    with LLM(str(folder), platform="hosted", kv_cache_memory_bytes=1 << 20, **SETTINGS) as llm:
+        for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False):
+            assert output.outputs[0].finish_reason == "error"
+            assert re.search(LIMITS, str(output.outputs[0].error))
+        monkeypatch.setattr(mvllm_torch_gpu.attention, "paged_attention", KERNELS["paged_attention"])
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+
+
+@pytest.mark.exhaustive
+def test_planning_ahead_changes_no_token(generate, tmp_path):
+    folder = make_checkpoint("llama-gqa", tmp_path)
+    assert generate(folder, "hosted", async_scheduling=False) == generate(folder, "hosted", async_scheduling=True)

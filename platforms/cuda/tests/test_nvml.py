@@ -1,0 +1,79 @@
+"""What the driver's management library says arrives as it was said, and its errors say what to do."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from platforms.cuda.tests.stand_in import A100, GIB, MIG, SPARK, T4
+
+from mvllm_cuda import nvml
+from mvllm_cuda.nvml import NvmlError, opened, read_inventory
+
+
+def test_devices_come_with_all_that_is_asked_of_them(machine):
+    machine("driver|570.133.20|12080", A100.format(n=0), T4.format(n=1))
+    found = read_inventory()
+    assert (found.driver_version, found.cuda_version, found.failures) == ("570.133.20", (12, 8), ())
+    first, second = found.devices
+    assert (first.index, first.name, first.compute_capability) == (0, "NVIDIA A100-SXM4-80GB", (8, 0))
+    assert (first.memory_bytes, first.free_bytes) == (80 * GIB, 85000000000)
+    assert first.uuid == "GPU-aa000000-0000-0000-0000-000000000000"
+    assert (second.index, second.name, second.compute_capability) == (1, "Tesla T4", (7, 5))
+    assert not first.mig_enabled and not second.mig_enabled  # T4s cannot be partitioned, and say so with an error
+
+
+def test_a_device_without_memory_of_its_own_tells_none(machine):
+    machine(SPARK.format(n=0))
+    [device] = read_inventory().devices
+    assert device.memory_bytes is None and device.free_bytes is None
+
+
+def test_compute_instances_are_found_around_empty_places(machine):
+    machine(A100.format(n=0), MIG.format(n=1), "mig||", MIG.format(n=2))
+    [device] = read_inventory().devices
+    assert device.mig_enabled
+    assert [mig.uuid[:6] for mig in device.mig_devices] == ["MIG-dd", "MIG-dd"]
+    assert device.mig_devices[1].memory_bytes == 10 * GIB
+    assert device.mig_devices[1].old_id == f"MIG-{device.uuid}/2/0"
+
+
+def test_a_device_that_is_lost_does_not_hide_the_others(machine):
+    machine(A100.format(n=0), "lost", A100.format(n=2))
+    found = read_inventory()
+    assert [device.index for device in found.devices] == [0, 2]
+    assert "device 1" in found.failures[0] and "GPU is lost" in found.failures[0]
+
+
+def test_what_a_process_holds(machine):
+    machine(A100.format(n=0), f"process|{os.getpid()}|1000", "process|1|77", f"process|{os.getpid()}|24")
+    with opened() as library:
+        uuid = library.inventory().devices[0].uuid
+        assert library.bytes_of_process(uuid, os.getpid()) == 1024
+        assert library.bytes_of_process(uuid, 999_999_999) is None
+        assert library.memory(uuid) == (80 * GIB, 85000000000)
+
+
+@pytest.mark.parametrize(
+    ("code", "says", "remedy"), [(9, "Driver Not Loaded", "modprobe"), (18, "mismatch", "Restart the machine")]
+)
+def test_a_driver_that_does_not_start_says_why(machine, code, says, remedy):
+    machine(f"init|{code}")
+    with pytest.raises(NvmlError, match=says) as raised:
+        read_inventory()
+    assert remedy in raised.value.remedy
+
+
+def test_no_library_is_told_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(nvml, "LIBRARY", "libnvidia-ml-that-nobody-has.so.1")
+    with pytest.raises(NvmlError, match="libnvidia-ml-that-nobody-has") as raised:
+        read_inventory()
+    assert raised.value.code is None and "Install" in raised.value.remedy
+
+
+def test_the_library_is_closed_after_each_look(machine):
+    machine(A100.format(n=0))
+    with opened() as library:
+        library.inventory()
+    with pytest.raises(NvmlError, match="Uninitialized"):
+        library.inventory()

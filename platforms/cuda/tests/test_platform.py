@@ -1,0 +1,226 @@
+"""The CUDA platform as core meets it, where there is no device: plans, topology, settings, diagnosis, and what workers
+say that find none."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from platforms.cuda.tests import stand_in
+from platforms.cuda.tests.stand_in import A100, SPARK, T4
+
+from mvllm.plugin_api import (
+    CacheConfig,
+    CheckStatus,
+    ConfigError,
+    ParallelConfig,
+    Plan,
+    PlatformError,
+    ReferenceAttention,
+    Refusals,
+    WorkerContext,
+)
+from mvllm.testing.attention_cases import make_spec
+from mvllm_cuda import doctor, runtime
+from mvllm_cuda.nvml import NvmlError
+from mvllm_cuda.platform import make_platform
+from mvllm_torch_gpu import torch_build
+from mvllm_torch_gpu.compiler import Uncompiled, make_compiler
+from mvllm_torch_gpu.runtime import too_few_devices
+from mvllm_torch_gpu.torch_build import TorchBuild
+from tests.helpers.plugins import ROOT, write_metadata
+
+
+@pytest.fixture
+def platform():
+    return make_platform()
+
+
+def engine_config(dtype="auto", kv_dtype="auto"):
+    return SimpleNamespace(model=SimpleNamespace(dtype=dtype), cache=CacheConfig(dtype=kv_dtype))
+
+
+# --------------------------------------------------------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("auto", "auto"), ("bfloat16", "float8_e4m3fn"), ("float32", "int8")])
+def test_what_it_computes_in_is_accepted(platform, dtype, kv_dtype):
+    assert platform.plan(engine_config(dtype, kv_dtype)) == Plan()
+
+
+def test_other_dtypes_are_refused_with_those_that_there_are(platform):
+    answer = platform.plan(engine_config("float64", "float8_e5m2"))
+    assert isinstance(answer, Refusals)
+    assert [refusal.field for refusal in answer.reasons] == ["model.dtype", "cache.dtype"]
+    assert "bfloat16" in answer.reasons[0].remedy and "int8" in answer.reasons[1].remedy
+
+
+@pytest.mark.parametrize("variable", ["MVLLM_CUDA_COMPILE", "MVLLM_CUDA_SUMS"])
+def test_a_setting_that_means_nothing_is_told_at_once(platform, monkeypatch, variable):
+    monkeypatch.setenv(variable, "fast")
+    with pytest.raises(ConfigError, match=f"{variable}='fast' means nothing"):
+        platform.plan(engine_config())
+
+
+def test_topology_limits_workers_by_the_variable_that_cuda_reads(platform, monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    topology = platform.topology(ParallelConfig(tensor_parallel_size=2))
+    assert (topology.num_workers, topology.devices_per_worker) == (2, 1)
+    assert (topology.ray_resource, topology.device_variable) == ("GPU", "CUDA_VISIBLE_DEVICES")
+    assert topology.env_per_worker == ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},) * 2
+    assert "uni" not in topology.executors and "uni" in platform.topology(ParallelConfig()).executors
+
+
+def test_an_order_of_devices_that_the_user_has_set_stays(platform, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    assert platform.topology(ParallelConfig()).env_per_worker == ({},)
+
+
+@pytest.mark.parametrize(
+    ("lines", "unified"), [((SPARK.format(n=0),), True), ((A100.format(n=0),), False), ((), False)]
+)
+def test_a_device_that_tells_no_memory_uses_the_hosts(platform, machine, lines, unified):
+    machine(*lines)
+    assert platform.capabilities.unified_memory is unified
+    assert platform.capabilities == platform.capabilities
+
+
+def test_without_kernels_attention_and_operations_run_in_plain_torch(platform, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name in ("mvllm_torch_gpu.attention", "mvllm_torch_gpu.ops"):
+            raise ImportError(f"No module named {name!r}")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert type(platform.attention_backend(make_spec())) is ReferenceAttention
+    assert platform.ops() == ()
+    with pytest.raises(PlatformError, match="keys and values are stored as"):
+        platform.attention_backend(make_spec(kv_dtype="float8_e5m2"))
+
+
+def test_compilers_by_their_settings():
+    assert isinstance(make_compiler("none"), Uncompiled)
+    function = print
+    assert make_compiler("none").compile(function, dynamic=True) is function
+    keys = {mode: make_compiler(mode).cache_key() for mode in ("none", "graphs", "inductor")}
+    assert len(set(keys.values())) == 3 and torch.__version__ in keys["graphs"]
+
+
+# -------------------------------------------------------------------------------------------------------------- workers
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch is a build for CUDA")
+def test_a_worker_with_a_torch_for_the_host_says_which_torch_it_needs(platform):
+    with pytest.raises(PlatformError, match=r"was built without CUDA\. Install torch's build for CUDA"):
+        platform.init_device(WorkerContext())
+
+
+def test_a_rank_without_a_device_names_what_is_visible():
+    text = too_few_devices(WorkerContext(rank=5, local_rank=1, world_size=8), 1, "CUDA", "CUDA_VISIBLE_DEVICES='3'")
+    assert "Rank 5 is worker 1 of this machine" in text and "CUDA shows 1 (CUDA_VISIBLE_DEVICES='3')" in text
+    assert "--tensor-parallel-size" in text
+    assert "VISIBLE" not in too_few_devices(WorkerContext(), 0, "CUDA", "")
+
+
+def test_a_worker_finds_its_device_among_the_visible_ones(machine, monkeypatch):
+    machine(A100.format(n=0), A100.format(n=1), T4.format(n=2))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
+    assert runtime.nvml_uuid(0) == stand_in.uuid_of(T4.format(n=2))
+    assert runtime.nvml_uuid(1) == stand_in.uuid_of(A100.format(n=1))
+    assert runtime.nvml_uuid(2) is None
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    assert runtime.nvml_uuid(0) is None, "CUDA may count another device as the first"
+
+
+# --------------------------------------------------------------------------------------------------------------- doctor
+
+
+@pytest.fixture
+def checks(machine, monkeypatch):
+    """`checks(lines, build)`: what the doctor says, by id without the prefix."""
+
+    def examined(*lines):
+        machine(*lines)
+        monkeypatch.setattr(torch_build, "find", lambda: TorchBuild("2.13.0+cu130", (13, 0)))
+        return {check.id.removeprefix("platform.cuda."): check for check in doctor.checks()}
+
+    return examined
+
+
+def test_a_sound_machine_has_a_clean_bill(checks):
+    found = checks(A100.format(n=0), A100.format(n=1))
+    assert [name for name, check in found.items() if check.status is CheckStatus.BROKEN] == []
+    assert found["driver"].found == "Driver 580.65.06, for CUDA up to 13.0."
+    assert found["devices"].found == "Visible devices: 0: NVIDIA A100-SXM4-80GB, 1: NVIDIA A100-SXM4-80GB."
+    assert found["memory"].found.startswith("79.2 GiB free of 80.0 GiB; ")
+    assert list(found) == ["driver", "devices", "order", "torch", "kernels", "memory"]
+
+
+def test_other_tenants_are_noticed(checks):
+    full = "device|NVIDIA A100|GPU-1|85899345920|1073741824|8.0"
+    check = checks(full)["memory"]
+    assert check.status is CheckStatus.WARNING and "1.0 GiB free of 80.0 GiB" in check.found
+    assert "--memory-utilization" in check.remedy
+
+
+def test_old_devices_and_lost_ones_are_named(checks):
+    found = checks(A100.format(n=0), T4.format(n=1), "lost")
+    assert found["devices"].status is CheckStatus.WARNING and "numbers [1]" in found["devices"].found
+    assert found["driver"].status is CheckStatus.WARNING and "device 2" in found["driver"].found
+
+
+def test_an_order_that_may_be_another_is_a_warning(checks, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    check = checks(A100.format(n=0), T4.format(n=1))["order"]
+    assert check.status is CheckStatus.WARNING and "PCI_BUS_ID" in check.remedy
+    assert checks(A100.format(n=0), A100.format(n=1))["order"].status is CheckStatus.OK
+
+
+def test_a_torch_that_is_too_new_for_the_driver_is_broken(checks):
+    check = checks("driver|550.54|12040", A100.format(n=0))["torch"]
+    assert check.status is CheckStatus.BROKEN and "Update the driver" in check.remedy
+
+
+def test_without_a_driver_the_doctor_says_so_and_stops(monkeypatch):
+    def absent():
+        raise NvmlError("there is no driver", remedy="Install it.")
+
+    monkeypatch.setattr(doctor, "read_inventory", absent)
+    [check] = doctor.checks()
+    assert (check.status, check.found, check.remedy) == (CheckStatus.BROKEN, "There is no driver.", "Install it.")
+
+
+# ---------------------------------------------------------------------------------------------------------- conformance
+
+OTHER_TORCH = """
+import mvllm_torch_gpu.torch_build as build
+build.find = lambda: build.TorchBuild("2.13.0+cu130", (13, 0))
+"""
+
+
+def test_the_clauses_that_need_no_device_hold(tmp_path):
+    """On a machine as NVML would show it; the torch that runs the suite passes for one that was built for CUDA."""
+    site = write_metadata(tmp_path / "site", "mvllm-cuda", "[mvllm.platforms]\ncuda = mvllm_cuda.plugin\n")
+    (site / "sitecustomize.py").write_text(OTHER_TORCH)
+    sources = [str(ROOT / "platforms" / name / "src") for name in ("cuda", "torch-gpu")]
+    path = os.pathsep.join([str(site), *sources, *filter(None, sys.path)])
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "MVLLM_", "PYTEST_"))}
+    main = "import sys; from mvllm.entrypoints.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    due = ["--only", "PLG,PRB,CFG", "--quick", "--", "-k", "not can_use_the_device", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-c", main, "conformance", "--platform", "cuda", *due],
+        env={**kept, **stand_in.environment(tmp_path, A100.format(n=0), A100.format(n=1)), "PYTHONPATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert "platform cuda: 13 passed" in done.stdout, done.stdout[-1000:]

@@ -1,0 +1,1 @@
+"""mvllm on ROCm devices: the ROCm platform plugin."""

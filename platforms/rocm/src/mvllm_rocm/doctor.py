@@ -1,0 +1,102 @@
+"""What `mvllm doctor` asks the ROCm platform. Files are read; no device is opened."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from mvllm.plugin_api import Check, CheckStatus
+from mvllm_rocm import targets, visible
+from mvllm_rocm.probe import torch_problem
+from mvllm_rocm.topology import Inventory, TopologyError, read_inventory
+from mvllm_torch_gpu.wording import sentence
+
+_LOW_MEMORY_SHARE = 0.5
+
+
+def checks(root: Path | None = None) -> list[Check]:
+    """Driver, devices, targets, torch, kernels and memory, in this order; the first alone where it is broken.
+
+    Args:
+        root: The folder that stands for `/`.
+    """
+    try:
+        inventory = read_inventory(root)
+    except TopologyError as e:
+        return [Check("platform.rocm.driver", CheckStatus.BROKEN, sentence(str(e)), e.remedy)]
+    return [
+        _driver(inventory),
+        _devices(inventory),
+        _targets(inventory),
+        _torch(),
+        _kernels(),
+        _memory(inventory),
+    ]
+
+
+def _driver(inventory: Inventory) -> Check:
+    found = f"Driver amdgpu, {inventory.driver_version or 'the one of the kernel'}."
+    if inventory.failures:
+        found += f" Not all devices can be used: {'; '.join(inventory.failures)}."
+        remedy = "If they are to be used: add this user to the groups render and video, or give them to the container."
+        return Check("platform.rocm.driver", CheckStatus.WARNING, found, remedy)
+    return Check("platform.rocm.driver", CheckStatus.OK, found)
+
+
+def _devices(inventory: Inventory) -> Check:
+    seen = visible.resolve(inventory, os.environ)
+    listed = ", ".join(f"{i}: {device.name}" for i, device in enumerate(seen.devices)) or "none"
+    found = f"Visible devices: {listed}."
+    if seen.problem:
+        return Check("platform.rocm.devices", CheckStatus.WARNING, f"{found} {sentence(seen.problem)}", seen.remedy)
+    return Check("platform.rocm.devices", CheckStatus.OK, found)
+
+
+def _targets(inventory: Inventory) -> Check:
+    devices = visible.resolve(inventory, os.environ).devices
+    names = list(dict.fromkeys(device.target for device in devices))
+    found = f"Targets: {', '.join(names) or 'none'}."
+    old = [i for i, device in enumerate(devices) if not targets.is_supported(device.target)]
+    if old:
+        found += f" The devices with numbers {old} cannot be used: needed is {targets.NEEDED}."
+        remedy = f"Leave them out of {visible.VARIABLE}: a worker that gets one does not start."
+        return Check("platform.rocm.targets", CheckStatus.WARNING, found, remedy)
+    if len(names) > 1:
+        found += " Workers on unlike devices wait for the slowest one."
+        remedy = f"Leave all of one kind in {visible.VARIABLE}."
+        return Check("platform.rocm.targets", CheckStatus.WARNING, found, remedy)
+    return Check("platform.rocm.targets", CheckStatus.OK, found)
+
+
+def _torch() -> Check:
+    problem = torch_problem()
+    if problem is not None:
+        return Check("platform.rocm.torch", CheckStatus.BROKEN, *problem)
+    return Check("platform.rocm.torch", CheckStatus.OK, "The installed torch was built for ROCm.")
+
+
+def _kernels() -> Check:
+    missing = [name for name in ("triton", "mvllm_triton") if importlib.util.find_spec(name) is None]
+    if missing:
+        found = f"Attention runs in plain torch, which is many times slower: {', '.join(missing)} not installed."
+        remedy = "Run: pip install --force-reinstall mvllm-rocm"
+        return Check("platform.rocm.kernels", CheckStatus.WARNING, found, remedy)
+    return Check("platform.rocm.kernels", CheckStatus.OK, "Triton and the kernels are installed.")
+
+
+def _memory(inventory: Inventory) -> Check:
+    texts, low = [], False
+    for device in visible.resolve(inventory, os.environ).devices:
+        if device.memory_bytes is None:
+            texts.append(f"{device.name} uses the host's memory")
+        elif device.free_bytes is None:
+            texts.append(f"{device.memory_bytes / 2**30:.1f} GiB, free ones unknown")
+        else:
+            low = low or device.free_bytes < _LOW_MEMORY_SHARE * device.memory_bytes
+            texts.append(f"{device.free_bytes / 2**30:.1f} GiB free of {device.memory_bytes / 2**30:.1f} GiB")
+    found = f"{'; '.join(texts) or 'No device is visible'}."
+    if low:
+        remedy = "Others use this memory, see amd-smi process: stop them, or lower --memory-utilization."
+        return Check("platform.rocm.memory", CheckStatus.WARNING, found, remedy)
+    return Check("platform.rocm.memory", CheckStatus.OK, found)

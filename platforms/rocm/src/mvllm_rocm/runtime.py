@@ -1,0 +1,65 @@
+"""One ROCm device, bound to a worker: what the driver's files and targets add to the runtime of every such device.
+
+Not run on hardware.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from mvllm.plugin_api import PlatformError, get_logger
+from mvllm_rocm import targets, visible
+from mvllm_rocm.books import SysfsBooks
+from mvllm_rocm.topology import RocmDevice, TopologyError, read_inventory
+from mvllm_torch_gpu.runtime import TorchGpuRuntime
+
+logger = get_logger("mvllm.rocm.runtime")
+
+
+class RocmRuntime(TorchGpuRuntime):
+    """See TorchGpuRuntime."""
+
+    library = "HIP"
+    others_counted = False  # HIP leaves out compute, and not all that a desktop holds
+    after_failure = "See the kernel's log (dmesg, entries of amdgpu) and amd-smi; restart the engine."
+
+    def check_build(self) -> None:
+        check_build()
+
+    def shown(self) -> str:
+        return visible.shown(os.environ)
+
+    def books(self, index: int) -> SysfsBooks:
+        return SysfsBooks(device_at(index))
+
+    def refusal(self, properties: Any) -> str | None:
+        target = str(properties.gcnArchName).partition(":")[0]
+        if targets.is_supported(target):
+            return None
+        return f"is a {target}, needed is {targets.NEEDED}. Leave it out of {visible.VARIABLE}."
+
+
+def check_build() -> None:
+    """Fails where the torch that is loaded cannot know ROCm devices.
+
+    Raises:
+        PlatformError: It was built for something else.
+    """
+    if torch.version.hip is None:
+        raise PlatformError(
+            f"torch {torch.__version__} was built without ROCm. Install torch's build for ROCm in its place, then "
+            "reinstall mvllm-rocm."
+        )
+
+
+def device_at(index: int) -> RocmDevice | None:
+    """The device that HIP calls `index`; None where it cannot be worked out."""
+    try:
+        devices = visible.resolve(read_inventory(), os.environ).devices
+    except TopologyError as e:
+        logger.debug("The driver's files cannot be read: %s", e)
+        return None
+    return devices[index] if index < len(devices) else None

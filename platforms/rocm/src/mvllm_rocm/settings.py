@@ -1,0 +1,14 @@
+"""What can be set for this platform alone, by variables of the environment.
+
+MVLLM_ROCM_COMPILE   graphs (default): decode steps are captured in HIP graphs
+                     inductor: torch.compile fuses the model's operations first, then as above
+                     none: neither; `--enforce-eager` says the same for any platform
+MVLLM_ROCM_SUMS      rccl (default): ranks add through RCCL
+                     direct: small sums through memory that ranks map from each other, where that works
+"""
+
+from __future__ import annotations
+
+from mvllm_torch_gpu.settings import Settings
+
+SETTINGS = Settings(prefix="MVLLM_ROCM", library="rccl")

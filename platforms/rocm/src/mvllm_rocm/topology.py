@@ -1,0 +1,218 @@
+"""What the kernel's driver says about this machine's devices, read from files.
+
+HIP and the library below it learn of devices from the same place, and count them in the same order:
+
+    /sys/class/kfd/kfd/topology/nodes/N/   processors and devices, one folder each; a device has SIMD units
+        properties      lines `name number`: target, identity, PCI ids, number of its file /dev/dri/renderD...
+        gpu_id          the driver's own number of a device
+        mem_banks/*/    its memory
+    /sys/class/kfd/kfd/proc/PID/vram_ID    bytes that a process holds on the device with that gpu_id
+    /sys/class/drm/renderD.../device/      of the same device: bytes in use by everybody, names
+
+Reading files opens no device and starts no thread: a process that has looked may still be forked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mvllm_rocm import targets
+
+ROOT = Path("/")
+"""Where the files are, unless a function is told otherwise."""
+
+_KFD = Path("sys/class/kfd/kfd")
+_DEVICE_FILE = Path("dev/kfd")
+_NAMES = (Path("opt/amdgpu/share/libdrm/amdgpu.ids"), Path("usr/share/libdrm/amdgpu.ids"))
+_DEVICE_MEMORY = (1, 2)  # kinds of memory banks: the device's own, visible to the host or not
+
+_IN_CONTAINER = "in a container, start it with --device=/dev/kfd --device=/dev/dri"
+_GROUPS = "Add this user to the groups render and video, and log in again"
+
+
+class TopologyError(Exception):
+    """There is no driver, or this process may not use it.
+
+    Attributes:
+        remedy: What the user can do.
+    """
+
+    def __init__(self, message: str, remedy: str) -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
+@dataclass(frozen=True)
+class RocmDevice:
+    """A device, or a partition of one, that this process may open.
+
+    Attributes:
+        index: Among these, in the driver's order.
+        name: For people.
+        target: For instance `gfx942`.
+        uuid: `GPU-` and 16 hexadecimal digits; None where the device has none.
+        memory_bytes: None where it uses the host's memory.
+        free_bytes: What nobody holds; None where the driver does not tell.
+        gpu_id: The driver's own number.
+        folder: Of the device in sysfs; None where it has none.
+    """
+
+    index: int
+    name: str
+    target: str
+    uuid: str | None
+    memory_bytes: int | None
+    free_bytes: int | None
+    gpu_id: int
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What there is.
+
+    Attributes:
+        driver_version: Of amdgpu, for people; None for the one that came with the kernel.
+        devices: Those that this process may open, in the driver's order.
+        failures: What there is beside them, and why it cannot be used.
+    """
+
+    driver_version: str | None
+    devices: tuple[RocmDevice, ...]
+    failures: tuple[str, ...] = ()
+
+
+def read_inventory(root: Path | None = None) -> Inventory:
+    """What there is on this machine.
+
+    Args:
+        root: The folder that stands for `/`; None for ROOT.
+
+    Raises:
+        TopologyError: There is no driver, or this process may not use it.
+    """
+    root = ROOT if root is None else root
+    nodes = root / _KFD / "topology" / "nodes"
+    if not nodes.is_dir():
+        raise TopologyError(
+            "there is no driver for ROCm devices: /sys/class/kfd is not there",
+            f"Install the amdgpu driver and load it (modprobe amdgpu), so that rocminfo lists the devices; "
+            f"{_IN_CONTAINER}. On a machine without such a device, name another platform with --platform.",
+        )
+    devices: list[RocmDevice] = []
+    failures: list[str] = []
+    for node in sorted(nodes.glob("[0-9]*"), key=lambda folder: int(folder.name)):
+        try:
+            properties = _properties(node / "properties")
+        except OSError:  # the driver lets a container read about its own devices only
+            failures.append(f"node {node.name} is not for this process to read")
+            continue
+        if not properties.get("simd_count"):
+            continue  # a processor
+        if problem := _unopenable(root, properties):
+            failures.append(f"node {node.name}: {problem}")
+            continue
+        devices.append(_device(len(devices), node, properties, root))
+    if devices or failures:  # only now: without a device, there need not be a file
+        _check_device_file(root)
+    return Inventory(_text(root / "sys/module/amdgpu/version"), tuple(devices), tuple(failures))
+
+
+def used_bytes(device: RocmDevice) -> int | None:
+    """Bytes of a device's memory that anybody holds, as of now; None where the driver does not tell."""
+    return None if device.folder is None else _number(device.folder / "mem_info_vram_used")
+
+
+def bytes_of_process(device: RocmDevice, pid: int, root: Path | None = None) -> int | None:
+    """Bytes that a process holds on a device; None where the driver does not know it.
+
+    Args:
+        pid: As the driver numbers processes: outside of containers.
+    """
+    return _number((ROOT if root is None else root) / _KFD / "proc" / str(pid) / f"vram_{device.gpu_id}")
+
+
+def _device(index: int, node: Path, properties: dict[str, int], root: Path) -> RocmDevice:
+    target = targets.name_of(properties.get("gfx_target_version", 0))
+    chip, identity = properties.get("device_id", 0), properties.get("unique_id", 0)
+    folder = root / "sys/class/drm" / f"renderD{properties.get('drm_render_minor', 0)}" / "device"
+    device = RocmDevice(
+        index=index,
+        name=_name(folder, chip, root) or f"AMD {target}",
+        target=target,
+        uuid=f"GPU-{identity:016x}" if identity else None,
+        memory_bytes=None if targets.is_integrated(target, chip) else _memory(node) or None,
+        free_bytes=None,
+        gpu_id=_number(node / "gpu_id") or 0,
+        folder=folder if folder.is_dir() else None,
+    )
+    if device.memory_bytes is None or (used := used_bytes(device)) is None:
+        return device
+    return replace(device, free_bytes=max(0, device.memory_bytes - used))
+
+
+def _memory(node: Path) -> int:
+    banks = (_properties(bank / "properties") for bank in sorted((node / "mem_banks").glob("*")))
+    return sum(bank.get("size_in_bytes", 0) for bank in banks if bank.get("heap_type") in _DEVICE_MEMORY)
+
+
+def _name(folder: Path, chip: int, root: Path) -> str | None:
+    """A device's name: what its board says, or what the list of names has for the chip and its revision."""
+    if product := _text(folder / "product_name"):
+        return product
+    revision = int(_text(folder / "revision") or "0", 16)
+    for path in _NAMES:
+        for known_chip, known_revision, name in _known_names(root / path):
+            if (known_chip, known_revision) == (chip, revision):
+                return name
+    return None
+
+
+def _known_names(path: Path) -> Iterator[tuple[int, int, str]]:
+    """Entries of a list of names: chip, revision, name, with commas between them."""
+    for line in (_text(path) or "").splitlines():
+        fields = [field.strip() for field in line.split(",", 2)]
+        if len(fields) == 3 and not line.startswith("#"):
+            yield int(fields[0], 16), int(fields[1], 16), fields[2]
+
+
+def _unopenable(root: Path, properties: dict[str, int]) -> str | None:
+    """Why this process cannot open a device; None where it can."""
+    path = Path("dev/dri") / f"renderD{properties.get('drm_render_minor', 0)}"
+    if not (root / path).exists():
+        return f"/{path} is not there"
+    if not os.access(root / path, os.R_OK | os.W_OK):
+        return f"this user may not open /{path}"
+    return None
+
+
+def _check_device_file(root: Path) -> None:
+    path = root / _DEVICE_FILE
+    if not path.exists():
+        remedy = f"{_IN_CONTAINER[:1].upper()}{_IN_CONTAINER[1:]}; elsewhere, load the driver anew (modprobe amdgpu)."
+        raise TopologyError("the driver has devices, but /dev/kfd is not there", remedy)
+    if not os.access(path, os.R_OK | os.W_OK):
+        remedy = f"{_GROUPS}; {_IN_CONTAINER} --group-add video --group-add render."
+        raise TopologyError("this user may not open /dev/kfd", remedy)
+
+
+def _properties(path: Path) -> dict[str, int]:
+    """Lines `name number` of a file."""
+    lines = (line.split() for line in path.read_text().splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) == 2}
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path)
+    return int(text) if text and text.isdigit() else None
+
+
+def _text(path: Path) -> str | None:
+    """What a file says; None where it is empty, absent, or not for this process to read."""
+    try:
+        return path.read_text(errors="replace").strip() or None
+    except OSError:
+        return None

@@ -1,0 +1,136 @@
+"""What the driver's files say arrives as it was said; what cannot be used is named with the reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+from platforms.rocm.tests.machines import GIB, HALO, MI210, MI300A, MI300X, MI355X, RX6800, uuid_of, write
+
+from mvllm_rocm import topology
+from mvllm_rocm.books import SysfsBooks, driver_counts_as_we_do
+from mvllm_rocm.topology import TopologyError, read_inventory
+
+
+def test_devices_come_with_all_that_is_read_of_them(machine):
+    machine(dataclasses.replace(MI300X, used=5 * GIB), MI210)
+    found = read_inventory()
+    assert (found.driver_version, found.failures) == ("6.12.12", ())
+    first, second = found.devices
+    assert (first.index, first.name, first.target, first.uuid) == (0, "AMD Instinct MI300X", "gfx942", uuid_of(0))
+    assert (first.memory_bytes, first.free_bytes, first.gpu_id) == (192 * GIB, 187 * GIB, 1000)
+    assert (second.index, second.name, second.target, second.uuid) == (1, "AMD Instinct MI210", "gfx90a", uuid_of(1))
+
+
+def test_names_are_the_boards_then_the_lists_then_the_targets(machine):
+    machine(MI355X, MI300X, RX6800)
+    assert [device.name for device in read_inventory().devices] == [
+        "AMD Instinct MI355X OAM",
+        "AMD Instinct MI300X",
+        "AMD gfx1030",
+    ]
+
+
+def test_more_than_nine_devices_keep_the_drivers_order(machine):
+    machine(*[MI300X] * 11)
+    assert [device.uuid for device in read_inventory().devices] == [uuid_of(n) for n in range(11)]
+
+
+@pytest.mark.parametrize("device", [HALO, MI300A])
+def test_a_device_that_uses_the_hosts_memory_tells_none(machine, device):
+    machine(device)
+    [found] = read_inventory().devices
+    assert found.memory_bytes is None and found.free_bytes is None
+    assert SysfsBooks(found).free() is None
+
+
+def test_a_partition_without_figures_of_its_own_has_memory_and_nothing_known_to_be_free(machine):
+    machine(dataclasses.replace(MI300X, memory=24 * GIB, used=None))
+    [found] = read_inventory().devices
+    assert (found.memory_bytes, found.free_bytes) == (24 * GIB, None)
+
+
+def test_a_device_without_identity_has_no_uuid(machine):
+    machine(dataclasses.replace(MI300X, identity=0))
+    assert read_inventory().devices[0].uuid is None
+
+
+def test_the_kernels_own_driver_has_no_version(machine):
+    machine(MI300X, version=None)
+    assert read_inventory().driver_version is None
+
+
+def test_devices_that_cannot_be_opened_do_not_count(machine):
+    closed, hidden = dataclasses.replace(MI300X, opens=False), dataclasses.replace(MI300X, hidden=True)
+    machine(MI300X, closed, hidden, MI300X)
+    found = read_inventory()
+    assert [(device.index, device.uuid) for device in found.devices] == [(0, uuid_of(0)), (1, uuid_of(3))]
+    assert found.failures == (
+        "node 2: /dev/dri/renderD136 is not there",
+        "node 3 is not for this process to read",
+    )
+
+
+def test_a_machine_without_the_driver_says_so(tmp_path):
+    with pytest.raises(TopologyError, match="no driver for ROCm devices") as raised:
+        read_inventory(tmp_path)
+    assert "modprobe amdgpu" in raised.value.remedy and "--platform" in raised.value.remedy
+
+
+def test_a_container_that_was_not_given_the_driver_says_how(machine):
+    machine(MI300X, kfd=False)
+    with pytest.raises(TopologyError, match="/dev/kfd is not there") as raised:
+        read_inventory()
+    assert "--device=/dev/kfd --device=/dev/dri" in raised.value.remedy
+
+
+def test_a_user_who_may_not_open_the_driver_is_told_the_groups(machine, monkeypatch):
+    root = machine(MI300X)
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != root / "dev/kfd" and real(path, mode))
+    with pytest.raises(TopologyError, match="may not open /dev/kfd") as raised:
+        read_inventory()
+    assert "groups render and video" in raised.value.remedy
+    monkeypatch.setattr(os, "access", lambda path, mode: "renderD" not in str(path) and real(path, mode))
+    assert read_inventory().failures == ("node 1: this user may not open /dev/dri/renderD128",)
+
+
+def test_a_driver_without_devices_is_no_error(machine):
+    machine(kfd=False)
+    assert read_inventory().devices == ()
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+
+def test_free_bytes_are_those_of_now_and_other_tenants_are_counted(machine):
+    root = machine(MI300X)
+    [device] = read_inventory().devices
+    write(root / "sys/class/drm/renderD128/device/mem_info_vram_used", f"{100 * GIB}\n")
+    assert device.free_bytes == 192 * GIB and SysfsBooks(device).free() == 92 * GIB
+
+
+def test_what_a_process_holds_is_known_by_device(machine, monkeypatch):
+    held = ((os.getpid(), 3 * GIB), (1, 7 * GIB))
+    machine(MI210, dataclasses.replace(MI300X, held=held))
+    other, device = read_inventory().devices
+    monkeypatch.setattr("mvllm_rocm.books.driver_counts_as_we_do", lambda: True)
+    assert SysfsBooks(device).held_by_this_process() == 3 * GIB
+    assert SysfsBooks(other).held_by_this_process() is None
+    assert topology.bytes_of_process(device, 1) == 7 * GIB
+
+
+def test_in_a_container_another_process_may_have_our_number(machine, monkeypatch):
+    machine(dataclasses.replace(MI300X, held=((os.getpid(), 3 * GIB),)))
+    [device] = read_inventory().devices
+    monkeypatch.setattr("mvllm_rocm.books.driver_counts_as_we_do", lambda: False)
+    assert SysfsBooks(device).held_by_this_process() is None
+
+
+def test_the_drivers_numbers_of_processes_are_told_by_their_namespace(tmp_path):
+    assert driver_counts_as_we_do(tmp_path) is False and driver_counts_as_we_do(tmp_path / "absent") is False
+
+
+def test_of_a_device_that_is_not_known_nothing_is_made_up():
+    assert SysfsBooks(None).free() is None and SysfsBooks(None).held_by_this_process() is None

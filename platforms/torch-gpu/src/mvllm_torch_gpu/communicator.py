@@ -1,0 +1,158 @@
+"""Collectives between devices: NCCL through torch.distributed, with a shorter way for small sums.
+
+In torch's build for ROCm the backend of that name, with its variables, is RCCL.
+
+A decode step adds up a few kilobytes per layer, twice, and NCCL's ring or tree spends more time on its own steps than
+on the bytes. Devices that can map each other's memory do without: `direct_sums.py`. Whoever computes a sum there is a
+`SmallSums`; what it does not take goes to NCCL.
+
+Not run on hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from mvllm.plugin_api import GroupSpec, PlatformError, TorchCommunicator, get_logger
+
+logger = get_logger("mvllm.torch_gpu.communicator")
+
+
+class SmallSums(Protocol):
+    """Another way to add up small tensors over the ranks of a group. All ranks call it alike."""
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether it adds up tensors like this one: the same answer on all ranks."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, equal on all of them."""
+
+    def close(self) -> None:
+        """Gives its memory back."""
+
+
+class NcclCommunicator(TorchCommunicator):
+    """A group of ranks with a device each.
+
+    Args:
+        spec: The group.
+        device: This rank's device, current in this process.
+        direct_sums: Add small tensors without NCCL, where that works.
+        backend: Torch's; another than NCCL is for tests.
+        timeout: Seconds after which a collective that some rank has not joined fails.
+
+    Raises:
+        PlatformError: The ranks do not find each other.
+    """
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        device: torch.device,
+        *,
+        direct_sums: bool = False,
+        backend: str = "nccl",
+        timeout: float = 600.0,
+    ) -> None:
+        try:
+            super().__init__(spec, backend=backend, device=device, timeout=timeout)
+            # NCCL connects at the first collective: now, where its failure can be told as what it is.
+            super().all_reduce(torch.zeros(1, device=device))
+        except RuntimeError as e:
+            raise PlatformError(
+                f"The ranks {list(spec.ranks)} of group {spec.name!r} do not find each other: "
+                f"{str(e).partition(chr(10))[0]}. Set NCCL_DEBUG=INFO to see what NCCL tries; between machines, "
+                "NCCL_SOCKET_IFNAME names the network to use."
+            ) from e
+        self._met: set[int] = set()
+        self._small_sums: SmallSums | None = None
+        if direct_sums:
+            self._small_sums = self._agree_on(lambda: _direct(self, device))
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._small_sums is not None and self._small_sums.takes(tensor):
+            return self._small_sums.all_reduce(tensor)
+        return super().all_reduce(tensor)
+
+    def send(self, tensor: torch.Tensor, destination: int) -> None:
+        self._meet(destination)
+        super().send(tensor, destination)
+
+    def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
+        self._meet(source)
+        return super().recv(shape, dtype, source)
+
+    def close(self) -> None:
+        if self._small_sums is not None:
+            self._small_sums.close()
+            self._small_sums = None
+        super().close()
+
+    def _meet(self, other: int) -> None:
+        """Connects this rank with another when they first have something to say to each other.
+
+        NCCL connects two ranks when one sends and the other receives: two that both begin by sending would wait for
+        each other for ever. So they exchange a word first, in an order that both know.
+        """
+        if other in self._met:
+            return
+        self._met.add(other)
+        word, peer = torch.zeros(1, device=self._device), self._global(other)
+        for sends in (True, False) if self.rank < other else (False, True):
+            if sends:
+                dist.send(word, dst=peer, group=self._group)
+            else:
+                dist.recv(word, src=peer, group=self._group)
+
+    def _agree_on(self, make: Callable[[], SmallSums]) -> SmallSums | None:
+        """What `make` makes, if it does so on every rank and adds up right on every rank; else None on all of them."""
+        found: SmallSums | None = None
+        try:
+            found = make()
+        except (RuntimeError, ImportError, PlatformError) as e:
+            logger.warning("Small sums go through NCCL: %s", str(e).partition("\n")[0])
+        everywhere = self._all(found is not None)
+        if found is None:
+            return None
+        if everywhere and self._adds_up(found):
+            return found
+        if everywhere:
+            logger.warning("Small sums go through NCCL: without it they come out another way.")
+        found.close()
+        return None
+
+    def _adds_up(self, sums: SmallSums) -> bool:
+        """Whether `sums` gives what NCCL gives, and the same bits on all ranks. All ranks call it together."""
+        own = torch.Generator(device="cpu").manual_seed(self.rank)
+        for size in (8, 4096, 100_000):
+            given = torch.randn(size, generator=own).to(self._device, torch.bfloat16)
+            if not sums.takes(given):
+                continue
+            expected = super().all_reduce(given.float())
+            try:
+                found = sums.all_reduce(given.clone())
+            except RuntimeError as e:
+                logger.warning("A sum without NCCL has failed: %s", str(e).partition("\n")[0])
+                found = torch.full_like(given, torch.nan)
+            first = super().broadcast(found.clone())
+            close = torch.allclose(found.float(), expected, rtol=2e-2, atol=2e-2)
+            if not self._all(close and torch.equal(first, found)):
+                return False
+        return True
+
+    def _all(self, mine: bool) -> bool:
+        """Whether every rank says yes."""
+        votes = super().all_reduce(torch.tensor([int(mine)], dtype=torch.int32, device=self._device))
+        return int(votes) == self.world_size
+
+
+def _direct(communicator: NcclCommunicator, device: torch.device) -> SmallSums:
+    from mvllm_torch_gpu.direct_sums import DirectSums
+
+    group = communicator._group
+    assert group is not None
+    return DirectSums(group, device)

@@ -1,0 +1,51 @@
+"""What becomes of the model's step: graphs of decode steps, on request of a function that torch.compile has fused.
+
+Not run on hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mvllm.plugin_api import CompileBackend
+from mvllm_torch_gpu.captured_steps import CapturedSteps
+from mvllm_torch_gpu.graphs import DeviceGraphs
+
+
+class Uncompiled(CompileBackend):
+    """Leaves functions as they are."""
+
+    def compile(self, function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
+        """The function."""
+        return function
+
+    def cache_key(self) -> str:
+        """There is nothing to keep."""
+        return "none-1"
+
+
+def make_compiler(mode: str) -> CompileBackend:
+    """The compiler of a mode of `settings.COMPILE_MODES`."""
+    if mode == "none":
+        return Uncompiled()
+    version = f"{mode}-{torch.__version__}"
+    return CapturedSteps(
+        _graphs_of_this_device, version, fuse=fuse if mode == "inductor" else None, out_of_memory=_lack
+    )
+
+
+def fuse(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+    """The function, its operations fused by torch's compiler as far as that understands it."""
+    return torch.compile(function, dynamic=dynamic)
+
+
+def _graphs_of_this_device() -> DeviceGraphs:
+    return DeviceGraphs(torch.device("cuda", torch.cuda.current_device()))
+
+
+def _lack() -> str:
+    free, total = torch.cuda.mem_get_info()
+    return f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB are free"

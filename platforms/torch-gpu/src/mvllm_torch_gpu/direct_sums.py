@@ -1,0 +1,95 @@
+"""Small sums without NCCL: ranks of one machine map each other's memory and read it directly.
+
+Every rank puts its part into a buffer that the others have mapped. One shot: each rank reads all parts and adds them
+up, which takes one exchange and (ranks - 1) × size bytes. Two shots: each rank adds up its share, then all read the
+shares, which takes two exchanges and fewer bytes: for longer sums.
+
+    rank 0   buffer [ a ]      one shot: reads a b c d, keeps a + b + c + d
+    rank 1   buffer [ b ]      ... so does every rank
+
+Mapping, signals and both kernels are torch's symmetric memory. They work within captured graphs.
+
+Not run on hardware; chosen by `direct` in the platform's settings. `NcclCommunicator` tries it on random numbers first,
+and does without where any rank has another result than NCCL, or other bits than the others.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from mvllm.plugin_api import PlatformError
+
+ONE_SHOT_BYTES = 256 << 10
+"""Longest sum in one shot."""
+
+MOST_BYTES = 2 << 20
+"""Longest sum in two; NCCL has the longer ones."""
+
+_DTYPES = (torch.bfloat16, torch.float32)
+_ALIGNMENT = 16
+_MOST_RANKS = 8
+
+
+class DirectSums:
+    """Sums of one group. All its ranks make one together.
+
+    Args:
+        group: Torch's group, of ranks on one machine.
+        device: This rank's.
+
+    Raises:
+        PlatformError, RuntimeError: The ranks cannot map each other's memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        check_reach(group.size(), torch.cuda.device_count(), device.index, torch.cuda.can_device_access_peer)
+        self._name = group.group_name
+        self._buffer: torch.Tensor | None = symmetric_memory.empty(MOST_BYTES, dtype=torch.uint8, device=device)
+        symmetric_memory.rendezvous(self._buffer, self._name)
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is short enough, of a dtype that the kernels add, and of whole words."""
+        return fits(tensor)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum, in a new tensor."""
+        assert self._buffer is not None, "closed"
+        part = self._buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        part.copy_(tensor)
+        if tensor.nbytes <= ONE_SHOT_BYTES:
+            summed: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(part, "sum", self._name)
+            return summed
+        torch.ops.symm_mem.two_shot_all_reduce_(part, "sum", self._name)
+        return part.clone()
+
+    def close(self) -> None:
+        """Gives the buffer back."""
+        self._buffer = None
+
+
+def fits(tensor: torch.Tensor) -> bool:
+    """Whether the kernels take a tensor; all ranks give tensors of one shape and dtype, so all say the same."""
+    return tensor.dtype in _DTYPES and 0 < tensor.nbytes <= MOST_BYTES and tensor.nbytes % _ALIGNMENT == 0
+
+
+def check_reach(num_ranks: int, num_devices: int, mine: int, reaches: object) -> None:
+    """Fails where this rank's device cannot read those of the other ranks.
+
+    Args:
+        num_ranks: Of the group.
+        num_devices: That this process sees. Ranks on another machine have no device here.
+        mine: This rank's device.
+        reaches: Whether a device can read another's memory.
+
+    Raises:
+        PlatformError: It cannot.
+    """
+    assert callable(reaches)
+    if num_ranks > min(num_devices, _MOST_RANKS):
+        raise PlatformError(f"{num_ranks} ranks do not all have a device among the {num_devices} of this machine.")
+    unreached = [other for other in range(num_ranks) if other != mine and not reaches(mine, other)]
+    if unreached:
+        raise PlatformError(f"The device {mine} cannot read the memory of {unreached}.")

@@ -1,0 +1,60 @@
+"""A step's tables for attention kernels that walk them on the device, and the tables that a captured graph reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class PagedMetadata:
+    """What one step needs, for all layers of a group.
+
+    Attributes:
+        query_start_loc, seq_lens, block_table, slot_mapping: Device, int32, as in BatchLayout.
+        max_query_len, max_seq_len: As in BatchLayout, or more.
+        block_size: Tokens per block.
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+    block_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step, padding included."""
+        return len(self.slot_mapping)
+
+    @property
+    def pages(self) -> int:
+        """Width of the block table."""
+        return self.block_table.shape[1]
+
+    def is_decode(self, num_tokens: int) -> bool:
+        """Whether it is of a step of `num_tokens` requests with one token each, padding included."""
+        return self.max_query_len == 1 and len(self.seq_lens) == self.num_tokens == num_tokens
+
+    def room(self, pages: int) -> PagedMetadata:
+        """Metadata for a graph: a place for steps of this many requests, whose block tables have up to `pages`."""
+        table = torch.zeros((len(self.seq_lens), pages), dtype=torch.int32, device=self.block_table.device)
+        return replace(
+            self,
+            query_start_loc=torch.empty_like(self.query_start_loc),
+            seq_lens=torch.empty_like(self.seq_lens),
+            block_table=table,
+            slot_mapping=torch.empty_like(self.slot_mapping),
+            max_seq_len=pages * self.block_size,
+        )
+
+    def parts_to_fill(self, step: PagedMetadata) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The places in this metadata, and what belongs there of a step's; entries of wider tables are not read."""
+        yield self.query_start_loc, step.query_start_loc
+        yield self.seq_lens, step.seq_lens
+        yield self.block_table[:, : step.pages], step.block_table
+        yield self.slot_mapping, step.slot_mapping

@@ -1,0 +1,171 @@
+"""The part of a platform that is the same for every device behind `torch.cuda`.
+
+A maker's package derives from `TorchGpuPlatform` and adds what torch does not know: which devices there are and which
+of them are visible, whose memory is whose, and what to tell its users.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from mvllm.plugin_api import (
+    AttentionBackend,
+    AttentionSpec,
+    Capabilities,
+    Communicator,
+    CompileBackend,
+    EngineConfig,
+    GraphBackend,
+    GroupSpec,
+    LaunchTopology,
+    OpProvider,
+    ParallelConfig,
+    Plan,
+    Platform,
+    PlatformError,
+    Refusal,
+    Refusals,
+    ShapePolicy,
+    get_logger,
+)
+from mvllm_torch_gpu.settings import Settings
+
+if TYPE_CHECKING:
+    import torch
+
+logger = get_logger("mvllm.torch_gpu.platform")
+
+DTYPES = ("bfloat16", "float16", "float32")
+KV_DTYPES = (*DTYPES, "float8_e4m3fn", "int8")
+COLLECTIVES = frozenset(
+    {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv", "gather", "all_to_all", "barrier"}
+)
+
+
+class TorchGpuPlatform(Platform):
+    """Workers that own one device each.
+
+    Attributes:
+        title: Of the platform, for people.
+        package: The distribution to install.
+        settings: Variables of this platform alone.
+        device_variable: The variable that limits a process to some devices.
+    """
+
+    title: ClassVar[str]
+    package: ClassVar[str]
+    settings: ClassVar[Settings]
+    device_variable: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def uses_host_memory(self) -> bool:
+        """Whether the devices have no memory of their own. Opens none."""
+
+    @property
+    def float8(self) -> str:
+        """Torch's name of the format in which a cache in float8 is stored."""
+        return "float8_e4m3fn"
+
+    def worker_variables(self) -> Mapping[str, str]:
+        """Variables that every worker gets."""
+        return {}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            dtypes=DTYPES,
+            kv_dtypes=KV_DTYPES,
+            graphs=True,
+            compile=True,
+            pinned_memory=True,
+            async_copies=True,
+            fork_safe=True,
+            unified_memory=self.uses_host_memory,
+            collectives=COLLECTIVES,
+            prefix_caching=True,
+            chunked_prefill=True,
+            sliding_window=True,
+            soft_cap=True,
+            sinks=True,
+            mla=True,
+        )
+
+    def plan(self, config: EngineConfig) -> Plan | Refusals:
+        self.settings.compile_mode(), self.settings.direct_sums()  # what means nothing is told now, not by a worker
+        refusals = [
+            Refusal(field, f"{name} is not supported on this platform", f"Use one of: auto, {', '.join(supported)}.")
+            for field, name, supported in (
+                ("model.dtype", config.model.dtype, DTYPES),
+                ("cache.dtype", config.cache.dtype, KV_DTYPES),
+            )
+            if name not in ("auto", *supported)
+        ]
+        return Refusals(tuple(refusals)) if refusals else Plan()
+
+    def topology(self, parallel: ParallelConfig) -> LaunchTopology:
+        num_workers = parallel.world_size
+        across = ("mp", "ray", "external_launcher")
+        return LaunchTopology(
+            num_workers=num_workers,
+            devices_per_worker=1,
+            executors=("uni", *across) if num_workers == 1 else across,
+            env_per_worker=(self.worker_variables(),) * num_workers,
+            ray_resource="GPU",
+            device_variable=self.device_variable,
+        )
+
+    def communicator(self, group: GroupSpec, device: torch.device) -> Communicator:
+        from mvllm_torch_gpu.communicator import NcclCommunicator
+
+        return NcclCommunicator(group, device, direct_sums=self.settings.direct_sums())
+
+    def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
+        from mvllm.plugin_api import ReferenceAttention
+
+        none = f"The {self.title} platform has no attention for this model"
+        try:
+            from mvllm_torch_gpu.attention import TritonAttention
+        except ImportError as e:
+            problems = ReferenceAttention.validate(spec)
+            if problems:
+                raise PlatformError(f"{none}: {'; '.join(problems)}.") from e
+            logger.warning(
+                "Attention runs in plain torch, which is many times slower: its kernels cannot be imported (%s). Run: "
+                "pip install --force-reinstall %s",
+                e,
+                self.package,
+            )
+            return ReferenceAttention(spec)
+        problems = TritonAttention.validate(spec)
+        if not problems:
+            return TritonAttention(spec, float8=self.float8)
+        if ReferenceAttention.validate(spec):
+            raise PlatformError(f"{none}: {'; '.join(problems)}.")
+        logger.warning("Attention runs in plain torch, which is many times slower: %s.", "; ".join(problems))
+        return ReferenceAttention(spec)
+
+    def ops(self) -> Sequence[OpProvider]:
+        try:
+            from mvllm_torch_gpu.ops import providers
+        except ImportError as e:
+            logger.warning("Operations run in plain torch: their kernels cannot be imported (%s).", e)
+            return ()
+        return providers()
+
+    def graphs(self, device: torch.device) -> GraphBackend:
+        from mvllm_torch_gpu.graphs import DeviceGraphs
+
+        return DeviceGraphs(device)
+
+    def compiler(self) -> CompileBackend:
+        from mvllm_torch_gpu.compiler import make_compiler
+
+        return make_compiler(self.settings.compile_mode())
+
+    def shapes(self) -> ShapePolicy:
+        from mvllm_torch_gpu import shapes
+
+        return shapes.policy()

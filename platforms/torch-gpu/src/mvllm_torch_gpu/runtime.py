@@ -1,0 +1,209 @@
+"""One device, bound to a worker.
+
+Everything is submitted to the current stream and runs in that order. Copies use page-locked memory on the host's side,
+so that neither direction keeps the host waiting: a copy to the host is done when the event behind it is reached, and
+the host looks for that when it wants the values.
+
+    device   step N │ tokens of N to the host ──event │ step N + 1 ...
+    host     submits N, the copy, N + 1 ...           └> `wait` returns
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
+
+import torch
+
+from mvllm.plugin_api import DeviceRuntime, Event, HostCopy, MemoryInfo, PlatformError, WorkerContext, get_logger
+from mvllm_torch_gpu import memory
+from mvllm_torch_gpu.wording import first_line
+
+logger = get_logger("mvllm.torch_gpu.runtime")
+
+_LESS = "Lower --memory-utilization, or take memory back from other programs."
+
+
+class DeviceEvent:
+    """A point in a stream's order of work."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+
+    def record(self) -> None:
+        """Sets the point after all work submitted so far to the current stream."""
+        self._event.record()
+
+    def wait(self) -> None:
+        """Makes later work of the current stream start after the point."""
+        self._event.wait()
+
+    def synchronize(self) -> None:
+        """Blocks the host until the point is reached."""
+        self._event.synchronize()
+
+
+class PendingCopy:
+    """A copy to the host under way.
+
+    Args:
+        tensor: Where it goes to.
+        done: Recorded behind it.
+    """
+
+    def __init__(self, tensor: torch.Tensor, done: torch.cuda.Event) -> None:
+        self._tensor = tensor
+        self._done = done
+
+    def wait(self) -> torch.Tensor:
+        """The host tensor, once it is there."""
+        self._done.synchronize()
+        return self._tensor
+
+
+class TorchGpuRuntime(DeviceRuntime):
+    """The device that `local_rank` says, among those that this process sees. A maker's class says what torch does not.
+
+    Attributes:
+        library: What shows devices to a process, for people.
+        after_failure: What to do about a device that does not answer.
+        others_counted: What torch gives as free leaves out what other processes hold.
+
+    Raises:
+        PlatformError: There is no such device, it cannot be used, or it cannot be opened.
+    """
+
+    library: ClassVar[str]
+    after_failure: ClassVar[str]
+    others_counted: ClassVar[bool] = True
+
+    def __init__(self, ctx: WorkerContext, *, unified: bool) -> None:
+        self.check_build()
+        count = torch.cuda.device_count()
+        if ctx.local_rank >= count:
+            raise PlatformError(too_few_devices(ctx, count, self.library, self.shown()))
+        books = self.books(ctx.local_rank)
+        free_before = books.free()
+        self.device = torch.device("cuda", ctx.local_rank)
+        try:
+            torch.cuda.set_device(self.device)
+            torch.zeros(1, device=self.device)  # now the context is there, or the error is
+            properties = torch.cuda.get_device_properties(self.device)
+        except RuntimeError as e:
+            raise PlatformError(
+                f"The device {self.device} cannot be opened: {first_line(e)}. {self.after_failure}"
+            ) from e
+        if refusal := self.refusal(properties):
+            raise PlatformError(f"{properties.name} ({self.device}) {refusal}")
+        free_after, _ = torch.cuda.mem_get_info(self.device)
+        bound_bytes = 0 if free_before is None else max(0, free_before - free_after)
+        self._memory = memory.DeviceMemory(
+            self.device, books, bound_bytes, unified=unified, others_counted=self.others_counted
+        )
+        self._side = torch.cuda.Stream(self.device)
+        self._open = True
+        self.seed(ctx.seed)
+        logger.info("Rank %d: %s, %s.", ctx.rank, properties.name, self._memory.figures().explain())
+
+    @abstractmethod
+    def check_build(self) -> None:
+        """Fails where the torch that is loaded cannot know such devices.
+
+        Raises:
+            PlatformError: It was built for something else.
+        """
+
+    @abstractmethod
+    def shown(self) -> str:
+        """The variables that limit what is visible, for people; empty without any."""
+
+    @abstractmethod
+    def books(self, index: int) -> memory.Books:
+        """What the driver says about the device that torch calls `index`."""
+
+    @abstractmethod
+    def refusal(self, properties: Any) -> str | None:
+        """Why a device with these properties (torch's) cannot be used, and what to do; None where it can."""
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def memory(self) -> MemoryInfo:
+        return self._memory.figures().as_info()
+
+    def reset_peak_memory(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def release_cached_memory(self) -> None:
+        torch.cuda.empty_cache()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        except RuntimeError as e:
+            size = math.prod(shape) * dtype.itemsize
+            what = f"A tensor of {size / 2**30:.2f} GiB ({list(shape)}, {dtype})"
+            raise MemoryError(memory.not_enough(what, self._memory.figures(), _LESS)) from e
+
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        return host.to(self.device, non_blocking=True)
+
+    def to_host(self, tensor: torch.Tensor) -> HostCopy:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return PendingCopy(host, done)
+
+    def event(self) -> Event:
+        return DeviceEvent()
+
+    def stream(self) -> AbstractContextManager[None]:
+        return _submitting_to(self._side)
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        torch.cuda.manual_seed(seed)
+
+    def health(self) -> None:
+        try:
+            torch.cuda.current_stream(self.device).query()  # any earlier failure of the device shows here
+            torch.cuda.mem_get_info(self.device)
+        except RuntimeError as e:
+            raise PlatformError(
+                f"The device {self.device} does not answer: {first_line(e)}. {self.after_failure}"
+            ) from e
+
+    def shutdown(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        try:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+        except RuntimeError as e:  # a device that has failed is left as it is
+            logger.warning("The device %s was not left in order: %s", self.device, first_line(e))
+
+
+@contextmanager
+def _submitting_to(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Work goes to another stream, where it runs after what the current one has been given so far."""
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+def too_few_devices(ctx: WorkerContext, count: int, library: str, shown: str) -> str:
+    """What a worker says for which there is no device."""
+    seen = f" ({shown})" if shown else ""
+    return (
+        f"Rank {ctx.rank} is worker {ctx.local_rank} of this machine and wants a device of its own, but {library} "
+        f"shows {count}{seen}. Use fewer ranks (--tensor-parallel-size, --pipeline-parallel-size, "
+        f"--data-parallel-size), or make more devices visible."
+    )

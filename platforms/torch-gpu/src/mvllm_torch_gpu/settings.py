@@ -1,0 +1,53 @@
+"""What can be set for one platform alone, by variables of the environment whose names begin with the platform's.
+
+..._COMPILE   graphs (default): decode steps are captured in graphs
+              inductor: torch.compile fuses the model's operations first, then as above
+              none: neither; `--enforce-eager` says the same for any platform
+..._SUMS      the maker's library of collectives (default): ranks add through it
+              direct: small sums through memory that ranks map from each other, where that works
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from mvllm.plugin_api import ConfigError
+
+COMPILE_MODES = ("graphs", "inductor", "none")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The variables of one platform.
+
+    Attributes:
+        prefix: What their names begin with, without the last underscore.
+        library: The library of collectives, as a value of the variable.
+    """
+
+    prefix: str
+    library: str
+
+    def compile_mode(self) -> str:
+        """One of COMPILE_MODES.
+
+        Raises:
+            ConfigError: The variable says something else.
+        """
+        return _one_of(f"{self.prefix}_COMPILE", COMPILE_MODES)
+
+    def direct_sums(self) -> bool:
+        """Whether small sums go through memory that ranks map from each other.
+
+        Raises:
+            ConfigError: The variable says something else.
+        """
+        return _one_of(f"{self.prefix}_SUMS", (self.library, "direct")) == "direct"
+
+
+def _one_of(variable: str, values: tuple[str, ...]) -> str:
+    value = os.environ.get(variable) or values[0]
+    if value not in values:
+        raise ConfigError(f"{variable}={value!r} means nothing; set it to one of {', '.join(values)}, or unset it.")
+    return value

@@ -1,0 +1,109 @@
+"""Graphs of work on the host, with the habits of CUDA's: what is captured is torch's operations, not Python's doings.
+
+A replay runs the recorded operations again on the tensors that they had, so whatever the step's Python read while it
+was captured stays as it was. Capturing leaves no results: they are spoilt until the first replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mvllm.plugin_api import PlatformError
+from tests.helpers.host_sync import NoQuestions, NoReading
+
+
+@dataclass
+class _Call:
+    """An operation that was captured."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[torch.Tensor]
+
+    @property
+    def works_in_place(self) -> bool:
+        return bool(self.function._schema.is_mutable)
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is more than another look at tensors that were there."""
+        there = {_storage(tensor) for tensor in _tensors((self.args, self.kwargs))}
+        return self.works_in_place or not all(_storage(result) in there for result in self.results)
+
+    def run_again(self) -> None:
+        again = self.function(*self.args, **self.kwargs)
+        if not self.works_in_place:
+            for old, new in zip(self.results, _tensors(again), strict=True):
+                old.copy_(new)
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes operations down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.calls.append(_Call(func, args, kwargs or {}, _tensors(result)))
+        return result
+
+
+class HostGraphs:
+    """What `CapturedSteps` captures with, on the host.
+
+    Args:
+        refuses: What a rehearsal (or a capture) says instead of working.
+
+    Attributes:
+        captures, replays: How many there were.
+    """
+
+    def __init__(self, *, refuses: str | None = None, refuses_capture: BaseException | None = None) -> None:
+        self._refuses = refuses
+        self._refuses_capture = refuses_capture
+        self.captures = self.replays = 0
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Fails on what would make the host wait for the device."""
+        with NoQuestions(), NoReading(lambda tensor: False):
+            yield
+        if self._refuses is not None:
+            raise PlatformError(self._refuses)
+
+    def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        if self._refuses_capture is not None:
+            raise self._refuses_capture
+        self.captures += 1
+        with _Recorder() as recorder:
+            step()
+        calls = [call for call in recorder.calls if call.computes]
+        for call in calls:
+            if not call.works_in_place:
+                for made in call.results:
+                    made.fill_(torch.nan if made.is_floating_point() else 101)
+
+        def replay() -> None:
+            self.replays += 1
+            for call in calls:
+                call.run_again()
+
+        return replay
+
+
+def _tensors(things: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(things) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,126 @@
+"""The attention backend against exact attention, its kernels on Triton's interpreter; the tables that graphs read."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import numpy as np
+import pytest
+import torch
+
+from mvllm.plugin_api import WorkerContext
+from mvllm.testing.attention_cases import Bench, expected, make_case, make_layout, make_spec, run, tolerance
+from mvllm_cpu.runtime import CPURuntime
+
+# Skips where there is no Triton; the kernels come after it.
+importlib.import_module("platforms.torch-gpu.tests.interpreted")
+
+from mvllm_torch_gpu.attention import BLOCK_SIZES, TritonAttention  # noqa: E402
+from mvllm_torch_gpu.platform import TorchGpuPlatform  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")  # of the interpreter, about poison
+
+MIXED = [(0, 3), (17, 1), (16, 2)]
+LATENT = {"num_heads": 4, "num_kv_heads": 1, "head_size": 48, "value_head_size": 32, "values_in_keys": True}
+more = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
+
+runtime = functools.cache(lambda: CPURuntime(WorkerContext()))
+
+
+class SomePlatform(TorchGpuPlatform):
+    """One whose devices compute in another float8."""
+
+    title, package, float8 = "Some", "mvllm-some", "float8_e4m3fnuz"
+    spec = init_device = uses_host_memory = None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sliding_window": 9, "soft_cap": 20.0, "sinks": True},
+        {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"},
+        LATENT,
+        more({}),
+        more({"dtype": "float16"}),
+        more({"kv_dtype": "int8"}),
+        more({"head_size": 24, "value_head_size": 16}),
+        more({**LATENT, "kv_dtype": "int8"}),
+        more({**LATENT, "value_head_size": 48}),
+    ],
+    ids=str,
+)
+def test_every_kind_of_layer_gives_exact_attention(fields):
+    spec = make_spec(**{"head_size": 16, **fields})
+    assert TritonAttention.validate(spec) == []
+    case = make_case(spec, MIXED, block_size=16, padding=3, padding_requests=2)
+    poison = float("nan") if spec.kv_dtype == spec.dtype else None  # filling a cache of 8 bits takes seconds here
+    found = run(TritonAttention(spec), runtime(), case, poison=poison, move_blocks=True)
+    real = case.num_real_tokens
+    assert found.dtype == case.query.dtype and found.shape == (real + 3, spec.num_heads * spec.value_size)
+    assert (found[:real].double() - expected(case)).abs().max() < tolerance(spec.dtype, spec.kv_dtype)
+    assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize("fields", [{}, LATENT], ids=["heads", "latents"])
+def test_a_platform_chooses_the_format_of_float8(fields):
+    """What is read is as near to what was written; the codes are those of the format."""
+    spec = make_spec(**{"head_size": 16, **fields}, kv_dtype="float8_e4m3fn")
+    case = make_case(spec, [(0, 3), (2, 1)], block_size=16)
+    backend = SomePlatform().attention_backend(spec)
+    found = run(backend, runtime(), case)
+    assert (found.double() - expected(case)).abs().max() <= tolerance(spec.dtype, spec.kv_dtype)
+    bench = Bench(backend, runtime(), 1, 16)
+    plan = bench.begin(make_layout([(0, 1)], np.array([[0]], dtype=np.int32), 16))
+    key = torch.ones(1, spec.num_kv_heads, spec.head_size)
+    backend.write_kv(bench.kv, key, key[..., : spec.value_size], plan)
+    stored, scales = bench.kv[0][0, 0], bench.kv[len(bench.kv) // 2][0, 0]
+    assert torch.equal(stored.view(torch.float8_e4m3fnuz).float() * scales[:, None], key[0])
+    assert not torch.equal(stored.view(torch.float8_e4m3fn).float() * scales[:, None], key[0])
+
+
+def test_the_tables_of_a_graph_give_what_the_steps_own_give():
+    spec = make_spec(head_size=16)
+    backend = TritonAttention(spec)
+    case = make_case(spec, [(37, 1), (15, 1), (0, 1)], block_size=16, padding=1, padding_requests=1)
+    bench = Bench(backend, runtime(), case.num_blocks, 16)
+    bench.fill(0.5)
+    plan = bench.begin(case.layout)
+    assert plan.is_decode(4)
+    room = plan.room(64)
+    assert room.max_seq_len == 64 * 16 and room.block_table.shape == (4, 64)
+    room.block_table.fill_(10**6)  # what an earlier step has left beyond this one's tables is not followed
+    for part, given in room.parts_to_fill(plan):
+        part.copy_(given)
+    queries = torch.cat([case.query, case.query[:1]])[:4]
+    assert torch.equal(backend.forward(queries, bench.kv, plan), backend.forward(queries, bench.kv, room))
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("latent", [False, True])
+def test_a_cache_takes_the_bytes_that_its_layout_says(kv_dtype, latent):
+    spec = make_spec(kv_dtype=kv_dtype, **(LATENT if latent else {"head_size": 32, "value_head_size": 16}))
+    layout = TritonAttention(spec).kv_layout()
+    assert layout.block_sizes == BLOCK_SIZES
+    cache = TritonAttention(spec).allocate(3, 32, torch.device("cpu"))
+    assert sum(part.nbytes for part in cache) == layout.bytes_per_token * 3 * 32
+    assert all(torch.isfinite(part.float()).all() for part in cache)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"head_size": 512}, "at most 256 elements, not 512"),
+        ({"kv_dtype": "float8_e5m2"}, "KV cache dtype float8_e5m2"),
+        ({"dtype": "float64", "kv_dtype": "float32"}, "compute dtype float64"),
+        ({"num_heads": 3, "num_kv_heads": 2}, "do not divide"),
+    ],
+)
+def test_what_is_not_supported_is_refused_with_the_reason(fields, reason):
+    assert any(reason in problem for problem in TritonAttention.validate(make_spec(**fields)))
+
+
+def test_a_layer_that_the_kernels_do_not_take_runs_in_plain_torch():
+    platform = SomePlatform()
+    assert isinstance(platform.attention_backend(make_spec()), TritonAttention)
+    assert not isinstance(platform.attention_backend(make_spec(head_size=512)), TritonAttention)

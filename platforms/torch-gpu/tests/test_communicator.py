@@ -1,0 +1,134 @@
+"""Collectives of the platform over gloo in place of NCCL: small sums take the other way only where all ranks agree."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mvllm.plugin_api import GroupSpec, PlatformError
+from mvllm_torch_gpu import communicator, direct_sums
+from mvllm_torch_gpu.communicator import NcclCommunicator
+from tests.helpers.forked_ranks import start_ranks
+
+HOST = torch.device("cpu")
+
+
+def free_address() -> str:
+    """Where ranks can meet."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{s.getsockname()[1]}"
+
+
+class OtherSums:
+    """Small sums by another way, which is gloo's as well; wrong in the way that is asked for.
+
+    Attributes:
+        taken: Elements of what it has added up since the communicator has been made.
+        closed: Whether its memory was given back.
+    """
+
+    def __init__(self, kind: str, rank: int) -> None:
+        self._kind, self._rank = kind, rank
+        self.taken: list[int] = []
+        self.closed = False
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        return tensor.numel() <= 4096
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.taken.append(tensor.numel())
+        tensor = tensor.clone()
+        dist.all_reduce(tensor)
+        if self._kind == f"wrong on rank {self._rank}":
+            tensor += 1
+        if self._kind == f"other bits on rank {self._rank}":
+            tensor[0] = torch.nextafter(tensor[0], torch.tensor(torch.inf, dtype=tensor.dtype))
+        if self._kind == f"fails on rank {self._rank}":
+            raise RuntimeError("the memory is gone")
+        return tensor
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def add_up(rank: int, address: str, kind: str) -> None:
+    """A rank: its communicator uses the other sums if these are right on both ranks, and adds up right in any case."""
+    made: list[OtherSums] = []
+
+    def make(of: NcclCommunicator, device: torch.device) -> OtherSums:
+        if kind == f"raises on rank {rank}":
+            raise PlatformError("this rank cannot map memory")
+        made.append(OtherSums(kind, rank))
+        return made[0]
+
+    communicator._direct = make
+    spec = GroupSpec("tp", (0, 1), rank, init_method=address)
+    comm = NcclCommunicator(spec, HOST, direct_sums=True, backend="gloo", timeout=60.0)
+    tried = len(made[0].taken) if made else 0
+    assert comm.all_reduce(torch.tensor([1.0 + rank, 2.0])).tolist() == [3.0, 4.0]
+    assert comm.all_reduce(torch.full((5000,), 1.0 + rank)).tolist() == [3.0] * 5000
+    comm.close()
+    comm.close()
+    assert [size for other in made for size in other.taken[tried:]] == ([2] if kind == "right" else [])
+    assert all(other.closed for other in made)
+
+
+def talk(rank: int, address: str) -> None:
+    """A rank: everyone sends to everyone, twice, before anyone receives."""
+    comm = NcclCommunicator(GroupSpec("pp", (0, 1, 2), rank, init_method=address), HOST, backend="gloo", timeout=60.0)
+    others = [other for other in range(3) if other != rank]
+    for turn in (0, 1):
+        for other in others:
+            comm.send(torch.tensor([100 * rank + 10 * other + turn]), other)
+    for turn in (0, 1):
+        for other in others:
+            assert int(comm.recv((1,), torch.int64, other)) == 100 * other + 10 * rank + turn
+    comm.barrier()
+    comm.close()
+
+
+def test_ranks_may_all_send_before_they_receive():
+    start_ranks(talk, 3, free_address())
+
+
+@pytest.mark.parametrize(
+    "kind", ["right", "wrong on rank 1", "other bits on rank 1", "raises on rank 1", "fails on rank 0"]
+)
+def test_small_sums_go_another_way_only_where_that_is_right_on_all_ranks(kind):
+    start_ranks(add_up, 2, free_address(), kind)
+
+
+def test_ranks_that_do_not_find_each_other_say_so_and_what_to_look_at():
+    alone = GroupSpec("tp", (0, 1), 0, init_method="tcp://127.0.0.1:1")
+    with pytest.raises(PlatformError, match=r"ranks \[0, 1\] of group 'tp' do not find each other.*NCCL_DEBUG=INFO"):
+        NcclCommunicator(alone, HOST, backend="a-backend-that-nobody-has", timeout=0.2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "expected"),
+    [
+        ((8,), torch.bfloat16, True),
+        ((64, 8192), torch.bfloat16, True),
+        ((512, 8192), torch.bfloat16, False),  # too long
+        ((3,), torch.float32, False),  # no whole words
+        ((0,), torch.float32, False),
+        ((8,), torch.float16, False),  # the kernels add no float16
+        ((8,), torch.int32, False),
+    ],
+)
+def test_what_fits_direct_sums(shape, dtype, expected):
+    assert direct_sums.fits(torch.empty(shape, dtype=dtype)) is expected
+
+
+def test_ranks_reach_each_other_or_it_is_said_whom_they_do_not():
+    direct_sums.check_reach(4, 4, 1, lambda mine, other: True)
+    with pytest.raises(PlatformError, match=r"device 1 cannot read the memory of \[3\]"):
+        direct_sums.check_reach(4, 4, 1, lambda mine, other: other != 3)
+    with pytest.raises(PlatformError, match="16 ranks do not all have a device among the 8"):
+        direct_sums.check_reach(16, 8, 0, lambda mine, other: True)
+    with pytest.raises(PlatformError, match="2 ranks"):
+        direct_sums.check_reach(2, 1, 0, lambda mine, other: True)

@@ -1,0 +1,95 @@
+"""Whose bytes are whose: ours, other tenants', the host's; and one message where there are not enough."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mvllm_torch_gpu import memory
+from mvllm_torch_gpu.memory import Figures
+
+GIB = 1 << 30
+
+
+def figures(**changed):
+    """80 GiB: others hold 10, this process 1 outside torch's allocator and 20 in it, 4 of these cached."""
+    facts = {
+        "total": 80 * GIB,
+        "driver_free": 49 * GIB,
+        "allocated": 16 * GIB,
+        "peak_allocated": 18 * GIB,
+        "reserved": 20 * GIB,
+        "outside": 1 * GIB,
+    }
+    return Figures(**{**facts, **changed})
+
+
+def test_cached_memory_is_free_to_us_and_other_tenants_are_not_ours():
+    info = figures().as_info()
+    assert (info.total, info.free) == (80 * GIB, (49 + 4) * GIB)
+    assert (info.used_by_me, info.peak_by_me) == (17 * GIB, 19 * GIB)
+    assert figures().others == 10 * GIB
+
+
+def test_another_tenant_that_comes_takes_from_what_is_free_and_not_from_ours():
+    before, after = figures(), figures(driver_free=9 * GIB)
+    assert after.as_info().free == before.as_info().free - 40 * GIB
+    assert after.as_info().used_by_me == before.as_info().used_by_me
+    assert after.others == before.others + 40 * GIB
+
+
+def test_the_peak_never_lies_below_what_is_used():
+    info = figures(peak_allocated=0).as_info()
+    assert info.peak_by_me == info.used_by_me
+
+
+def test_on_a_device_that_uses_the_hosts_memory_the_host_says_what_is_free():
+    unified = figures(driver_free=2 * GIB, host_free=30 * GIB)
+    assert unified.as_info().free == 34 * GIB  # file caches that the driver does not count can be given up
+    assert figures(driver_free=2 * GIB, host_free=200 * GIB).as_info().free == 80 * GIB
+
+
+def test_the_message_has_all_figures_and_the_flag():
+    text = memory.not_enough("A tensor of 60.00 GiB", figures(), "Lower --memory-utilization.")
+    assert text == (
+        "A tensor of 60.00 GiB does not fit on the device: 53.00 of 80.00 GiB are free; this process holds 17.00 GiB, "
+        "others 10.00 GiB. Lower --memory-utilization."
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("max", 8 << 30), (f"{6 << 30}", 5 << 30), (f"{100 << 30}", 8 << 30), (None, 8 << 30)]
+)
+def test_the_hosts_memory_is_what_programs_can_have_within_their_group(tmp_path, limit, expected):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemTotal: {16 << 20} kB\nMemFree: 1000 kB\nMemAvailable:    {8 << 20} kB\n")
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / "memory.current").write_text(f"{1 << 30}\n")
+    assert memory.host_available(meminfo, tmp_path) == expected
+
+
+class FreeBytes:
+    """Books that know how many bytes are free."""
+
+    def __init__(self, free):
+        self.free = lambda: free
+
+    def held_by_this_process(self):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("others_counted", "told", "expected"),
+    [(True, 10, 40), (False, 10, 10), (False, 60, 40), (False, None, 40)],
+)
+def test_where_torch_does_not_count_other_tenants_the_driver_is_asked(monkeypatch, others_counted, told, expected):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * GIB, 80 * GIB))
+    for name in ("memory_reserved", "memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    books = FreeBytes(None if told is None else told * GIB)
+    mine = memory.DeviceMemory(
+        torch.device("cuda", 0), books, 1 * GIB, unified=False, others_counted=others_counted
+    ).figures()
+    assert mine.as_info().free == expected * GIB
+    assert mine.outside == 1 * GIB and mine.others == (80 - expected - 1) * GIB

@@ -1,0 +1,57 @@
+"""The platform's operations: those of the shared kernels, under core's names and with core's parameters."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+import torch
+
+from mvllm.ops.catalogue import SCHEMAS
+from mvllm.plugin_api import OpCase
+from mvllm.testing.op_cases import exact, tolerance, trials
+
+# Skips where there is no Triton; the kernels come after it.
+importlib.import_module("platforms.torch-gpu.tests.interpreted")
+
+from mvllm_torch_gpu.ops import providers  # noqa: E402
+
+PROVIDERS = {provider.op: provider for provider in providers()}
+
+
+def test_what_every_layer_needs_is_provided():
+    assert {"rms_norm", "fused_add_rms_norm", "rotary_embedding", "silu_and_mul", "argmax"} <= PROVIDERS.keys()
+
+
+@pytest.mark.parametrize("op", PROVIDERS)
+def test_a_provider_has_the_references_parameters(op):
+    assert tuple(inspect.signature(PROVIDERS[op].function).parameters) == SCHEMAS[op].parameters
+
+
+@pytest.mark.parametrize("op", PROVIDERS)
+def test_a_provider_gives_what_the_reference_gives(op):
+    provider, trial = PROVIDERS[op], next(iter(trials(op, "float32")))
+    assert provider.supports(OpCase(op, "float32", trial.facts)) == []
+    arguments = list(trial.make())
+    if provider.prepare is not None:
+        assert isinstance(trial.weight, int)
+        arguments[trial.weight] = provider.prepare(arguments[trial.weight])
+    found, wanted = provider.function(*arguments), exact(trial)
+    for mine, theirs in zip(*((x if isinstance(x, tuple) else (x,)) for x in (found, wanted)), strict=True):
+        largest = max(1.0, float(theirs.double().abs().max()))
+        assert (mine.double() - theirs.double()).abs().max() <= tolerance("float32") * largest
+        assert mine.dtype in (torch.float32, torch.int64)
+
+
+@pytest.mark.parametrize("op", PROVIDERS)
+def test_dtypes_without_a_kernel_are_declined(op):
+    facts = {"in_features": 64, "group_size": 64, "bits": 8}
+    [reason] = PROVIDERS[op].supports(OpCase(op, "float64", facts))
+    assert "float64" in reason and "bfloat16" in reason
+
+
+def test_weights_that_cannot_be_packed_are_declined():
+    facts = {"in_features": 128, "group_size": 24, "bits": 4}
+    [reason] = PROVIDERS["quantized_linear"].supports(OpCase("quantized_linear", "bfloat16", facts))
+    assert "multiple of 32 columns" in reason

@@ -1,0 +1,284 @@
+"""Paged attention: prefill, chunked prefill, decode and any mixture of these in one function; plain and latent.
+
+Launches depend on shapes and on what the host gives as numbers (`max_query_len`, `max_seq_len`), never on what tensors
+hold, so a launch can be captured in a graph and replayed with other lengths up to those.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mvllm_triton.device import processors
+from mvllm_triton.float8 import read_as
+from mvllm_triton.kernels.attention import attend, combine
+from mvllm_triton.tiles import MOST_DRAFTED, AttentionTiles, attention_tiles, combining_warps, num_splits, power_of_two
+
+Scale = torch.Tensor | float | None
+"""What stored keys or values are multiplied with: a number, a float32 tensor of one element, or one
+[num_blocks, block_size, kv_heads] with a scale for each token and head; None for 1."""
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    out: torch.Tensor | None = None,
+    float8: torch.dtype = torch.float8_e4m3fn,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """Causal attention of a step's queries over a paged cache.
+
+    Args:
+        q: [T, heads, head_size], the compute dtype: bfloat16, float16 or float32. The last dimension is contiguous.
+        k_cache: [num_blocks, block_size, kv_heads, head_size]; a float dtype, a float8 dtype, int8, or uint8 for codes
+            of float8 on a device that has no conversions of these. The last dimension is contiguous.
+        v_cache: [num_blocks, block_size, kv_heads, value_size], likewise.
+        block_table: int32 [R, P]. Entries past a request's last block, and those before its window, are not followed.
+        query_start_loc: int32 [R + 1]. Tokens from query_start_loc[R] on are padding; their results are zeros.
+        seq_lens: int32 [R], this step's tokens included.
+        scale: Factor on query-key products.
+        max_query_len: At least the most query tokens of a request.
+        max_seq_len: About the longest sequence. Decides how work is divided, nothing else: a rough one costs time.
+        window: A query at position p sees keys at positions > p - window.
+        soft_cap: Scores become soft_cap * tanh(score / soft_cap).
+        sinks: [heads]: a logit of each head that takes part in the softmax and has no value.
+        k_scale, v_scale: What the stored keys and values are multiplied with; both None, both numbers, or both tensors
+            of the same kind.
+        out: [T, heads, value_size], where the result goes; the last dimension is contiguous. None makes one.
+        float8: Format of codes in uint8.
+        splits: Programs that share a tile's keys; None for as many as keep the device busy.
+
+    Returns:
+        [T, heads, value_size], compute dtype.
+
+    Raises:
+        ValueError: Shapes or dtypes don't fit together.
+    """
+    value_size = v_cache.shape[3]
+    if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.shape[3] != q.shape[2]:
+        raise ValueError(
+            f"Queries {list(q.shape)}, keys {list(k_cache.shape)} and values {list(v_cache.shape)} do not fit together."
+        )
+    return _launch(
+        q, k_cache, v_cache, 0, value_size, block_table, query_start_loc, seq_lens, scale, max_query_len, max_seq_len,
+        window, soft_cap, sinks, k_scale, v_scale, out, float8, splits,
+    )  # fmt: skip
+
+
+def latent_attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    value_size: int,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    kv_scale: Scale = None,
+    out: torch.Tensor | None = None,
+    float8: torch.dtype = torch.float8_e4m3fn,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """Causal attention over latents: the first `value_size` elements of a key are its value.
+
+    Args:
+        q: [T, heads, head_size]: queries in the latent's space, then their rotated parts.
+        cache: [num_blocks, block_size, kv_heads, head_size]: latents, then the rotated parts; kv_heads is 1 as a rule.
+        value_size: Elements of the latent, less than head_size.
+        kv_scale: As `paged_attention` has it of keys.
+
+    The other arguments are those of `paged_attention`.
+
+    Returns:
+        [T, heads, value_size], compute dtype.
+
+    Raises:
+        ValueError: Shapes or dtypes don't fit together.
+    """
+    if cache.shape[3] != q.shape[2] or not 0 < value_size < q.shape[2]:
+        raise ValueError(
+            f"Queries {list(q.shape)}, a cache {list(cache.shape)} and values of {value_size} elements in its keys do "
+            f"not fit together."
+        )
+    return _launch(
+        q, cache, cache, q.shape[2] - value_size, value_size, block_table, query_start_loc, seq_lens, scale,
+        max_query_len, max_seq_len, window, soft_cap, sinks, kv_scale, kv_scale, out, float8, splits,
+    )  # fmt: skip
+
+
+def _launch(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rest_size: int,
+    value_size: int,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+    k_scale: Scale,
+    v_scale: Scale,
+    out: torch.Tensor | None,
+    float8: torch.dtype,
+    splits: int | None,
+) -> torch.Tensor:
+    """Both kinds of attention; `rest_size` elements of a key are not its value, where any are.
+
+    A batch of decodes takes the short launch, one request's prompt the long one, and a mixture both
+    (kernels/attention.py): so decodes are split beside prompts, too.
+    """
+    num_tokens, num_heads, head_size = q.shape
+    block_size, num_kv_heads = keys.shape[1:3]
+    _check(q, keys, values, block_table, out)
+    latent = rest_size > 0
+    main_size = value_size if latent else head_size
+    group = num_heads // num_kv_heads
+    if out is None:
+        out = torch.empty((num_tokens, num_heads, value_size), dtype=q.dtype, device=q.device)
+    if num_tokens == 0:
+        return out
+    kind, k_factor, v_factor = scale_kind(k_scale, v_scale)
+    k_scales = k_scale if isinstance(k_scale, torch.Tensor) else q  # a pointer that is not followed
+    v_scales = v_scale if isinstance(v_scale, torch.Tensor) else q
+    k_scale_strides = k_scales.stride() if kind == 2 else (0, 0, 0)
+    v_scale_strides = v_scales.stride() if kind == 2 else (0, 0, 0)
+    given_sinks = q if sinks is None else sinks
+    num_requests = seq_lens.shape[0]
+
+    def tiles_for(query_len: int) -> AttentionTiles:
+        narrow, size = keys.element_size() == 1, max(main_size, value_size)
+        return attention_tiles(size, block_size, q.element_size(), group, query_len, latent=latent, narrow=narrow)
+
+    def launch(
+        tiles: AttentionTiles, num_tiles: int, num_slots: int, splits: int, *, short: bool, skipped: int
+    ) -> None:
+        part = part_max = part_sum = out
+        strides = [0, out.stride(0), out.stride(1)]
+        if splits > 1:
+            shape = (splits, num_slots, num_heads)
+            part = torch.empty((*shape, value_size), dtype=torch.float32, device=q.device)
+            part_max = torch.empty(shape, dtype=torch.float32, device=q.device)
+            part_sum = torch.empty(shape, dtype=torch.float32, device=q.device)
+            strides = [*part.stride()[:3]]
+        attend[(num_tiles, num_kv_heads * -(-group // tiles.heads), splits)](
+            part, part_max, part_sum, q, keys, values, k_scales, v_scales, given_sinks, block_table, query_start_loc,
+            seq_lens, num_requests, num_tokens, splits, scale * k_factor, v_factor,
+            q.stride(0), q.stride(1), *keys.stride()[:3], *values.stride()[:3], *k_scale_strides, *v_scale_strides,
+            block_table.stride(0), *strides, num_heads, num_slots,
+            SHORT=short,
+            SKIPPED=skipped,
+            GROUP=group,
+            HEADS=tiles.heads,
+            HEAD_SIZE=main_size,
+            HEAD_PAD=power_of_two(main_size, 16),
+            REST_SIZE=rest_size,
+            REST_PAD=power_of_two(max(rest_size, 1), 16),
+            VALUE_SIZE=value_size,
+            VALUE_PAD=power_of_two(value_size, 16),
+            BLOCK_SIZE=block_size,
+            BLOCK_Q=tiles.tokens,
+            BLOCK_M=tiles.rows,
+            BLOCK_N=tiles.columns,
+            SPLIT=splits > 1,
+            WINDOW=window or 0,
+            SOFT_CAP=soft_cap or 0.0,
+            SINKS=sinks is not None,
+            LATENT=latent,
+            SCALES=kind,
+            FP8=read_as(keys.dtype, float8),
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )  # fmt: skip
+        if splits > 1:
+            combine[(num_slots, num_heads)](
+                out, part, part_max, part_sum, given_sinks, query_start_loc, num_requests, num_tokens, splits,
+                num_heads, out.stride(0), out.stride(1),
+                SHORT=short,
+                BLOCK_Q=tiles.tokens,
+                VALUE_SIZE=value_size,
+                VALUE_PAD=power_of_two(value_size, 16),
+                SPLITS_PAD=power_of_two(splits, 8),
+                SINKS=sinks is not None,
+                num_warps=combining_warps(power_of_two(splits, 8) * power_of_two(value_size, 16)),
+            )  # fmt: skip
+
+    def splits_of(tiles: AttentionTiles, num_tiles: int, num_slots: int) -> int:
+        if splits is not None:
+            return splits
+        seen = max_seq_len if window is None else min(max_seq_len, window + max_query_len)
+        programs = num_tiles * num_kv_heads * -(-group // tiles.heads)
+        return num_splits(programs, seen, tiles.columns, processors(q.device), num_slots * num_heads * value_size * 4)
+
+    short = tiles_for(max_query_len if max_query_len <= MOST_DRAFTED else 1)
+    if max_query_len <= short.tokens:
+        num_slots = num_requests * short.tokens + num_tokens  # the last for padding
+        num_tiles = num_requests + -(-num_tokens // short.tokens)
+        launch(short, num_tiles, num_slots, splits_of(short, num_requests, num_slots), short=True, skipped=0)
+        return out
+    long = tiles_for(max_query_len)
+    num_tiles = num_tokens // long.tokens + num_requests + 1
+    if num_requests == 1:
+        wanted = splits_of(long, -(-num_tokens // long.tokens), num_tokens)
+        launch(long, num_tiles, num_tokens, wanted, short=False, skipped=0)
+        return out
+    launch(long, num_tiles, num_tokens, 1, short=False, skipped=short.tokens)
+    num_slots = num_requests * short.tokens
+    launch(short, num_requests, num_slots, splits_of(short, num_requests, num_slots), short=True, skipped=0)
+    return out
+
+
+def scale_kind(k_scale: Scale, v_scale: Scale) -> tuple[int, float, float]:
+    """How kernels are told of scales: 0 for numbers, 1 for tensors of one element, 2 for those of each token and head.
+
+    Returns:
+        The kind, and the numbers; 1.0 where there are tensors.
+
+    Raises:
+        ValueError: Keys and values have scales of different kinds.
+    """
+    kinds = [
+        0 if not isinstance(scale, torch.Tensor) else 1 if scale.numel() == 1 and scale.dim() != 3 else 2
+        for scale in (k_scale, v_scale)
+    ]
+    if kinds[0] != kinds[1]:
+        raise ValueError("Scales of keys and of values must be of one kind: both numbers, or both tensors alike.")
+    k_factor, v_factor = (
+        1.0 if scale is None or isinstance(scale, torch.Tensor) else float(scale) for scale in (k_scale, v_scale)
+    )
+    return kinds[0], k_factor, v_factor
+
+
+def _check(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block_table: torch.Tensor, out: torch.Tensor | None
+) -> None:
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"Queries are bfloat16, float16 or float32, not {q.dtype}.")
+    if q.shape[1] % keys.shape[2]:
+        raise ValueError(f"{q.shape[1]} query heads do not divide among {keys.shape[2]} key/value heads.")
+    if keys.dtype != values.dtype:
+        raise ValueError(f"Keys are stored as {keys.dtype} and values as {values.dtype}; both must be of one dtype.")
+    for name, x in (("q", q), ("keys", keys), ("values", values), ("block_table", block_table), ("out", out)):
+        if x is not None and x.numel() and x.stride(-1) != 1:
+            raise ValueError(f"The last dimension of {name} must be contiguous; its strides are {x.stride()}.")

@@ -1,0 +1,61 @@
+"""The largest element of each row, in two steps: of each piece of a row, then of these.
+
+Elements are compared as integers that have the same order, with the place, counted from the end, in the lower half: so
+the first of equal ones is the largest, whatever the pieces are, and a NaN is larger than any number.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LEAST = tl.constexpr(-0x8000000000000000)
+
+
+@triton.jit
+def ordered(value, place):
+    """int64 that compare as float32 values do, and among equal ones the other way round than their places."""
+    value = tl.where(value == 0.0, 0.0, value)  # minus zero equals zero
+    bits = value.to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    order = tl.where(value != value, 0x7FFFFFFF, order)
+    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - place).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["num_pieces", "piece_size"])
+def of_pieces(
+    found,  # [rows, pieces] int64
+    x,  # [rows, size]
+    row_stride,
+    size,
+    num_pieces,
+    piece_size,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(1)
+    best = tl.full([BLOCK], LEAST, dtype=tl.int64)
+    for start in tl.range(0, piece_size, BLOCK):
+        column = piece * piece_size + start + tl.arange(0, BLOCK)
+        mask = column < size
+        value = tl.load(x + row * row_stride + column, mask=mask, other=0.0).to(tl.float32)
+        best = tl.maximum(best, tl.where(mask, ordered(value, column), LEAST))
+    tl.store(found + row * num_pieces + piece, tl.max(best, 0))
+
+
+@triton.jit(do_not_specialize=["num_pieces"])
+def of_rows(
+    values,  # [rows]
+    places,  # [rows] int64
+    found,  # [rows, pieces] int64
+    x,  # [rows, size]
+    row_stride,
+    num_pieces,
+    PAD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.arange(0, PAD)
+    best = tl.max(tl.load(found + row * num_pieces + piece, mask=piece < num_pieces, other=LEAST), 0)
+    place = 0x7FFFFFFF - (best & 0x7FFFFFFF)
+    tl.store(places + row, place)
+    tl.store(values + row, tl.load(x + row * row_stride + place))

@@ -1,0 +1,98 @@
+"""Products of float8 with float8 (W8A8): tiles are multiplied as they are, and their sums with the scales of both."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mvllm_triton.kernels.numbers import float8_codes, widen
+
+
+@triton.jit
+def quantize_rows(
+    codes,  # [rows, SIZE] uint8, contiguous
+    scales,  # [rows, groups] float32, contiguous
+    x,  # [rows, SIZE]
+    x_stride,
+    SIZE: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,  # GROUP_SIZE where there are several groups
+    FP8: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """Rounds each group of a row to float8: its largest magnitude becomes the largest number."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    first = group * GROUP_SIZE
+    column = tl.arange(0, BLOCK)
+    end = tl.minimum(first + GROUP_SIZE, SIZE)
+    largest = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in tl.range(first, end, BLOCK):
+        k = start + column
+        value = tl.load(x + row * x_stride + k, mask=k < end, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value))
+    scale = tl.max(largest, 0) / LARGEST
+    tl.store(scales + row * tl.num_programs(1) + group, scale)
+    divisor = tl.where(scale > 0.0, scale, 1.0)
+    for start in tl.range(first, end, BLOCK):
+        k = start + column
+        value = tl.load(x + row * x_stride + k, mask=k < end, other=0.0).to(tl.float32)
+        tl.store(codes + row * SIZE + k, float8_codes(value / divisor, FP8), mask=k < end)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def multiply(
+    out,  # [num_rows, OUT], contiguous
+    x,  # [num_rows, IN], float8 or codes
+    x_scales,  # [num_rows, x groups] float32
+    weight,  # [OUT, IN], float8 or codes
+    scales,  # float32, by what the strides say
+    bias,  # [OUT]
+    num_rows,
+    x_stride,
+    x_scale_row_stride,
+    x_scale_group_stride,
+    weight_stride,
+    scale_row_stride,
+    scale_group_stride,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,  # columns that share scales, of x and of the weight; IN where one pair serves all
+    GROUP_ROWS: tl.constexpr,  # rows of the weight that share a scale
+    BIAS: tl.constexpr,
+    FP8: tl.constexpr,  # see `numbers.widen`
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # divides GROUP_SIZE, or there is one group
+):
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_column = row < num_rows, column < OUT
+    inner = tl.arange(0, BLOCK_K)
+    x_scale = x_scales + row * x_scale_row_stride
+    scale = scales + (column // GROUP_ROWS) * scale_row_stride
+    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in tl.range(0, IN, BLOCK_K):
+        k = start + inner
+        a_mask, b_mask = is_row[:, None], is_column[None, :]
+        if IN % BLOCK_K != 0:
+            a_mask, b_mask = a_mask & (k < IN)[None, :], b_mask & (k < IN)[:, None]
+        a = tl.load(x + row[:, None] * x_stride + k[None, :], mask=a_mask, other=0.0)
+        b = tl.load(weight + column[None, :].to(tl.int64) * weight_stride + k[:, None], mask=b_mask, other=0.0)
+        if FP8 > 0:
+            a, b = widen(a, DTYPE, FP8), widen(b, DTYPE, FP8)
+        if GROUP_SIZE < IN:
+            group = start // GROUP_SIZE
+            row_scale = tl.load(x_scale + group * x_scale_group_stride, mask=is_row, other=0.0)
+            column_scale = tl.load(scale + group * scale_group_stride, mask=is_column, other=0.0)
+            total += tl.dot(a, b, input_precision="ieee") * row_scale[:, None] * column_scale[None, :]
+        else:
+            total = tl.dot(a, b, total, input_precision="ieee")
+    if GROUP_SIZE >= IN:
+        total *= tl.load(x_scale, mask=is_row, other=0.0)[:, None]
+        total *= tl.load(scale, mask=is_column, other=0.0)[None, :]
+    if BIAS:
+        total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    target = out + row[:, None] * OUT + column[None, :]
+    tl.store(target, total.to(DTYPE), mask=is_row[:, None] & is_column[None, :])

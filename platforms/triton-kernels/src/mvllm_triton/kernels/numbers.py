@@ -1,0 +1,64 @@
+"""Numbers of 8 bits, and functions that Triton lacks on some target.
+
+A float8 format is told by the bias of its exponent: 7 is e4m3fn, 8 is e4m3fnuz, 15 is e5m2. Codes are made by integer
+arithmetic, which gives every target the same nearest-even codes. They are read by a conversion of the target where the
+tensor has a float8 dtype (bias 0 below), and otherwise by shifting them to where float16 has the same fields:
+
+    e4m3   s eeee mmm          float16   s eeeee mmmmmmmmmm         value of the code = float16 * 2 ** (15 - bias)
+           | |                           | 0eeee mmm0000000
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def widen(x, DTYPE: tl.constexpr, FP8: tl.constexpr):
+    """Elements of a cache or weight as DTYPE: of any dtype where FP8 is 0, else uint8 codes of that bias."""
+    if FP8 == 0:
+        wide = x.to(DTYPE)
+    elif FP8 == 15:
+        wide = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(DTYPE)
+    else:
+        bits = x.to(tl.uint16)
+        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        wide = (half.to(tl.float32) * (1 << (15 - FP8))).to(DTYPE)
+    return wide
+
+
+@triton.jit
+def float8_codes(x, FP8: tl.constexpr):
+    """The nearest codes, uint8, of float32 numbers; what is out of range becomes the largest number of its sign."""
+    MANTISSA: tl.constexpr = 2 if FP8 == 15 else 3
+    LARGEST: tl.constexpr = 57344.0 if FP8 == 15 else (240.0 if FP8 == 8 else 448.0)
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = tl.minimum(tl.abs(x), LARGEST)
+    u = magnitude.to(tl.int32, bitcast=True)
+    normal = ((u + ((1 << (DROPPED - 1)) - 1) + ((u >> DROPPED) & 1)) >> DROPPED) - ((127 - FP8) << MANTISSA)
+    # Below the smallest normal number codes are multiples of one step; adding 1.5 * 2**23 rounds to a whole number.
+    steps = magnitude * (1 << (FP8 - 1 + MANTISSA)) + 12582912.0
+    subnormal = steps.to(tl.int32, bitcast=True) - 0x4B400000
+    code = tl.where(magnitude < 1.0 / (1 << (FP8 - 1)), subnormal, normal)
+    sign = (bits >> 24) & 0x80
+    if FP8 == 8:
+        sign = tl.where(code == 0, 0, sign)  # there, minus zero is what stands for no number
+    code = tl.where(x != x, 0x80 if FP8 == 8 else 0x7F, code | sign)
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def int8_codes(x):
+    """The nearest integers in [-127, 127], halves to even; 0 for a NaN."""
+    x = tl.where(x != x, 0.0, tl.minimum(tl.maximum(x, -127.0), 127.0))
+    return ((x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8)
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent of float32 numbers, off by 2e-7 at most; nothing in it overflows."""
+    faded = tl.exp(-2.0 * tl.abs(x))
+    magnitude = (1.0 - faded) / (1.0 + faded)
+    return tl.where(x < 0.0, -magnitude, magnitude)

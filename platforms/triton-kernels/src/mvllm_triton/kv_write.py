@@ -1,0 +1,114 @@
+"""Storing a step's keys and values in a paged cache."""
+
+from __future__ import annotations
+
+import torch
+
+from mvllm_triton.attention import Scale, scale_kind
+from mvllm_triton.float8 import BIAS, LARGEST
+from mvllm_triton.kernels.kv_write import write
+from mvllm_triton.tiles import power_of_two, write_heads
+
+
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    float8: torch.dtype = torch.float8_e4m3fn,
+) -> None:
+    """Stores each token's key and value in its slot.
+
+    In 8 bits what is stored is the key or value divided by its scale. Scales that are tensors
+    [num_blocks, block_size, kv_heads] are found here, the largest magnitude of a head becoming the largest number of
+    the dtype, and stored as well; others are taken as they are, and what is out of range is clamped.
+
+    Args:
+        k: [T, kv_heads, head_size], a float dtype; the last dimension is contiguous.
+        v: [T, kv_heads, value_size], likewise.
+        k_cache, v_cache: As `paged_attention` takes them.
+        slot_mapping: int32 [T]: block * block_size + place within it; -1 stores nothing.
+        k_scale, v_scale: As `paged_attention` takes them; float caches have none.
+        float8: Format of codes in uint8.
+
+    Raises:
+        ValueError: Dtypes or scales don't fit together.
+    """
+    _launch(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, v.shape[2], float8)
+
+
+def write_latent(
+    latents: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    kv_scale: Scale = None,
+    float8: torch.dtype = torch.float8_e4m3fn,
+) -> None:
+    """Stores each token's latent, with its rotated part, in its slot of the cache that `latent_attention` reads.
+
+    Args:
+        latents: [T, kv_heads, head_size], a float dtype; the last dimension is contiguous.
+        cache: [num_blocks, block_size, kv_heads, head_size].
+
+    The other arguments are those of `write_kv`.
+
+    Raises:
+        ValueError: Dtypes or scales don't fit together.
+    """
+    _launch(latents, latents, cache, cache, slot_mapping, kv_scale, kv_scale, 0, float8)
+
+
+def _launch(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: Scale,
+    v_scale: Scale,
+    value_size: int,
+    float8: torch.dtype,
+) -> None:
+    num_tokens, num_heads, key_size = k.shape
+    kind, k_factor, v_factor = scale_kind(k_scale, v_scale)
+    format_ = float8 if k_cache.dtype == torch.uint8 else k_cache.dtype
+    if k_cache.dtype != v_cache.dtype:
+        raise ValueError(
+            f"Keys are stored as {k_cache.dtype} and values as {v_cache.dtype}; both must be of one dtype."
+        )
+    if kind and format_ not in LARGEST:
+        raise ValueError(f"Scales belong to a cache of 8 bits; this one is of {k_cache.dtype}.")
+    for name, x in (("keys", k), ("values", v), ("key cache", k_cache), ("value cache", v_cache)):
+        if x.numel() and x.stride(-1) != 1:
+            raise ValueError(f"The last dimension of {name} must be contiguous; its strides are {x.stride()}.")
+    if num_tokens == 0:
+        return
+    if format_ in BIAS:  # kernels make the codes themselves
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    k_scales = k_scale if isinstance(k_scale, torch.Tensor) else slot_mapping  # a pointer that is not followed
+    v_scales = v_scale if isinstance(v_scale, torch.Tensor) else slot_mapping
+    k_scale_strides = k_scales.stride() if kind == 2 else (0, 0, 0)
+    v_scale_strides = v_scales.stride() if kind == 2 else (0, 0, 0)
+    key_pad, value_pad = power_of_two(key_size), power_of_two(max(value_size, 1))
+    heads = write_heads(num_heads, max(key_pad, value_pad))
+    write[(num_tokens, -(-num_heads // heads))](
+        k, v, k_cache, v_cache, k_scales, v_scales, slot_mapping, k_factor, v_factor,
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
+        *k_scale_strides, *v_scale_strides,
+        NUM_HEADS=num_heads,
+        KEY_SIZE=key_size,
+        KEY_PAD=key_pad,
+        VALUE_SIZE=value_size,
+        VALUE_PAD=value_pad,
+        BLOCK_SIZE=k_cache.shape[1],
+        BLOCK_H=heads,
+        SCALES=kind,
+        FP8=BIAS.get(format_, 0),
+        LARGEST=LARGEST.get(format_, 0.0),
+        num_warps=4,
+    )  # fmt: skip

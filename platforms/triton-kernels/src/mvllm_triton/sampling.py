@@ -1,0 +1,76 @@
+"""Draws of tokens from logits under min_p, top_k and top_p: three launches, and no sort."""
+
+from __future__ import annotations
+
+import torch
+
+from mvllm_triton.kernels import sampling as kernels
+from mvllm_triton.tiles import power_of_two, sampled_block
+
+
+def sample(
+    logits: torch.Tensor,
+    inv_temperature: torch.Tensor,
+    min_p_gap: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    coarse: torch.Tensor,
+    fine: torch.Tensor,
+) -> torch.Tensor:
+    """Draws one token per row.
+
+    A token stays if its logit reaches the peak plus `min_p_gap` and the top_k-th largest logit, and if it is among the
+    most probable of these that hold top_p of their mass. Tokens that tie with the last one kept stay, too.
+
+    Args:
+        logits: float32 [n, vocab]; the last dimension is contiguous.
+        inv_temperature: float32 [n]: 1 / temperature.
+        min_p_gap: float32 [n], <= 0; -inf where min_p is off, else temperature * ln(min_p).
+        top_k: int32 or int64 [n], from 1 to vocab; vocab where it is off.
+        top_p: float32 [n]; 1 where it is off.
+        coarse, fine: float32 [n]; independent uniforms in [0, 1): the first decides about a block of tokens, the
+            second about the token within it.
+
+    Returns:
+        int64 [n]; never a token that was filtered out. For a row without a finite largest logit, any token.
+    """
+    num_rows, size = logits.shape
+    device = logits.device
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+    if num_rows == 0:
+        return tokens
+    peaks, thresholds = filters(logits, inv_temperature, min_p_gap, top_k, top_p)
+    block = sampled_block(size)
+    num_blocks = -(-size // block)
+    sums = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=device)
+    row = (logits, logits.stride(0), peaks, thresholds, inv_temperature, size)
+    kernels.sum_blocks[(num_rows, num_blocks)](sums, *row, BLOCK=block, num_warps=1)
+    kernels.draw[(num_rows,)](
+        tokens, sums, coarse, fine, *row, num_blocks, BLOCKS_PAD=power_of_two(num_blocks), BLOCK=block, num_warps=1
+    )
+    return tokens
+
+
+def filters(
+    logits: torch.Tensor,
+    inv_temperature: torch.Tensor,
+    min_p_gap: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest logit of each row, float32 [n], and of the smallest that stays the order, int32 [n].
+
+    Orders compare as logits do: a logit's bits where it is not negative, else those with all but the sign inverted.
+    The arguments are those of `sample`.
+    """
+    num_rows, size = logits.shape
+    peaks = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    thresholds = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    if num_rows:
+        block = min(4096, power_of_two(size))
+        kernels.filter_rows[(num_rows,)](
+            peaks, thresholds, logits, logits.stride(0), inv_temperature, min_p_gap, top_k, top_p, size,
+            BLOCK=block,
+            num_warps=max(1, min(16, block // 256)),
+        )  # fmt: skip
+    return peaks, thresholds

@@ -1,0 +1,168 @@
+"""Sizes of tiles, as pure functions of shapes: nothing is tried out at run time, and equal shapes launch equal grids.
+
+A tile of keys or values takes 16 KiB, one of latents, which are both, 32: two stages of these fit the 64 KiB of on-chip
+memory that the smallest of the targets has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TILE_BYTES = 16 << 10
+MAX_SPLITS = 64
+MOST_DRAFTED = 8
+"""Most query tokens of requests that are all decodes, with drafts that are verified."""
+
+PARTIAL_BYTES = 64 << 20
+"""Most memory for what splits have summed."""
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """How attention is divided among programs.
+
+    Attributes:
+        rows: Rows of a tile: tokens times the query heads that share a key/value head.
+        columns: Keys that are looked at at once.
+        heads: Query heads in a tile.
+        tokens: Query tokens in a tile.
+        num_warps, num_stages: Of a program.
+    """
+
+    rows: int
+    columns: int
+    heads: int
+    tokens: int
+    num_warps: int
+    num_stages: int
+
+
+def power_of_two(n: int, least: int = 1) -> int:
+    """The smallest power of two that is at least `n` and `least`."""
+    return max(least, 1 << (n - 1).bit_length())
+
+
+def attention_tiles(
+    head_size: int,
+    block_size: int,
+    itemsize: int,
+    group: int,
+    max_query_len: int,
+    *,
+    latent: bool = False,
+    narrow: bool = False,
+) -> AttentionTiles:
+    """Tiles of attention.
+
+    Args:
+        head_size: Elements of a key or a value, whichever is more; of the latent alone where there are latents.
+        block_size: Tokens per block of the cache.
+        itemsize: Bytes of an element of the compute dtype.
+        group: Query heads that share a key/value head.
+        max_query_len: Most query tokens of a request.
+        latent: Whether values are parts of their keys.
+        narrow: Whether the cache has 8 bits: widening them takes registers.
+    """
+    row_bytes = power_of_two(head_size, 16) * itemsize
+    columns = max(32 if latent else 16, min(128, TILE_BYTES // row_bytes))
+    while columns > max(block_size, 64):  # more keys at once is more lookups at once, too
+        columns //= 2
+    most_rows = max(16, min(128, (2 if itemsize == 2 else 1) * TILE_BYTES // row_bytes))
+    rows = min(most_rows, power_of_two(group * max_query_len, 16))
+    if narrow and rows >= 64:
+        columns = min(columns, 32)
+    heads = min(group, rows)
+    held = rows * power_of_two(head_size, 16) * max(itemsize, 2) // 2  # what a program keeps in registers
+    num_warps = 8 if rows >= 128 or held >= 1 << 14 else 4
+    num_stages = 2 if itemsize > 2 or rows >= 64 or latent else 3
+    return AttentionTiles(rows, columns, heads, rows // heads, num_warps, num_stages)
+
+
+def num_splits(num_programs: int, num_keys: int, columns: int, processors: int, partial_bytes: int) -> int:
+    """Among how many programs the keys of each tile are divided, so that all processors have work.
+
+    Args:
+        num_programs: Programs without splits that have something to do.
+        num_keys: Most keys that a tile sees.
+        columns: Keys that are looked at at once.
+        processors: Of the device.
+        partial_bytes: Memory that each split takes.
+    """
+    wanted = 2 * processors // max(num_programs, 1)
+    useful = num_keys // (2 * columns)  # fewer keys than two tiles are no share worth a program
+    return max(1, min(wanted, useful, MAX_SPLITS, PARTIAL_BYTES // max(partial_bytes, 1)))
+
+
+def combining_warps(elements: int) -> int:
+    """Warps of a program that adds up `elements` of all splits, a power of two: 64 to a thread at most."""
+    return max(1, min(16, elements // 2048))
+
+
+def write_heads(num_heads: int, size: int) -> int:
+    """Heads of a token that one program stores, where a head takes `size` elements, a power of two."""
+    return min(power_of_two(num_heads), max(1, 4096 // size))
+
+
+@dataclass(frozen=True)
+class RowTiles:
+    """How rows are divided among programs: `rows` of them to one of `num_warps`."""
+
+    rows: int
+    num_warps: int
+
+
+def row_tiles(size: int) -> RowTiles:
+    """For kernels that hold whole rows of `size` elements, a power of two: 1024 elements at least, 16 to a thread."""
+    rows = max(1, 1024 // size)
+    return RowTiles(rows, max(1, min(16, rows * size // 512)))
+
+
+def rotated_heads(num_heads: int, pairs: int) -> int:
+    """Heads of a token that one program rotates, where a head has `pairs` pairs, a power of two."""
+    return min(power_of_two(num_heads), max(1, 1024 // pairs))
+
+
+def argmax_piece(num_rows: int, size: int) -> tuple[int, int]:
+    """Elements of a row that one program looks at, and how many at once; few rows are divided among more programs."""
+    block = min(1024, power_of_two(size))
+    pieces = max(1, min(-(-size // block), 1024 // num_rows))
+    return -(-size // (pieces * block)) * block, block
+
+
+@dataclass(frozen=True)
+class ProductTiles:
+    """How a product of matrices [m, k] and [k, n] is divided: `rows` of m, `columns` of n, `inner` of k at once."""
+
+    rows: int
+    columns: int
+    inner: int
+    num_warps: int
+    num_stages: int
+
+
+def expert_tiles(num_entries: int, num_experts: int, itemsize: int) -> ProductTiles:
+    """For the products of experts, of which each gets `num_entries / num_experts` rows on average."""
+    rows = min(128 if itemsize == 2 else 64, power_of_two(-(-num_entries // num_experts), 16))
+    inner = 64 if itemsize == 2 else 32
+    columns = 64 if rows <= 64 and itemsize == 2 else 32 if itemsize > 2 else 128
+    return ProductTiles(rows, columns, inner, 8 if rows >= 128 else 4, 2 if rows >= 128 or itemsize > 2 else 3)
+
+
+def quantized_tiles(num_rows: int, out_features: int, itemsize: int) -> ProductTiles:
+    """For products with integers; `inner` is the weight's own. Few rows get narrow tiles, so that there are many."""
+    rows = min(128 if itemsize == 2 else 64, power_of_two(num_rows, 16))
+    columns = 32 if rows <= 16 or itemsize > 2 else 64 if rows <= 64 or out_features < 4096 else 128
+    return ProductTiles(rows, columns, 0, 8 if rows >= 128 else 4, 2 if rows >= 64 or itemsize > 2 else 3)
+
+
+def float8_tiles(num_rows: int, out_features: int, in_features: int, group_size: int) -> ProductTiles:
+    """For products of float8 with float8; `inner` divides a group where there are several."""
+    rows = min(128, power_of_two(num_rows, 16))
+    columns = 32 if rows <= 16 else 64 if rows <= 64 or out_features < 4096 else 128
+    inner = min(128, group_size) if group_size < in_features else 128
+    return ProductTiles(rows, columns, inner, 8 if rows >= 128 else 4, 3 if rows < 128 else 2)
+
+
+def sampled_block(size: int) -> int:
+    """Tokens of a block: a power of two near the square root of the vocabulary's size, so that blocks are as many."""
+    return 1 << (size.bit_length() + 1) // 2

@@ -1,0 +1,135 @@
+"""Compiles kernels for devices that are not there: a launch is caught, and its kernel compiled for each target with the
+arguments' types, alignment and constants, down to the target's machine code.
+
+Run as a program it prints a line for each kernel and target: what it needs of shared memory, registers and spills.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED_MEMORY = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+"""Most bytes of shared memory that a program may take, as the makers' manuals have it."""
+
+_TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e4m3fnuz: "fp8e4b8",
+    torch.float8_e5m2: "fp8e5",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A caught launch: what `ASTSource` and the compiler take."""
+
+    function: JITFunction
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    aligned: dict[tuple[int, ...], list[list[Any]]]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a kernel needs. `registers` and `spilled` bytes of a thread are None where no tool tells."""
+
+    name: str
+    target: str
+    shared: int
+    registers: int | None
+    spilled: int | None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name:28} {self.target:7} shared {self.shared / 1024:6.1f} KiB  "
+            f"registers {self.registers}  spilled {self.spilled}"
+        )
+
+
+def _caught(function: JITFunction, args: tuple[Any, ...], options: dict[str, Any]) -> Launch:
+    given = dict(zip(function.arg_names, args))
+    names = set(function.arg_names)
+    given |= {name: value for name, value in options.items() if name in names}
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    aligned: dict[tuple[int, ...], list[list[Any]]] = {}
+    for place, parameter in enumerate(function.params):
+        value, name = given[parameter.name], parameter.name
+        if parameter.is_constexpr:
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = f"*{_TYPES[value.dtype]}"
+            aligned[(place,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        elif value == 1 and not parameter.do_not_specialize:
+            signature[name], constants[name] = "constexpr", 1
+        else:
+            signature[name] = "i32"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                aligned[(place,)] = [["tt.divisibility", 16]]
+    rest = {name: value for name, value in options.items() if name not in names}
+    return Launch(function, signature, constants, aligned, rest)
+
+
+@contextmanager
+def launches() -> Iterator[list[Launch]]:
+    """The launches of whatever runs inside, none of which happens."""
+    found: list[Launch] = []
+    original = JITFunction.__getitem__
+
+    def catch(self: JITFunction, grid: Any) -> Callable[..., None]:
+        return lambda *args, **options: found.append(_caught(self, args, options))
+
+    JITFunction.__getitem__ = catch
+    try:
+        yield found
+    finally:
+        JITFunction.__getitem__ = original
+
+
+def compile_for(launch: Launch, target: str) -> Compiled:
+    """Compiles one launch for one target."""
+    source = ASTSource(launch.function, launch.signature, launch.constants, launch.aligned)
+    kernel = triton.compile(source, target=TARGETS[target], options=launch.options)
+    registers = spilled = None
+    if "cubin" in kernel.asm:
+        with tempfile.TemporaryDirectory() as folder:
+            binary = Path(folder) / "kernel.cubin"
+            binary.write_bytes(kernel.asm["cubin"])
+            tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+            text = subprocess.run([tool, "--dump-resource-usage", binary], capture_output=True, text=True).stdout
+        if match := re.search(r"REG:(\d+) STACK:(\d+)", text):
+            registers, spilled = int(match[1]), int(match[2])
+    else:
+        text = kernel.asm["amdgcn"]
+        registers = int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1])
+        spilled = int(re.search(r"\.private_segment_fixed_size:\s+(\d+)", text)[1])
+    return Compiled(launch.function.__name__, target, kernel.metadata.shared, registers, spilled)

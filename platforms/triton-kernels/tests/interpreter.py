@@ -1,0 +1,82 @@
+"""Imports Triton with its interpreter: numpy on the host in place of a device.
+
+Triton decides when it decorates a function, so its own library and every kernel here are imported while the variable
+is set, and it is unset afterwards: programs that are started from here don't inherit it. Whoever imports this first
+decides for the process, which holds no other user of Triton.
+
+ImportError: There is no Triton.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+
+import numpy as np
+import torch
+
+_before = os.environ.get("TRITON_INTERPRET")
+os.environ["TRITON_INTERPRET"] = "1"
+try:
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    importlib.import_module("triton.experimental.gluon")  # Triton imports it at the first launch; it asks, too
+    import mvllm_triton
+    import mvllm_triton.kernels
+
+    for _package in (mvllm_triton.kernels, mvllm_triton):
+        for _module in pkgutil.iter_modules(_package.__path__):
+            importlib.import_module(f"{_package.__name__}.{_module.name}")
+finally:
+    if _before is None:
+        del os.environ["TRITON_INTERPRET"]
+    else:
+        os.environ["TRITON_INTERPRET"] = _before
+if not isinstance(tl.sum, interpreter.InterpretedFunction):
+    raise RuntimeError(
+        "Something has imported Triton without its interpreter. Give these tests a process of their own: "
+        "pytest platforms/triton-kernels/tests platforms/torch-gpu/tests platforms/cuda/tests"
+    )
+
+# Triton 3.7's interpreter keeps bfloat16 and float8 as integers. It multiplies matrices of these integers, and rounds
+# to these dtypes by dropping bits. Devices round to the nearest; so does it with these two methods in place.
+_ROUNDED = {
+    tl.bfloat16: (np.int16, torch.bfloat16),
+    tl.float8e4nv: (np.uint8, torch.float8_e4m3fn),
+    tl.float8e5: (np.uint8, torch.float8_e5m2),
+}
+
+
+def _cast(builder, source, dtype, rounding=None):
+    found, wanted = source.dtype.scalar, dtype.scalar
+    data = _numbers(source)
+    if wanted in _ROUNDED:
+        bits, rounded = _ROUNDED[wanted]
+        number = torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32)).to(rounded)
+        data = number.view(torch.uint8 if bits == np.uint8 else torch.int16).numpy()
+        data = data.view(interpreter._get_np_dtype(wanted))
+    else:
+        assert found in _ROUNDED or rounding is None
+        data = data.astype(interpreter._get_np_dtype(dtype))
+    return interpreter.TensorHandle(data, wanted)
+
+
+def _numbers(handle):
+    """What a handle holds, as numpy can compute with it."""
+    if handle.dtype.scalar not in _ROUNDED:
+        return handle.data
+    bits, rounded = _ROUNDED[handle.dtype.scalar]
+    data = torch.from_numpy(np.ascontiguousarray(handle.data).view(bits))
+    return data.view(rounded).float().numpy()
+
+
+def _dot(builder, a, b, d, input_precision, max_num_imprecise_acc):
+    product = np.matmul(_numbers(a), _numbers(b), dtype=d.data.dtype)
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+
+interpreter.InterpreterBuilder.cast_impl = _cast
+interpreter.InterpreterBuilder.create_fp_to_fp = _cast
+interpreter.InterpreterBuilder.create_dot = _dot

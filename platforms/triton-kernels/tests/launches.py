@@ -1,0 +1,182 @@
+"""Launches as models of today's sizes make them, to be compiled for devices that are not there. Nothing is computed,
+and no tensor looked at: all are on torch's `meta` device, so that a launch which needs to know what one holds fails.
+
+Run as a program, with targets and perhaps names, it prints what each kernel needs of each target:
+`python -m platforms.triton-kernels.tests.launches sm_90,gfx942 decode-128`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mvllm_triton.activation import silu_and_mul
+from mvllm_triton.argmax import argmax
+from mvllm_triton.attention import latent_attention, paged_attention
+from mvllm_triton.float8_linear import float8_linear
+from mvllm_triton.kv_write import write_kv, write_latent
+from mvllm_triton.moe import clamped_moe, moe
+from mvllm_triton.norm import add_rms_norm, rms_norm
+from mvllm_triton.quantized_linear import PackedIntegers, quantized_linear
+from mvllm_triton.rotary import rotary
+from mvllm_triton.sampling import sample
+
+BF16, F32 = torch.bfloat16, torch.float32
+CODES, NATIVE = torch.uint8, torch.float8_e4m3fn
+
+
+def _integers(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def _attention(
+    tokens: int,
+    requests: int,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    *,
+    dtype: torch.dtype = BF16,
+    stored: torch.dtype | None = None,
+    splits: int = 1,
+    **options: Any,
+) -> None:
+    slots = (2, 16, kv_heads)
+    cache = torch.empty((*slots, size), dtype=stored or dtype)
+    scales = torch.ones(slots) if stored in (CODES, NATIVE) else None
+    paged_attention(
+        torch.empty(tokens, heads, size, dtype=dtype), cache, cache, _integers(requests, 64), _integers(requests + 1),
+        _integers(requests), scale=1.0, max_query_len=tokens // requests, max_seq_len=8192, k_scale=scales,
+        v_scale=scales, splits=splits, **options,
+    )  # fmt: skip
+
+
+def _latent(tokens: int, requests: int, heads: int, *, splits: int = 1, stored: torch.dtype = BF16) -> None:
+    latent_attention(
+        torch.empty(tokens, heads, 576, dtype=BF16), torch.empty(2, 64, 1, 576, dtype=stored), _integers(requests, 64),
+        _integers(requests + 1), _integers(requests), value_size=512, scale=1.0, max_query_len=tokens // requests,
+        max_seq_len=8192, kv_scale=torch.ones(2, 64, 1) if stored == CODES else None, splits=splits,
+    )  # fmt: skip
+
+
+def _write(stored: torch.dtype, scaled: bool) -> None:
+    new, cache = torch.empty(16, 8, 128, dtype=BF16), torch.empty(2, 16, 8, 128, dtype=stored)
+    scales = torch.ones(2, 16, 8) if scaled else None
+    write_kv(new, new, cache, cache, _integers(16), k_scale=scales, v_scale=scales)
+
+
+def _rows(dtype: torch.dtype) -> None:
+    x, weight = torch.empty(16, 4096, dtype=dtype), torch.empty(4096, dtype=dtype)
+    rms_norm(x, weight, 1e-6)
+    rms_norm(x.view(16, 32, 128), weight[:128], 1e-6)
+    add_rms_norm(x, x.clone(), weight, 1e-6)
+    silu_and_mul(x)
+    argmax(torch.empty(16, 128256, dtype=dtype))
+    rotary(_integers(16), x.view(16, 32, 128), x.view(16, 32, 128)[:, :8], torch.empty(64, 128))
+
+
+def _experts(tokens: int, dtype: torch.dtype = BF16) -> None:
+    x, ids, shares = (
+        torch.empty(tokens, 2048, dtype=dtype),
+        torch.zeros(tokens, 8, dtype=torch.int64),
+        torch.ones(tokens, 8),
+    )
+    moe(x, torch.empty(64, 1536, 2048, dtype=dtype), torch.empty(64, 2048, 768, dtype=dtype), ids, shares)
+
+
+def _clamped_experts(tokens: int) -> None:
+    clamped_moe(
+        torch.empty(tokens, 2880, dtype=BF16), torch.empty(8, 5760, 2880, dtype=BF16), torch.empty(8, 5760, dtype=BF16),
+        torch.empty(8, 2880, 2880, dtype=BF16), torch.empty(8, 2880, dtype=BF16),
+        torch.zeros(tokens, 4, dtype=torch.int64), torch.ones(tokens, 4), 1.702, 7.0,
+    )  # fmt: skip
+
+
+def _integer_product(tokens: int, bits: int, int8_activations: bool, group_size: int = 128) -> None:
+    data = torch.empty(4096, 4096 * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
+    scales = torch.empty(4096, 4096 // group_size)
+    zeros = scales.to(torch.int8)
+    weight = PackedIntegers(data, scales, zeros, group_size, bits, int8_activations, 4096, 4096, group_size)
+    quantized_linear(torch.empty(tokens, 4096, dtype=BF16), weight, None)
+
+
+def _float8_product(tokens: int, block: tuple[int, int] | None, *, native: bool = True) -> None:
+    weight = torch.empty(4096, 4096, dtype=NATIVE)
+    scale = torch.empty((32, 32) if block else (4096, 1))
+    float8_linear(torch.empty(tokens, 4096, dtype=BF16), weight, scale, block=block, native=native)
+
+
+def _sample(rows: int) -> None:
+    each = torch.ones(rows)
+    sample(torch.empty(rows, 151936), each, each, _integers(rows), each, each, each)
+
+
+LAUNCHES: dict[str, Callable[[], None]] = {
+    "decode-128": lambda: _attention(64, 64, 32, 8, 128, splits=4),
+    "decode-64": lambda: _attention(64, 64, 64, 8, 64, sinks=torch.empty(64), window=128),
+    "decode-float8": lambda: _attention(64, 64, 32, 8, 128, stored=NATIVE, splits=4),
+    "decode-codes": lambda: _attention(64, 64, 32, 8, 128, stored=CODES, splits=4),
+    "prefill-64": lambda: _attention(2048, 1, 32, 8, 64),
+    "prefill-80": lambda: _attention(2048, 1, 32, 32, 80),
+    "prefill-128": lambda: _attention(2048, 1, 32, 8, 128),
+    "prefill-256": lambda: _attention(2048, 1, 16, 8, 256, soft_cap=50.0, window=4096),
+    "prefill-float32": lambda: _attention(512, 1, 32, 8, 128, dtype=F32),
+    "prefill-codes": lambda: _attention(2048, 1, 32, 8, 128, stored=CODES),
+    "mixed-128": lambda: _attention(2048, 64, 32, 8, 128, splits=4),
+    "latent-decode": lambda: _latent(64, 64, 128, splits=2),
+    "latent-decode-codes": lambda: _latent(64, 64, 16, splits=2, stored=CODES),
+    "latent-prefill": lambda: _latent(512, 1, 128),
+    "write": lambda: _write(BF16, False),
+    "write-codes": lambda: _write(CODES, True),
+    "write-latent": lambda: write_latent(
+        torch.empty(16, 1, 576, dtype=BF16), torch.empty(2, 64, 1, 576, dtype=BF16), _integers(16)
+    ),
+    "rows": lambda: _rows(BF16),
+    "rows-float32": lambda: _rows(F32),
+    "sample": lambda: _sample(16),
+    "experts-decode": lambda: _experts(8),
+    "experts-prefill": lambda: _experts(2048),
+    "experts-float32": lambda: _experts(64, F32),
+    "clamped-experts": lambda: _clamped_experts(16),
+    "int8-decode": lambda: _integer_product(8, 8, False),
+    "int4-decode": lambda: _integer_product(8, 4, False),
+    "int4-prefill": lambda: _integer_product(2048, 4, False),
+    "int8-activations": lambda: _integer_product(2048, 8, True),
+    "int4-int8-activations": lambda: _integer_product(64, 4, True),
+    "int4-int8-small-groups": lambda: _integer_product(64, 4, True, 32),
+    "float8-decode": lambda: _float8_product(8, None),
+    "float8-prefill": lambda: _float8_product(2048, None),
+    "float8-blocks": lambda: _float8_product(2048, (128, 128)),
+    "float8-codes": lambda: _float8_product(64, (128, 128), native=False),
+}
+
+_CONVERTING = ("decode-float8", "float8-decode", "float8-prefill", "float8-blocks")
+UNREADABLE = {(name, target) for name in _CONVERTING for target in ("sm_80",)}
+"""Launches with a dtype that a target has no conversions of: there float8 is kept as codes."""
+
+
+def main(targets: list[str], names: list[str]) -> int:
+    """Compiles for the targets, and returns how many launches did not fit."""
+    from importlib import import_module
+
+    compiled = import_module("platforms.triton-kernels.tests.compiled")
+    failed = 0
+    for name in names or LAUNCHES:
+        with compiled.launches() as caught, torch.device("meta"):  # tensors that hold nothing: nothing is looked at
+            LAUNCHES[name]()
+        for target in targets:
+            if (name, target) in UNREADABLE:
+                continue
+            for launch in caught:
+                found = compiled.compile_for(launch, target)
+                fits = found.shared <= compiled.SHARED_MEMORY[target]
+                failed += not fits
+                print(f"{name:20}", found, "" if fits else "DOES NOT FIT", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1].split(","), sys.argv[2:]))

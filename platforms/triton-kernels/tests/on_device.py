@@ -1,0 +1,355 @@
+"""The kernels on a device: are they right, do graphs capture them, and how fast are they beside the device's limits?
+
+    python -m platforms.triton-kernels.tests.on_device [numerics] [graphs] [speed] [tiles]
+
+Needs torch with its Triton and this package, nothing else. Speeds are of captured graphs, replayed; each stands beside
+what a copy of memory and a bfloat16 matrix product reach in the same run. `tiles` tries other sizes than those of
+`mvllm_triton.tiles` for the same launches and prints the best of each.
+
+Without a device the first runs on the host, on Triton's interpreter.
+"""
+
+# ruff: noqa: B023  (functions are called before their loop goes on)
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():  # which is the name of HIP devices, too
+    importlib.import_module("platforms.triton-kernels.tests.interpreter")
+
+from mvllm_triton import attention, float8_linear, moe, norm, quantized_linear, rotary, sampling
+from mvllm_triton.activation import silu_and_mul
+from mvllm_triton.argmax import argmax
+from mvllm_triton.kv_write import write_kv
+from mvllm_triton.tiles import AttentionTiles
+
+BF16 = torch.bfloat16
+
+
+@dataclass
+class Paged:
+    """Requests of equal length with random keys and values in blocks of a random order."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    table: torch.Tensor
+    starts: torch.Tensor
+    lens: torch.Tensor
+    query_len: int
+    length: int
+
+    @classmethod
+    def make(
+        cls,
+        device: str,
+        requests: int,
+        query_len: int,
+        length: int,
+        heads: tuple[int, int, int],
+        dtype: torch.dtype,
+        block_size: int = 16,
+    ) -> Paged:
+        """`heads` are query heads, key/value heads and elements of each."""
+        blocks = -(-length // block_size)
+        cache = (requests * blocks, block_size, heads[1], heads[2])
+        table = torch.randperm(requests * blocks, device=device, dtype=torch.int32).view(requests, blocks)
+        return cls(
+            torch.randn(requests * query_len, heads[0], heads[2], device=device, dtype=dtype),
+            torch.randn(cache, device=device, dtype=dtype),
+            torch.randn(cache, device=device, dtype=dtype),
+            table,
+            torch.arange(requests + 1, device=device, dtype=torch.int32) * query_len,
+            torch.full((requests,), length, device=device, dtype=torch.int32),
+            query_len,
+            length,
+        )
+
+    def run(self, **options: Any) -> torch.Tensor:
+        tables = self.table, self.starts, self.lens
+        hints = {"max_query_len": self.query_len, "max_seq_len": self.length, "scale": self.q.shape[2] ** -0.5}
+        return attention.paged_attention(self.q, self.k_cache, self.v_cache, *tables, **hints | options)
+
+    def exact(self, window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
+        """Dense attention in float64, of what the caches hold."""
+        found = []
+        group = self.q.shape[1] // self.k_cache.shape[2]
+        for r, q in enumerate(self.q.double().split(self.query_len)):
+            blocks = self.table[r].long()
+            k, v = (
+                c[blocks].flatten(0, 1)[: self.length].double().repeat_interleave(group, 1)
+                for c in (self.k_cache, self.v_cache)
+            )
+            scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            at = torch.arange(self.length - self.query_len, self.length, device=q.device)[:, None]
+            key_at = torch.arange(self.length, device=q.device)
+            hidden = key_at > at
+            if window is not None:
+                hidden |= key_at <= at - window
+            found.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v))
+        return torch.cat(found)
+
+
+def _off(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Largest difference, relative to the largest element."""
+    return float((found.double() - exact.double()).abs().max() / exact.double().abs().max())
+
+
+def numerics(device: str, small: bool) -> bool:
+    """Prints how far each kernel is from what torch computes in float64, and whether that is near enough."""
+    rows: list[tuple[str, float, float]] = []
+    allowed = {torch.float32: 1e-4, BF16: 2e-2, torch.float16: 3e-3}
+    lengths = (70,) if small else (70, 1000, 5000)
+    for dtype, length, query_len in itertools.product(allowed, lengths, (1, 5) if small else (1, 5, 64)):
+        for size in (80,) if small else (64, 80, 128, 256):
+            paged = Paged.make(device, 3, query_len, length, (8, 2, size), dtype)
+            for features in ({}, {"window": 50}, {"soft_cap": 5.0}):
+                found, exact = paged.run(**features), paged.exact(**features)  # type: ignore[arg-type]
+                what = f"attention {dtype} {query_len} of {length}, heads of {size}, {features}"
+                rows.append((what, _off(found, exact), allowed[dtype]))
+        if query_len == 1:
+            split = paged.run(splits=5)
+            rows.append((f"attention {dtype} {length} in splits", _off(split, paged.exact()), allowed[dtype]))
+    x, weight = torch.randn(7, 512, device=device), torch.randn(512, device=device)
+    plain = torch.nn.functional.rms_norm(x.double(), (512,), weight.double(), 1e-6)
+    rows.append(("rms_norm", _off(norm.rms_norm(x, weight, 1e-6), plain), 1e-5))
+    gate, up = x.double().chunk(2, dim=1)
+    rows.append(("silu_and_mul", _off(silu_and_mul(x), torch.nn.functional.silu(gate) * up), 1e-5))
+    rows.append(("argmax", float((argmax(x)[1] != x.argmax(1)).any()), 0.0))
+    ids = torch.stack([torch.randperm(6, device=device)[:2] for _ in range(7)])
+    shares = torch.rand(7, 2, device=device)
+    gate_up, down = torch.randn(6, 96, 512, device=device), torch.randn(6, 512, 48, device=device)
+    total = torch.zeros(7, 512, device=device, dtype=torch.float64)
+    for token, which in itertools.product(range(7), range(2)):
+        expert = int(ids[token, which])
+        gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
+        inner = torch.nn.functional.silu(gate) * up
+        total[token] += shares[token, which] * (down[expert].double() @ inner)
+    rows.append(("moe", _off(moe.moe(x, gate_up, down, ids, shares), total), 1e-4))
+    for wide in (torch.float32, BF16):
+        f8 = torch.randn(64, 512, device=device).to(torch.float8_e4m3fn)
+        codes, scales = float8_linear.float8_rows(x.to(wide))
+        exact = (codes.double() * scales.double()) @ f8.double().T
+        for native in (False,) if small else (False, True):
+            found = float8_linear.float8_linear(x.to(wide), f8, torch.ones(1, device=device), native=native)
+            rows.append(
+                (f"float8 product, {wide}, native {native}", _off(found, exact), 1e-4 if wide != BF16 else 1e-2)
+            )
+        for bits, int8 in itertools.product((8, 4), (False, True)):
+            packed, matrix = _integers(device, 64, 512, bits, int8)
+            found = quantized_linear.quantized_linear(x.to(wide), packed, None)
+            exact = x.to(wide).double() @ matrix.double().T
+            rows.append((f"int{bits} product, {wide}, int8 activations {int8}", _off(found, exact), 2e-2))
+    right = True
+    for what, off, limit in rows:
+        right &= off <= limit  # a NaN is not
+        if not off <= limit:
+            print(f"WRONG  {what}: {off:.3g}, allowed {limit:g}")
+    print(f"numerics: {len(rows)} results, {'all right' if right else 'some WRONG'}")
+    return right
+
+
+def _integers(
+    device: str, out_features: int, in_features: int, bits: int, int8: bool
+) -> tuple[quantized_linear.PackedIntegers, torch.Tensor]:
+    """A weight with groups of 128 columns, packed, and the matrix that it stands for."""
+    middle = 2 ** (bits - 1)
+    values = torch.randint(-middle + 1, middle, (out_features, in_features), device=device, dtype=torch.int8)
+    scales = torch.rand(out_features, in_features // 128, device=device) + 0.5
+    weight = _Weight(values, scales, None, 128, bits, int8)
+    return quantized_linear.pack(weight), values.float() * scales.repeat_interleave(128, 1)
+
+
+@dataclass(frozen=True)
+class _Weight:
+    values: torch.Tensor
+    scales: torch.Tensor
+    zero_points: torch.Tensor | None
+    group_size: int
+    bits: int
+    int8_activations: bool
+
+
+def graphs(device: str) -> bool:
+    """Whether a captured step gives the right result when it is replayed with other lengths."""
+    paged = Paged.make(device, 4, 1, 3000, (8, 2, 128), BF16)
+    graph, out = _captured(paged.run)
+    paged.lens.fill_(1700)
+    graph.replay()
+    paged.length = 1700
+    off = _off(out, paged.exact())
+    print(f"graphs: a decode captured at 3000 tokens and replayed at 1700 is off by {off:.3g}")
+    return off <= 2e-2
+
+
+def _captured(function: Callable[[], Any]) -> tuple[Any, Any]:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = function()
+    return graph, out
+
+
+def seconds(function: Callable[[], Any], repeats: int = 20) -> float:
+    """Of one call, replayed from a graph."""
+    graph, _ = _captured(function)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    begin.record()
+    for _ in range(repeats):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / repeats
+
+
+DECODES = [(batch, length) for length in (1024, 8192) for batch in (1, 16, 64, 256)]
+PREFILLS = [2048, 8192, 32768]
+LLAMA = (32, 8, 128)
+
+
+def _decode_bytes(batch: int, length: int, itemsize: int) -> int:
+    return 2 * batch * length * LLAMA[1] * LLAMA[2] * itemsize
+
+
+def _prefill_flops(length: int) -> float:
+    return 2.0 * length * length * LLAMA[0] * LLAMA[2]  # two products, half of each hidden
+
+
+def speed(device: str) -> None:
+    """Prints rates, and their share of the device's. What is small lies in its caches, and may be above them."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = 2 * source.nbytes / seconds(lambda: target.copy_(source))
+    a = torch.randn(8192, 8192, device=device, dtype=BF16)
+    product = 2 * 8192**3 / seconds(lambda: a @ a)
+    print(f"limits: copy {copy / 1e9:.0f} GB/s, bfloat16 product {product / 1e12:.0f} TFLOP/s")
+
+    def show(what: str, time: float, *, moved: float = 0, computed: float = 0) -> None:
+        rates = [f"{time * 1e6:9.1f} us"]
+        if moved:
+            rates.append(f"{moved / time / 1e9:6.0f} GB/s = {moved / time / copy:5.1%} of copy")
+        if computed:
+            rates.append(f"{computed / time / 1e12:6.1f} TFLOP/s = {computed / time / product:5.1%} of product")
+        print(f"{what:52}", *rates, flush=True)
+
+    for batch, length in DECODES:
+        paged = Paged.make(device, batch, 1, length, LLAMA, BF16)
+        show(f"decode, batch {batch}, {length} tokens", seconds(paged.run), moved=_decode_bytes(batch, length, 2))
+        scales = torch.rand(paged.k_cache.shape[:3], device=device)
+        for kind in (torch.float8_e4m3fn, torch.uint8):
+            paged.k_cache = paged.k_cache.to(torch.float8_e4m3fn).view(kind)
+            paged.v_cache = paged.v_cache.to(torch.float8_e4m3fn).view(kind)
+            time = seconds(lambda: paged.run(k_scale=scales, v_scale=scales))
+            show(f"    the same in {kind}", time, moved=_decode_bytes(batch, length, 1))
+            paged.k_cache, paged.v_cache = (c.view(torch.float8_e4m3fn) for c in (paged.k_cache, paged.v_cache))
+    for length in PREFILLS:
+        paged = Paged.make(device, 1, length, length, LLAMA, BF16)
+        show(f"prefill, {length} tokens", seconds(paged.run, 3), computed=_prefill_flops(length))
+    for rows in (16, 2048):
+        x, weight = torch.randn(rows, 4096, device=device, dtype=BF16), torch.ones(4096, device=device, dtype=BF16)
+        show(f"rms_norm, {rows} rows", seconds(lambda: norm.rms_norm(x, weight, 1e-6)), moved=2 * x.nbytes)
+        residual = x.clone()
+        time = seconds(lambda: norm.add_rms_norm(x, residual, weight, 1e-6))
+        show(f"add_rms_norm, {rows} rows", time, moved=4 * x.nbytes)
+        wide = torch.randn(rows, 2 * 14336, device=device, dtype=BF16)
+        show(f"silu_and_mul, {rows} rows", seconds(lambda: silu_and_mul(wide)), moved=1.5 * wide.nbytes)
+        heads, index = x.view(rows, 32, 128), torch.zeros(rows, device=device, dtype=torch.int32)
+        angles = torch.randn(64, 128, device=device)
+        show(f"rotary, {rows} rows", seconds(lambda: rotary.rotary(index, heads, heads[:, :8], angles)))
+        cache = torch.zeros(rows, 16, 8, 128, device=device, dtype=BF16)
+        slots = torch.arange(rows, device=device, dtype=torch.int32)
+        show(f"write_kv, {rows} rows", seconds(lambda: write_kv(heads[:, :8], heads[:, 8:16], cache, cache, slots)))
+    _speed_of_products(device, show)
+    logits, each = torch.randn(64, 151936, device=device), torch.ones(64, device=device)
+    show("argmax, 64 rows of 151936", seconds(lambda: argmax(logits)), moved=logits.nbytes)
+    given = (logits, each, each * -math.inf, torch.full((64,), 50, device=device), each * 0.9, each * 0.5, each * 0.5)
+    show("sample, 64 rows of 151936, top_k and top_p", seconds(lambda: sampling.sample(*given)))
+
+
+def _speed_of_products(device: str, show: Callable[..., None]) -> None:
+    for tokens in (1, 16, 64, 2048):
+        x = torch.randn(tokens, 4096, device=device, dtype=BF16)
+        weight = torch.randn(4096, 4096, device=device, dtype=BF16)
+        flops = 2.0 * tokens * 4096 * 4096
+        time = seconds(lambda: torch.nn.functional.linear(x, weight))
+        show(f"torch's product, {tokens} rows of 4096", time, moved=weight.nbytes, computed=flops)
+        for bits, int8 in itertools.product((8, 4), (False, True)):
+            packed, _ = _integers(device, 4096, 4096, bits, int8)
+            time = seconds(lambda: quantized_linear.quantized_linear(x, packed, None))
+            what = f"    int{bits}{', int8 activations' if int8 else ''}"
+            show(what, time, moved=packed.data.nbytes, computed=flops)
+        f8 = weight.to(torch.float8_e4m3fn)
+        for block, shape in ((None, (4096, 1)), ((128, 128), (32, 32))):
+            scale = torch.ones(shape, device=device)
+            time = seconds(lambda: float8_linear.float8_linear(x, f8, scale, block=block))
+            show(f"    float8{' by block' if block else ''}", time, moved=f8.nbytes, computed=flops)
+    gate_up = torch.randn(128, 1536, 2048, device=device, dtype=BF16)
+    down = torch.randn(128, 2048, 768, device=device, dtype=BF16)
+    for tokens in (1, 16, 64, 2048):
+        x = torch.randn(tokens, 2048, device=device, dtype=BF16)
+        ids = (torch.arange(tokens * 8, device=device) % 128).view(tokens, 8)
+        shares = torch.rand(tokens, 8, device=device)
+        touched = min(128, tokens * 8) * (gate_up[0].nbytes + down[0].nbytes)
+        flops = 2.0 * tokens * 8 * (gate_up[0].numel() + down[0].numel())
+        time = seconds(lambda: moe.moe(x, gate_up, down, ids, shares))
+        show(f"128 experts, {tokens} rows", time, moved=touched, computed=flops)
+
+
+def tiles(device: str) -> None:
+    """Prints, for decodes and prefills, the quickest sizes beside those of `mvllm_triton.tiles`."""
+    usual = attention.attention_tiles
+    launches = [(f"decode {b} of {n}", (b, 1, n), (16,)) for b, n in ((1, 8192), (16, 8192), (64, 8192), (256, 1024))]
+    launches += [(f"prefill of {n}", (1, n, n), (64, 128)) for n in PREFILLS[:2]]
+    for what, shape, all_rows in launches:
+        paged = Paged.make(device, *shape, LLAMA, BF16)
+        found: list[tuple[float, str]] = [(seconds(paged.run, 5), "as they are")]
+        for rows, columns, warps, stages in itertools.product(all_rows, (32, 64, 128), (2, 4, 8), (1, 2, 3, 4)):
+            chosen = AttentionTiles(rows, columns, 4, rows // 4, warps, stages)
+            attention.attention_tiles = lambda *_, chosen=chosen, **__: chosen
+            try:
+                found.append((seconds(paged.run, 5), str(chosen)))
+            except Exception as e:  # what does not fit, in the compiler's words or the driver's
+                found.append((math.inf, f"{chosen}: {type(e).__name__}"))
+            finally:
+                attention.attention_tiles = usual
+        print(what, f"as they are {found[0][0] * 1e6:.1f} us")
+        for time, which in sorted(found)[:4]:
+            print(f"    {time * 1e6:9.1f} us  {which}", flush=True)
+
+
+def main(wanted: list[str]) -> int:
+    """Does what is wanted, or everything but `tiles`; the exit status says whether all was right."""
+    on_device = torch.cuda.is_available()
+    device = "cuda" if on_device else "cpu"
+    wanted = wanted or ["numerics", *(["graphs", "speed"] if on_device else [])]
+    torch.manual_seed(0)
+    right = True
+    if "numerics" in wanted:
+        right &= numerics(device, small=not on_device)
+    if "graphs" in wanted:
+        right &= graphs(device)
+    if "speed" in wanted:
+        speed(device)
+    if "tiles" in wanted:
+        tiles(device)
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

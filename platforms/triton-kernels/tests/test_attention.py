@@ -1,0 +1,198 @@
+"""Attention and KV writes against exact attention in float64, through core's cases: ragged batches, padding, tables
+whose unused entries must not be followed, slots in which an earlier tenant left NaN."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+
+import pytest
+import torch
+
+from mvllm.testing.attention_cases import expected, make_case, make_spec, run, tolerance
+
+interpreted = importlib.import_module("platforms.triton-kernels.tests.interpreted")
+
+# Ordinary runs look at fewer forms: the interpreter takes about 0.3 s for each.
+more = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
+DTYPES = ("float32", "bfloat16", "float16")
+
+# (tokens computed before, new tokens): a prompt, decodes and a chunk in one batch, around the edges of blocks.
+MIXED = [(0, 19), (47, 1), (15, 1), (16, 5), (0, 1)]
+DECODES = [(47, 1), (15, 1), (0, 1), (130, 1)]
+
+
+def assert_right(spec, requests, *, block_size=16, splits=None, codes=False, spread=1.0, padding=3, padding_requests=2):
+    case = make_case(
+        spec, requests, block_size=block_size, padding=padding, padding_requests=padding_requests, spread=spread
+    )
+    backend = interpreted.TritonAttention(spec, splits=splits, codes=codes)
+    found = run(backend, interpreted.runtime(), case)
+    assert found.dtype == case.query.dtype
+    real = case.num_real_tokens
+    error = (found[:real].double() - expected(case)).abs().max().item()
+    assert error < tolerance(spec.dtype, spec.kv_dtype)  # also fails for NaN
+    assert not found[real:].any()
+
+
+@pytest.mark.exhaustive
+def test_a_mixed_batch():
+    assert_right(make_spec(), MIXED)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"q": torch.zeros(1, 3, 8)}, "do not divide among 2"),
+        ({"q": torch.zeros(1, 4, 16)}, "do not fit together"),
+        ({"q": torch.zeros(1, 4, 8, dtype=torch.float64)}, "not torch.float64"),
+        ({"v_cache": torch.zeros(2, 4, 2, 8).half()}, "must be of one dtype"),
+        ({"k_cache": torch.zeros(2, 4, 8, 2).transpose(2, 3)}, "must be contiguous"),
+        (
+            {
+                "k_cache": torch.zeros(2, 4, 2, 8).byte(),
+                "v_cache": torch.zeros(2, 4, 2, 8).byte(),
+                "float8": torch.int8,
+            },
+            "Codes",
+        ),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_what_does_not_fit_is_refused(wrong, message):
+    cache, table = torch.zeros(2, 4, 2, 8), torch.zeros(1, 1, dtype=torch.int32)
+    given = {"q": torch.zeros(1, 4, 8), "k_cache": cache, "v_cache": cache, "block_table": table, **wrong}
+    lens = torch.ones(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        interpreted.mvllm_triton.attention.paged_attention(
+            **given,
+            query_start_loc=torch.arange(2, dtype=torch.int32),
+            seq_lens=lens,
+            scale=1.0,
+            max_query_len=1,
+            max_seq_len=1,
+        )
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_with_and_without_splits(dtype, splits):
+    assert_right(make_spec(head_size=32, dtype=dtype), MIXED, splits=splits)
+
+
+def test_lengths_that_the_host_gives_may_be_more_than_there_are_and_the_longest_sequence_a_guess():
+    spec = make_spec(head_size=16)
+    case = make_case(spec, [(0, 3), (9, 1), (3, 2)], block_size=16)
+    layout = dataclasses.replace(case.layout, max_query_len=100, max_seq_len=1)
+    found = run(interpreted.TritonAttention(spec), interpreted.runtime(), dataclasses.replace(case, layout=layout))
+    assert (found.double() - expected(case)).abs().max() < tolerance("float32", "float32")
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [(90, 1), (0, 1), (15, 1)],  # decodes
+        [(90, 4), (0, 1), (15, 8)],  # with drafts
+        more([(90, 4), (0, 9), (15, 1)]),  # and more than drafts
+        [(40, 33)],  # one prompt
+        more([(0, 70), (20, 40)]),  # prompts alone
+    ],
+    ids=str,
+)
+def test_kinds_of_batches(requests, splits):
+    assert_right(make_spec(head_size=16), requests, splits=splits)
+    if len(requests) == 1:
+        assert_right(make_spec(head_size=16), requests, splits=splits, padding=0, padding_requests=0)
+
+
+@pytest.mark.parametrize("head_size", [80, more(96), more(128), 256])
+def test_head_sizes_that_are_and_are_not_powers_of_two(head_size):
+    assert_right(make_spec(2, 1, head_size), [(0, 5), (30, 1)])
+
+
+@pytest.mark.parametrize("heads", [more((1, 1)), more((3, 1)), (14, 2), more((4, 4)), more((40, 2)), (71, 1)])
+def test_heads_that_share_keys(heads):
+    assert_right(make_spec(*heads, 16), [(0, 3), (17, 1)])
+
+
+@pytest.mark.parametrize("block_size", [1, more(4), more(32), 128])
+def test_block_sizes(block_size):
+    assert_right(make_spec(head_size=16), MIXED, block_size=block_size)
+
+
+@pytest.mark.parametrize(
+    "features, splits",
+    [
+        ({"sliding_window": 1}, 1),
+        more({"sliding_window": 1}, 4),
+        more({"sliding_window": 20}, 1),
+        ({"sliding_window": 20}, 4),
+        ({"soft_cap": 3.0}, 1),
+        more({"soft_cap": 3.0}, 4),
+        ({"sinks": True}, 1),
+        more({"sinks": True}, 4),
+        more({"sliding_window": 20, "soft_cap": 3.0, "sinks": True}, 1),
+        ({"sliding_window": 20, "soft_cap": 3.0, "sinks": True}, 4),
+        more({"scale": 0.7}, 4),
+        ({"value_head_size": 24}, 1),
+        more({"value_head_size": 24}, 4),
+    ],
+    ids=str,
+)
+def test_features(features, splits):
+    assert_right(make_spec(head_size=32, **features), MIXED, splits=splits)
+
+
+@pytest.mark.parametrize(
+    "dtype, kv_dtype, codes",
+    [
+        ("float32", "int8", False),
+        more("float32", "float8_e4m3fn", False),
+        more("float32", "float8_e4m3fn", True),
+        more("bfloat16", "int8", False),
+        ("bfloat16", "float8_e4m3fn", False),
+        more("bfloat16", "float8_e4m3fn", True),
+        more("float16", "int8", False),
+        more("float16", "float8_e4m3fn", False),
+        ("float16", "float8_e4m3fn", True),
+    ],
+)
+def test_caches_of_eight_bits_with_scales_of_each_token_and_head(dtype, kv_dtype, codes):
+    assert_right(make_spec(head_size=24, dtype=dtype, kv_dtype=kv_dtype), MIXED, codes=codes)
+
+
+@pytest.mark.parametrize(
+    "kv_dtype, splits",
+    [
+        ("float32", 1),
+        more("float32", 2),
+        more("int8", 1),
+        more("int8", 2),
+        more("float8_e4m3fn", 1),
+        ("float8_e4m3fn", 2),
+    ],
+)
+def test_latents(kv_dtype, splits):
+    spec = make_spec(4, 1, 40, kv_dtype=kv_dtype, value_head_size=24, values_in_keys=True)
+    assert_right(spec, MIXED, splits=splits)
+
+
+def test_many_heads_over_one_latent():
+    assert_right(make_spec(70, 1, 48, value_head_size=32, values_in_keys=True), [(20, 1), (0, 2)])
+
+
+@pytest.mark.parametrize("splits", [1, more(2)])
+@pytest.mark.parametrize("latent", [False, more(True)])
+def test_keys_that_every_query_of_a_tile_sees_and_those_that_some_see(latent, splits):
+    spec = make_spec(2, 1, 32 if latent else 16, value_head_size=16, values_in_keys=latent)
+    assert_right(spec, [(30, 100), (130, 1), (62, 3)], splits=splits)
+
+
+def test_decodes_over_many_blocks_share_their_keys_among_programs():
+    assert_right(make_spec(head_size=16), DECODES, splits=7)
+
+
+def test_a_long_context_is_split_without_being_asked():
+    assert_right(make_spec(2, 2, 16), [(300, 1)], spread=2.0)

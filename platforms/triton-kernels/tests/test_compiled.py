@@ -1,0 +1,41 @@
+"""Every kernel compiles to machine code of devices that are not there, and fits their shared memory.
+
+In a program of its own: this one has Triton with its interpreter, which compiles nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def compile_launches(tmp_path, targets, *names):
+    environment = {
+        **os.environ,
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
+    command = [sys.executable, "-m", "platforms.triton-kernels.tests.launches", targets, *names]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_a_decode_compiles_for_two_makers(tmp_path):
+    lines = compile_launches(tmp_path, "sm_90,gfx942", "decode-64").splitlines()
+    assert [line.split()[1:3] for line in lines] == [["attend", "sm_90"], ["attend", "gfx942"]]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_every_launch_compiles(tmp_path, target):
+    assert compile_launches(tmp_path, target)

@@ -1,0 +1,120 @@
+"""Float8: codes bit by bit against torch's, and products against what the codes say in float64."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+importlib.import_module("platforms.triton-kernels.tests.interpreted")
+
+from mvllm_triton import kv_write  # noqa: E402  once Triton is imported with its interpreter
+from mvllm_triton.attention import paged_attention  # noqa: E402
+from mvllm_triton.float8 import LARGEST  # noqa: E402
+from mvllm_triton.float8_linear import float8_linear, float8_rows  # noqa: E402
+
+FORMATS = [
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    pytest.param(torch.float8_e5m2, marks=pytest.mark.exhaustive),
+]
+
+
+def numbers(format_):
+    """Every number of a format, what lies midway between neighbours and on either side of that, and beyond the ends."""
+    codes = torch.arange(256, dtype=torch.uint8).view(format_).float()
+    known = codes[codes.isfinite()].unique()
+    middle = (known[1:] + known[:-1]) / 2
+    more = [middle, middle.nextafter(torch.tensor(1e9)), middle.nextafter(torch.tensor(-1e9))]
+    found = torch.cat([known, *more, torch.tensor([-0.0, 1e-30, -1e-30, 1e6, -1e6, torch.inf])])
+    return torch.nn.functional.pad(found, (0, -len(found) % 8))
+
+
+@pytest.mark.parametrize("float8", FORMATS, ids=str)
+def test_every_number_gets_the_code_that_torch_gives_it(float8):
+    x = numbers(float8).view(-1, 1, 8)
+    cache = torch.zeros(len(x), 1, 1, 8, dtype=float8)
+    slots = torch.arange(len(x), dtype=torch.int32)
+    kv_write.write_latent(x, cache, slots, kv_scale=1.0)
+    expected = x.clamp(-LARGEST[float8], LARGEST[float8]).to(float8)
+    assert torch.equal(cache.view(torch.uint8).flatten(), expected.view(torch.uint8).flatten())
+
+
+@pytest.mark.parametrize("float8", FORMATS, ids=str)
+def test_every_code_is_read_as_the_number_that_torch_reads(float8):
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[codes.view(float8).float().isfinite()]
+    values = codes.repeat(-(-256 // len(codes)))[:256].view(16, 1, 1, 16)
+    # Keys of a single slot each: the softmax of one score is 1, so the result is the value.
+    found = paged_attention(
+        torch.ones(16, 1, 16), values, values, torch.arange(16, dtype=torch.int32).view(16, 1),
+        torch.arange(17, dtype=torch.int32), torch.ones(16, dtype=torch.int32), scale=1e-9, max_query_len=1,
+        max_seq_len=1, float8=float8,
+    )  # fmt: skip
+    assert torch.equal(found.flatten(), values.view(float8).float().flatten())
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_one_scale_for_a_whole_cache(kind, as_tensor):
+    torch.manual_seed(0)
+    k, v = torch.randn(6, 2, 16), torch.randn(6, 2, 16)
+    scales = {torch.int8: (4 / 127, 5 / 127), torch.float8_e4m3fn: (0.02, 0.03)}[kind]
+    given = [torch.tensor([scale]) if as_tensor else scale for scale in scales]
+    caches = [torch.zeros(2, 4, 2, 16, dtype=kind) for _ in range(2)]
+    slots = torch.arange(6, dtype=torch.int32)
+    kv_write.write_kv(k, v, *caches, slots, k_scale=given[0], v_scale=given[1])
+    q = torch.randn(1, 4, 16)
+    tables = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    lens = torch.tensor([6], dtype=torch.int32)
+    options = {"scale": 0.25, "max_query_len": 1, "max_seq_len": 6}
+    found = paged_attention(q, *caches, *tables, lens, k_scale=given[0], v_scale=given[1], **options)
+    wide = [cache.float() * scale for cache, scale in zip(caches, scales)]
+    torch.testing.assert_close(found, paged_attention(q, *wide, *tables, lens, **options), rtol=1e-4, atol=1e-5)
+    assert (wide[0].flatten(0, 1)[:6] - k).abs().max() < 0.15  # what was stored is what was given, rounded
+
+
+def test_kinds_of_scales_are_not_mixed():
+    cache, x = torch.zeros(1, 4, 1, 8, dtype=torch.int8), torch.zeros(1, 1, 8)
+    with pytest.raises(ValueError, match="of one kind"):
+        kv_write.write_kv(x, x, cache, cache, torch.zeros(1, dtype=torch.int32), k_scale=1.0, v_scale=torch.ones(1))
+    with pytest.raises(ValueError, match="8 bits"):
+        kv_write.write_latent(x, cache.float(), torch.zeros(1, dtype=torch.int32), kv_scale=torch.ones(1))
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("scaled", ["tensor", "row", "block", "static"])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)], ids=str)
+def test_products(dtype, scaled, native):
+    torch.manual_seed(0)
+    x, bias = torch.randn(3, 2, 80).to(dtype), torch.randn(40).to(dtype)
+    weight = (torch.randn(40, 80) * 100).to(torch.float8_e4m3fn)
+    shape = {"row": (40, 1), "block": (3, 3)}.get(scaled, (1,))
+    scale = torch.rand(shape) * 0.01 + 0.001
+    block = (16, 32) if scaled == "block" else None
+    static = torch.tensor([0.02]) if scaled == "static" else None
+    found = float8_linear(x, weight, scale, bias, block=block, x_scale=static, native=native)
+    if static is None:
+        codes, row_scales = float8_rows(x.view(6, 80), 32 if block else None)
+        wide = codes.double() * row_scales.double().repeat_interleave(32 if block else 80, dim=1)[:, :80]
+    else:
+        wide = (x.view(6, 80).float() / static).to(weight.dtype).double() * static.double()
+    assert (wide - x.view(6, 80)).abs().max() < 0.2
+    scales = scale.repeat_interleave(16, 0)[:40].repeat_interleave(32, 1)[:, :80] if block else scale
+    exact = wide @ (weight.double() * scales.double()).T + bias.double()
+    assert found.dtype == dtype and found.shape == (3, 2, 40)
+    allowed = {torch.float32: 2e-5, torch.bfloat16: 2**-7}[dtype] * exact.abs().max()
+    assert (found.view(6, 40).double() - exact).abs().max() <= allowed
+
+
+def test_scales_that_do_not_fit_are_refused():
+    x, weight = torch.zeros(1, 64), torch.zeros(32, 64, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"\[2, 2\]"):
+        float8_linear(x, weight, torch.ones(1, 2), block=(16, 32))
+    with pytest.raises(ValueError, match="one scale or 32"):
+        float8_linear(x, weight, torch.ones(3))
+    with pytest.raises(ValueError, match="power of two"):
+        float8_linear(x, weight, torch.ones(1, 1), block=(16, 24))
+    with pytest.raises(ValueError, match="float32"):
+        float8_linear(x, weight.float(), torch.ones(1))

@@ -1,0 +1,50 @@
+"""Experts: core's cases against exact results, and the order that tokens are brought into."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from mvllm.ops.catalogue import SCHEMAS
+from mvllm.testing import op_cases
+
+importlib.import_module("platforms.triton-kernels.tests.interpreted")
+
+from mvllm_triton import moe  # noqa: E402  once Triton is imported with its interpreter
+from mvllm_triton.tiles import expert_tiles  # noqa: E402
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("op", ["moe", "clamped_moe"])
+def test_every_case_of_core(op, dtype):
+    for trial in op_cases.trials(op, dtype):
+        exact, found = op_cases.exact(trial), getattr(moe, op)(*trial.make())
+        assert found.dtype == getattr(torch, dtype) and found.shape == exact.shape
+        assert (found.double() - exact).abs().max() <= op_cases.tolerance(dtype) * exact.abs().max(), trial
+
+
+@pytest.mark.parametrize("hidden_size, inner_size", [(40, 24), pytest.param(72, 100, marks=pytest.mark.exhaustive)])
+def test_sizes_that_fill_no_tile_and_experts_that_nobody_chose(hidden_size, inner_size):
+    torch.manual_seed(0)
+    x, gate_up = torch.randn(5, hidden_size), torch.randn(9, 2 * inner_size, hidden_size) * 0.1
+    down = torch.randn(9, hidden_size, inner_size) * 0.1
+    ids = torch.tensor([[7, 0, 8], [7, 2, 0], [0, 7, 2], [8, 7, 0], [7, 0, 2]])
+    shares = torch.rand(5, 3)
+    expected = SCHEMAS["moe"].reference(x.double(), gate_up.double(), down.double(), ids, shares)
+    torch.testing.assert_close(moe.moe(x, gate_up, down, ids, shares).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_entries_are_ordered_by_expert_and_runs_fill_whole_tiles():
+    ids = torch.tensor([[3, 1], [3, 0], [1, 3]] * 8)
+    tiles = expert_tiles(ids.numel(), 5, 4)
+    order, experts = moe._ordered(ids, 5, 8, tiles)
+    assert tiles.rows == 16
+    assert experts.tolist() == [0, 1, 3, 3, -1, -1, -1, -1]
+    for tile, expert in enumerate(experts.tolist()[:4]):
+        entries = order[tile * 16 : tile * 16 + 16]
+        real = entries[entries < ids.numel()]
+        assert (ids.flatten()[real.long()] == expert).all()
+        assert (entries[len(real) :] == ids.numel()).all()
+    assert sorted(order[:64][order[:64] < 48].tolist()) == list(range(48))

@@ -1,0 +1,115 @@
+"""Draws under filters: the tokens that stay are those that a sort would keep, and draws are core's."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from mvllm.sampling.draw import draw
+
+importlib.import_module("platforms.triton-kernels.tests.interpreted")
+
+from mvllm_triton import sampling  # noqa: E402  once Triton is imported with its interpreter
+
+OFF = {"inv_temperature": 1.0, "min_p": 0.0, "top_k": 10**6, "top_p": 1.0}
+
+
+def arguments(rows, size):
+    inverse, min_p, top_k, top_p = (torch.tensor([{**OFF, **row}[name] for row in rows]) for name in OFF)
+    return inverse, min_p.log() / inverse, top_k.clamp(max=size), top_p
+
+
+def kept(logits, found):
+    """Which tokens stay, by what `filters` says."""
+    bits = (logits + 0.0).view(torch.int32)
+    orders = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return orders >= found[1].unsqueeze(1)
+
+
+def kept_by_sorting(logits, inverse, gap, top_k, top_p):
+    stays = []
+    for row, i, g, k, p in zip(logits, inverse, gap, top_k, top_p):
+        stay = (row >= row.max() + g) & (row >= row.sort(descending=True).values[k - 1])
+        weights = torch.where(stay, ((row.double() - row.max().double()) * i.double()).exp(), 0.0)
+        if p < 1:
+            values, ids = row.sort(descending=True)
+            sums = weights[ids].cumsum(0)
+            last = values[(sums < p.double() * sums[-1]).sum().clamp(max=len(row) - 1)]
+            stay &= row >= last
+        stays.append(stay)
+    return torch.stack(stays)
+
+
+ROWS = [
+    {},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 100, "inv_temperature": 0.5},
+    {"top_p": 0.9},
+    {"top_p": 0.05, "inv_temperature": 2.0},
+    {"min_p": 0.1},
+    {"min_p": 0.01, "top_k": 20, "top_p": 0.7},
+    {"top_k": 30, "top_p": 0.5, "inv_temperature": 1.5},
+]
+
+
+@pytest.mark.parametrize(
+    "size, spread",
+    [(300, 3.0), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((50, 0.1), (700, 0.1)))],
+)
+def test_the_tokens_that_stay_are_those_that_a_sort_would_keep(size, spread):
+    logits = torch.randn(len(ROWS), size, generator=torch.Generator().manual_seed(0)) * spread
+    given = arguments(ROWS, size)
+    found = sampling.filters(logits, *given)
+    assert torch.equal(found[0], logits.amax(dim=1))
+    assert torch.equal(kept(logits, found), kept_by_sorting(logits, *given))
+
+
+def test_tokens_that_tie_with_the_last_one_kept_stay():
+    logits = torch.tensor([[1.0, 0.0, -0.0, 0.0, -2.0, -torch.inf]]).repeat(2, 1)
+    found = sampling.filters(logits, *arguments([{"top_k": 2}, {"top_p": 0.7}], 6))
+    assert kept(logits, found).tolist() == [[True] * 4 + [False] * 2] * 2
+
+
+@pytest.mark.parametrize("size", [37, pytest.param(300, marks=pytest.mark.exhaustive)])
+def test_draws_are_those_of_core(size):
+    generator = torch.Generator().manual_seed(1)
+    rows = ROWS
+    logits = torch.randn(len(rows), size, generator=generator) * 2
+    logits[:, 3] = -torch.inf
+    coarse, fine = torch.rand(2, len(rows), generator=generator)
+    given = arguments(rows, size)
+    found = sampling.sample(logits, *given, coarse, fine)
+    weights = ((logits - logits.amax(dim=1, keepdim=True)) * given[0].unsqueeze(1)).exp()
+    weights = torch.where(kept_by_sorting(logits, *given), weights, 0.0)
+    assert (weights.gather(1, found.unsqueeze(1)) > 0).all()
+    block = sampling.sampled_block(size)
+    padded = torch.nn.functional.pad(weights, (0, -size % block))
+    share = padded.view(len(rows), -1, block).sum(dim=2)
+    expected_block = draw_of(share, coarse)
+    assert torch.equal(found // block, expected_block)
+    within = padded.view(len(rows), -1, block)[torch.arange(len(rows)), expected_block]
+    assert torch.equal(found % block, draw_of(within, fine))
+
+
+def draw_of(weights, uniform):
+    sums = weights.double().cumsum(dim=1)
+    return ((sums <= sums[:, -1:] * uniform.double().unsqueeze(1)) | (weights <= 0)).int().argmin(dim=1)
+
+
+def test_draws_follow_the_probabilities():
+    logits = torch.tensor([[0.0, 1.0, -1.0, 2.0, 0.5]])
+    n = 41
+    coarse, fine = torch.meshgrid((torch.arange(n) + 0.5) / n, (torch.arange(n) + 0.5) / n, indexing="ij")
+    grid = logits.softmax(dim=1)
+    found = draw(grid.expand(n * n, -1).contiguous(), coarse.flatten(), fine.flatten())
+    share = torch.bincount(found, minlength=5) / n**2
+    assert (share - grid[0]).abs().max() < 0.03  # so does core's
+    pick = torch.arange(0, n * n, 37)
+    ours = sampling.sample(
+        logits.expand(len(pick), -1).contiguous(), *arguments([{}] * len(pick), 5), coarse.flatten()[pick],
+        fine.flatten()[pick],
+    )  # fmt: skip
+    assert (torch.bincount(ours, minlength=5) / len(pick) - grid[0]).abs().max() < 0.15

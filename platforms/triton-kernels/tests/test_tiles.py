@@ -1,0 +1,51 @@
+"""Sizes of tiles: what kernels take for granted of them, for all shapes that models have."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from mvllm_triton import tiles
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("latent", [False, True])
+def test_tiles_of_attention_hold_a_token_at_least_and_fit(itemsize, latent):
+    sizes = (16, 33, 64, 80, 128, 192, 256, 512)
+    for size, block, group, length in itertools.product(sizes, (1, 16, 256), (1, 3, 8, 71, 128), (1, 2, 70, 4096)):
+        found = tiles.attention_tiles(size, block, itemsize, group, length, latent=latent)
+        assert found.tokens >= 1 and found.heads <= group
+        assert found.tokens * found.heads <= found.rows
+        assert found.rows & (found.rows - 1) == found.columns & (found.columns - 1) == 0
+        assert min(found.rows, found.columns) >= 16  # what the hardware multiplies
+        key_tile = found.columns * tiles.power_of_two(size) * itemsize
+        assert key_tile <= (64 << 10 if latent else 32 << 10)
+
+
+def test_a_long_prompt_gets_more_rows_than_a_decode():
+    decode = tiles.attention_tiles(128, 16, 2, 4, 1)
+    prompt = tiles.attention_tiles(128, 16, 2, 4, 2048)
+    assert (decode.rows, prompt.rows) == (16, 128)
+    assert (decode.tokens, prompt.tokens) == (4, 32)
+
+
+def test_keys_are_divided_where_programs_are_few_and_keys_are_many():
+    one = tiles.num_splits(8, 8192, 64, 132, 1 << 14)
+    assert 132 <= 8 * one <= 2 * 132
+    assert tiles.num_splits(8 * 64, 8192, 64, 132, 1 << 20) == 1  # enough programs already
+    assert tiles.num_splits(8, 100, 64, 132, 1 << 14) == 1  # nothing to divide
+    assert tiles.num_splits(8, 1 << 20, 64, 132, 1 << 25) == 2  # memory
+    assert tiles.num_splits(1, 1 << 20, 64, 1000, 1 << 10) == tiles.MAX_SPLITS
+
+
+@pytest.mark.parametrize("size", [5, 1024, 151936])
+@pytest.mark.parametrize("rows", [1, 64, 5000])
+def test_pieces_of_rows_cover_them(rows, size):
+    piece, block = tiles.argmax_piece(rows, size)
+    assert piece % block == 0
+    assert -(-size // piece) <= tiles.power_of_two(-(-size // block))  # what the second step has room for
+
+
+def test_experts_get_as_many_rows_as_they_have_on_average():
+    assert [tiles.expert_tiles(n, 64, 2).rows for n in (8, 64, 2048, 16384)] == [16, 16, 32, 128]

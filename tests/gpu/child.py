@@ -1,0 +1,55 @@
+"""Runs items of one part in this process: `python -m tests.gpu.child PART SETTINGS ITEM ...`. See runner.py.
+
+Exit status 0 when every item is done, with or without failures among its rows; 3 when an error that nobody foresaw has
+left the process in a state that the rest had better not inherit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import traceback
+
+from tests.gpu.ledger import FAILED, Ledger, Row
+from tests.gpu.parts import load
+from tests.gpu.runner import FRESH_PROCESS_NEEDED
+from tests.gpu.settings import Settings
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """When the parent ends, or says so, this process does, with all that it has started: they are one process group."""
+    signal.signal(signal.SIGTERM, lambda *unused: os.killpg(os.getpgrp(), signal.SIGKILL))
+    with contextlib.suppress(OSError, AttributeError):  # elsewhere than on Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def main() -> int:
+    """See the module."""
+    end_with_parent()
+    name, settings = sys.argv[1], Settings.from_json(sys.argv[2])
+    part, ledger = load(name), Ledger(settings.out)
+    for item in sys.argv[3:]:
+        unforeseen = False
+        try:
+            part.run(item, settings, ledger)
+        except AssertionError as e:
+            ledger.add(Row(name, item, item, FAILED, note=str(e) or "an assertion failed, see the log"))
+            traceback.print_exc()
+        except Exception as e:
+            ledger.add(Row(name, item, item, FAILED, note=f"{type(e).__name__}: {e}"))
+            traceback.print_exc()
+            unforeseen = True
+        with (settings.out / "done.txt").open("a") as done:
+            done.write(item + "\n")
+        if unforeseen:
+            return FRESH_PROCESS_NEEDED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

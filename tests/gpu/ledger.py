@@ -1,0 +1,134 @@
+"""What a run has found so far. Every row is on the disk before the next one is looked for.
+
+    OUT/rows.jsonl     a row per line, only ever added to, by the parent and by its children in turn
+    OUT/PART.json      the rows of one part
+    OUT/table.md       all of them as one table, written anew with each row
+
+So a run that is killed keeps what it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+OK, FAILED, MEASURED, NOT_RUN = "ok", "failed", "measured", "not run"
+Value = float | int | str | bool | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        part: For instance `parity`.
+        item: The item whose run made it.
+        name: What was looked at.
+        status: OK, FAILED, MEASURED or NOT_RUN.
+        figures: What was found; units are in the names.
+        note: One line: why it failed, or what a figure means.
+        at: Seconds since the epoch.
+    """
+
+    part: str
+    item: str
+    name: str
+    status: str
+    figures: Mapping[str, Value] = field(default_factory=dict)
+    note: str = ""
+    at: float = 0.0
+
+
+class Ledger:
+    """The rows of one run.
+
+    Args:
+        folder: Where the files are; made if need be.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = folder / "rows.jsonl"
+
+    def add(self, row: Row) -> None:
+        """Keeps a row, prints it, and writes the files anew."""
+        row = Row(row.part, row.item, row.name, row.status, dict(row.figures), one_line(row.note), time.time())
+        with self._file.open("a+b") as file:
+            if file.tell() and self._file.read_bytes()[-1:] != b"\n":
+                file.write(b"\n")  # the line before was not written to its end
+            file.write(json.dumps(asdict(row)).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        print(f"{row.part:<12} {row.name:<40} {row.status:<9} {shown(row.figures)} {row.note}".rstrip(), flush=True)
+        self.write()
+
+    def start_anew(self) -> None:
+        """Puts the rows of an earlier run aside."""
+        if self._file.exists():
+            self._file.replace(self.folder / "rows-before.jsonl")
+        for file in self.folder.glob("*.json"):
+            file.unlink()
+
+    def rows(self) -> list[Row]:
+        """All of them, in the order in which they came."""
+        if not self._file.exists():
+            return []
+        found = []
+        for line in self._file.read_text().splitlines():
+            with contextlib.suppress(ValueError):  # a line that was not written to its end
+                found.append(Row(**json.loads(line)))
+        return found
+
+    def figures(self, part: str, name: str) -> Mapping[str, Value]:
+        """The newest of one name; empty where there are none."""
+        found = [row.figures for row in self.rows() if (row.part, row.name) == (part, name)]
+        return found[-1] if found else {}
+
+    def write(self) -> None:
+        """The files that people read."""
+        rows = self.rows()
+        for part in {row.part for row in rows}:
+            content = [asdict(row) for row in rows if row.part == part]
+            _replace(self.folder / f"{part}.json", json.dumps(content, indent=1) + "\n")
+        _replace(self.folder / "table.md", table(rows))
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown: a row per finding."""
+    lines = ["| part | what | result | figures | note |", "| --- | --- | --- | --- | --- |"]
+    for row in rows:
+        cells = (row.part, row.name, row.status, shown(row.figures), row.note)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    counts = {status: sum(row.status == status for row in rows) for status in (OK, MEASURED, FAILED, NOT_RUN)}
+    lines += ["", ", ".join(f"{count} {status}" for status, count in counts.items()) + "."]
+    return "\n".join(lines) + "\n"
+
+
+def shown(figures: Mapping[str, Value]) -> str:
+    """Figures as people read them."""
+    return ", ".join(f"{name} {_number(value)}" for name, value in figures.items())
+
+
+def one_line(text: str, most: int = 400) -> str:
+    """A text's words in one line, cut where it is long."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def _number(value: Value) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value)
+
+
+def _replace(path: Path, text: str) -> None:
+    """A reader, and a kill, finds the old file or the new one."""
+    spare = path.with_name(path.name + ".new")
+    spare.write_text(text, encoding="utf-8")
+    spare.replace(path)

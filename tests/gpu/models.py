@@ -1,0 +1,284 @@
+"""Models of public sizes with random weights, written where they are measured.
+
+Configurations are those that the models' makers published; weights are random, repeated from one block, and of the
+usual spread. So speed is that of the model, and what it says means nothing.
+
+    FOLDER/config.json  model-00001.safetensors ...  model.safetensors.index.json  tokenizer.json
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Shape = tuple[int, ...]
+SHARD_BYTES = 4 << 30
+BLOCK = (1 << 24) + 3  # elements of the block that weights repeat; odd, so that no two rows are the same
+SPREAD = 0.02
+BFLOAT16 = 2  # bytes
+
+_COMMON = {"hidden_act": "silu", "torch_dtype": "bfloat16", "attention_bias": False, "bos_token_id": 0}
+_QWEN3 = {
+    **_COMMON,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "eos_token_id": 1,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        **_COMMON,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": False,
+        "eos_token_id": 1,
+    },
+    "qwen3-0.6b": {
+        **_QWEN3,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-30b-a3b": {
+        **_QWEN3,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+    },
+}
+_TINY = {"vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+CONFIGS["tiny"] = {**CONFIGS["llama-3.1-8b"], **_TINY, "intermediate_size": 128, "num_key_value_heads": 2}
+CONFIGS["tiny-experts"] = {
+    **CONFIGS["qwen3-30b-a3b"],
+    **_TINY,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a model's step must read and compute.
+
+    Attributes:
+        dense: Weights that every step reads, without those that turn states into logits.
+        head: Weights that turn states into logits.
+        experts: Weights of all experts.
+        num_experts, experts_per_token: How many there are, and how many a token goes through.
+        kv: Elements of keys and values per token, over all layers.
+        pair: Multiply-adds per pair of a query and a key, over all layers.
+        vocab: Number of token ids.
+    """
+
+    dense: int
+    head: int
+    experts: int
+    num_experts: int
+    experts_per_token: int
+    kv: int
+    pair: int
+    vocab: int
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Size:
+        """Of one of CONFIGS."""
+        depth, size = config["num_hidden_layers"], _head_size(config)
+        matrices = {name: shape for name, shape in tensors(config) if "embed_tokens" not in name}
+        experts = sum(math.prod(shape) for name, shape in matrices.items() if ".experts." in name)
+        head = config["vocab_size"] * config["hidden_size"]
+        everything = sum(math.prod(shape) for name, shape in matrices.items() if name != "lm_head.weight")
+        return cls(
+            dense=everything - experts,
+            head=head,
+            experts=experts,
+            num_experts=config.get("num_experts", 1),
+            experts_per_token=config.get("num_experts_per_tok", 1),
+            kv=2 * depth * config["num_key_value_heads"] * size,
+            pair=2 * depth * config["num_attention_heads"] * size,
+            vocab=config["vocab_size"],
+        )
+
+    def step_bytes(self, batch: int, context: float) -> float:
+        """Bytes that a decode step of `batch` requests, each with `context` tokens in the cache, must read.
+
+        Of experts those that are expected if each token chooses its own evenly.
+        """
+        touched = 1 - (1 - self.experts_per_token / self.num_experts) ** batch
+        weights = self.dense + self.head + self.experts * touched
+        return BFLOAT16 * (weights + batch * context * self.kv)
+
+    def prompt_operations(self, length: int) -> float:
+        """Operations (a multiply-add is two) for a prompt: each token sees itself and those before it."""
+        per_token = self.dense + self.experts * self.experts_per_token / self.num_experts
+        return 2 * (per_token * length + self.head + self.pair * length * (length + 1) / 2)
+
+
+def tensors(config: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
+    """Names and shapes of a checkpoint of the Llama or Qwen3 kind."""
+    hidden, size = config["hidden_size"], _head_size(config)
+    q, kv = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    for i in range(config["num_hidden_layers"]):
+        at = f"model.layers.{i}"
+        yield f"{at}.input_layernorm.weight", (hidden,)
+        yield f"{at}.post_attention_layernorm.weight", (hidden,)
+        yield f"{at}.self_attn.q_proj.weight", (q, hidden)
+        yield f"{at}.self_attn.k_proj.weight", (kv, hidden)
+        yield f"{at}.self_attn.v_proj.weight", (kv, hidden)
+        yield f"{at}.self_attn.o_proj.weight", (hidden, q)
+        if config["model_type"].startswith("qwen3"):
+            yield f"{at}.self_attn.q_norm.weight", (size,)
+            yield f"{at}.self_attn.k_norm.weight", (size,)
+        if "num_experts" not in config:
+            yield from _mlp(f"{at}.mlp", hidden, config["intermediate_size"])
+            continue
+        yield f"{at}.mlp.gate.weight", (config["num_experts"], hidden)
+        for expert in range(config["num_experts"]):
+            yield from _mlp(f"{at}.mlp.experts.{expert}", hidden, config["moe_intermediate_size"])
+    yield "model.norm.weight", (hidden,)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", (config["vocab_size"], hidden)
+
+
+def prepare_model(name: str, root: Path) -> tuple[Path, str]:
+    """One of CONFIGS in a folder under `root`, in the place of others that were there before.
+
+    Returns:
+        The folder, and the load format: `safetensors`, or `dummy` where there is no room for weights.
+    """
+    folder = root / name
+    if not (folder / "complete").exists():
+        shutil.rmtree(root, ignore_errors=True)
+        folder.mkdir(parents=True)
+        needed = BFLOAT16 * sum(math.prod(shape) for _, shape in tensors(CONFIGS[name]))
+        write_checkpoint(name, folder, weights=shutil.disk_usage(folder).free > 1.05 * needed)
+        (folder / "complete").touch()
+    return folder, "safetensors" if any(folder.glob("*.safetensors")) else "dummy"
+
+
+def write_checkpoint(name: str, folder: Path, *, weights: bool = True) -> None:
+    """Writes one of CONFIGS into `folder`."""
+    config = CONFIGS[name]
+    (folder / "config.json").write_text(json.dumps(config))
+    write_tokenizer(folder, config["vocab_size"])
+    if not weights:
+        return
+    block = _block()
+    places: dict[str, str] = {}
+    for number, shard in enumerate(_shards(tensors(config)), 1):
+        file = f"model-{number:05d}.safetensors"
+        _write_shard(folder / file, shard, block)
+        places |= dict.fromkeys((name for name, _ in shard), file)
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A tokenizer that has a text for every token id: bytes, then words that only outputs contain."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<s>", "</s>"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"Ġw{i}" for i in range(vocab_size - len(special) - len(letters))]
+    vocabulary = {token: i for i, token in enumerate([*special, *letters, *words])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+
+
+def _head_size(config: dict[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def _mlp(at: str, hidden: int, inner: int) -> Iterator[tuple[str, Shape]]:
+    yield f"{at}.gate_proj.weight", (inner, hidden)
+    yield f"{at}.up_proj.weight", (inner, hidden)
+    yield f"{at}.down_proj.weight", (hidden, inner)
+
+
+def _shards(found: Iterator[tuple[str, Shape]]) -> Iterator[list[tuple[str, Shape]]]:
+    shard: list[tuple[str, Shape]] = []
+    size = 0
+    for name, shape in found:
+        if shard and size >= SHARD_BYTES:
+            yield shard
+            shard, size = [], 0
+        shard.append((name, shape))
+        size += BFLOAT16 * math.prod(shape)
+    yield shard
+
+
+def _block() -> np.ndarray:
+    """Random bfloat16 values as their bits: uint16 [BLOCK]."""
+    random = np.random.default_rng(8).standard_normal(BLOCK, dtype=np.float32) * SPREAD
+    return (random.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def _write_shard(path: Path, shard: list[tuple[str, Shape]], block: np.ndarray) -> None:
+    """A safetensors file: eight bytes that say how long the header is, the header as JSON, then the values."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shard:
+        begin, end = end, end + BFLOAT16 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    one = np.array([0x3F80], dtype=np.uint16)  # 1.0: the gain of a norm
+    at = 0
+    with path.open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for _, shape in shard:
+            left = math.prod(shape)
+            if len(shape) == 1:
+                file.write(np.repeat(one, left).data)
+                continue
+            while left:
+                piece = block[at : at + left]
+                file.write(piece.data)
+                left -= len(piece)
+                at = (at + len(piece)) % len(block)

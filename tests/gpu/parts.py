@@ -1,0 +1,30 @@
+"""The parts of a run, in the order of what matters most when a machine is soon to be given back."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Protocol, cast
+
+from tests.gpu.ledger import Ledger
+from tests.gpu.settings import Item, Settings
+
+PARTS = ("environment", "conformance", "parity", "graphs", "oom", "bench")
+
+
+class Part(Protocol):
+    """What a module of a part offers."""
+
+    def items(self, settings: Settings) -> list[Item]:
+        """What there is to run, in order. Imports neither torch nor a platform."""
+
+    def run(self, item: str, settings: Settings, ledger: Ledger) -> None:
+        """Runs one item in this process and adds its rows.
+
+        Raises:
+            AssertionError: It found a fault, and the process is still good for the next item.
+        """
+
+
+def load(name: str) -> Part:
+    """The module of one of PARTS, or of a part of somebody else's by its dotted path."""
+    return cast("Part", importlib.import_module(name if "." in name else f"tests.gpu.{name}"))

@@ -1,0 +1,118 @@
+"""Runs items in processes of their own, under a budget, and never loses what they found.
+
+    parent ── python -m tests.gpu.child PART SETTINGS ITEM ITEM ... ──> rows.jsonl, done.txt, logs/PART.log
+
+A child takes items in order and says when each is done. One that ends in between (a device that failed takes its
+process along), fails in a way that may have left the device in disorder, or is too slow, costs the item that it was at:
+the next child goes on behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.gpu.ledger import FAILED, NOT_RUN, Ledger, Row, one_line
+from tests.gpu.settings import ROOT, Item, Settings
+
+FRESH_PROCESS_NEEDED = 3  # exit status of a child whose last item is done, and that no other should follow in it
+GRACE = 10.0  # seconds between asking a child to end and making it
+
+
+def run_items(part: str, items: Sequence[Item], settings: Settings, ledger: Ledger) -> None:
+    """Runs what the budget allows; the rest gets rows that say so."""
+    done_file = settings.out / "done.txt"
+    left = [item for item in items if settings.wants(item.name)]
+    while left:
+        if settings.seconds_left() < left[0].needs:
+            ledger.add(_not_run(part, left.pop(0), settings))
+            continue
+        batch = _batch(left, settings.seconds_left())
+        done_file.write_text("")
+        status, problem = _run_child(part, batch, settings, done_file)
+        done = set(done_file.read_text().splitlines())
+        left = [item for item in left if item.name not in done]
+        if problem and left and left[0] in batch:
+            ledger.add(Row(part, left[0].name, left[0].name, status, note=problem))
+            left.pop(0)
+
+
+def _batch(left: Sequence[Item], seconds: float) -> list[Item]:
+    """Those that one child may take: as long as their needs, one behind the other, are within the budget."""
+    batch: list[Item] = []
+    for item in left:
+        if sum(other.needs for other in batch) + item.needs > seconds:
+            break
+        batch.append(item)
+    return batch
+
+
+def _run_child(part: str, batch: Sequence[Item], settings: Settings, done_file: Path) -> tuple[str, str]:
+    """Runs items until they are done, the child ends or an item takes too long.
+
+    Returns:
+        What becomes of the item that it was at, and why; two empty texts where nothing went wrong.
+    """
+    logs = settings.out / "logs"
+    logs.mkdir(exist_ok=True)
+    log = logs / f"{part}.log"
+    command = [sys.executable, "-m", "tests.gpu.child", part, settings.to_json(), *(item.name for item in batch)]
+    with log.open("ab") as output:
+        begun = output.tell()
+        child = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=None, stderr=output, process_group=0
+        )
+    try:
+        status, problem = _watch(child, batch, settings, done_file)
+    finally:
+        end(child)
+    if problem:
+        with log.open("rb") as written:
+            written.seek(begun)
+            said = written.read().decode(errors="replace").strip().splitlines()
+        problem = f"{problem}; last line: {one_line(said[-1], 200)}" if said else problem
+    return status, problem
+
+
+def _watch(
+    child: subprocess.Popen[bytes], batch: Sequence[Item], settings: Settings, done_file: Path
+) -> tuple[str, str]:
+    limits = {item.name: item.limit for item in batch}
+    done, since = 0, time.time()
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = child.wait(0.2)
+            names = done_file.read_text().split("\n")[:-1]
+            fine = status == FRESH_PROCESS_NEEDED or (status == 0 and len(names) == len(batch))
+            return ("", "") if fine else (FAILED, f"its process ended with status {status}")
+        names = done_file.read_text().split("\n")[:-1]
+        if len(names) > done:
+            done, since = len(names), time.time()
+        if done < len(batch) and time.time() - since > limits[batch[done].name]:
+            return FAILED, f"not done after {limits[batch[done].name]:.0f} s"
+        if settings.seconds_left() <= 0:
+            return NOT_RUN, "the budget was over before it was done"
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    """Ends a child with all that it has started."""
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _not_run(part: str, item: Item, settings: Settings) -> Row:
+    left = max(0.0, settings.seconds_left())
+    note = f"{left:.0f} s of the budget were left, it needs {item.needs:.0f}"
+    return Row(part, item.name, item.name, NOT_RUN, note=note)

@@ -1,0 +1,121 @@
+"""What the host and the device do in decode steps, by torch's profiler.
+
+    host     ──submit step N──│──submit N + 1──│─ ─ waits ─ ─│
+    device      │▆▆▆▆▆▆▆▆▆▆▆▆▆│ gap │▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆│
+
+A gap is time in which the device has nothing to do, between the first and the last thing that it does in the trace.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tests.gpu.ledger import MEASURED, Ledger, Row
+from tests.gpu.settings import Settings
+
+if TYPE_CHECKING:
+    from mvllm import LLM
+    from tests.gpu.bench import Plan
+    from tests.gpu.models import Size
+
+DEVICE_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
+LONG_GAP = 50.0  # microseconds
+TRACED_STEPS = 24
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a trace says.
+
+    Attributes:
+        busy: Microseconds in which the device did something.
+        gaps: Microseconds between, each.
+        waits: Microseconds in which the host waited for the device.
+        launches: Calls that submit something to the device.
+    """
+
+    busy: float
+    gaps: tuple[float, ...]
+    waits: float
+    launches: int
+
+
+def read_events(events: Iterable[dict[str, Any]]) -> Timeline:
+    """Of the events of a trace in Chrome's format."""
+    device, waits, launches = [], 0.0, 0
+    for event in events:
+        kind, name = str(event.get("cat", "")), str(event.get("name", ""))
+        if event.get("ph") != "X":
+            continue
+        if kind in DEVICE_KINDS:
+            device.append((float(event["ts"]), float(event["ts"]) + float(event["dur"])))
+        elif kind.endswith(("_runtime", "_driver")):
+            waits += float(event["dur"]) if "ynchronize" in name else 0.0
+            launches += "aunch" in name
+    busy, gaps = merge(sorted(device))
+    return Timeline(busy, tuple(gaps), waits, launches)
+
+
+def merge(spans: Sequence[tuple[float, float]]) -> tuple[float, list[float]]:
+    """Length of the union of spans that are sorted by their beginnings, and the gaps in it."""
+    busy, gaps, end = 0.0, [], None
+    for begin, until in spans:
+        if end is None or begin >= end:
+            if end is not None and begin > end:
+                gaps.append(begin - end)
+            busy, end = busy + until - begin, until
+        elif until > end:
+            busy, end = busy + until - end, until
+    return busy, gaps
+
+
+def measure_trace(llm: LLM, name: str, item: str, plan: Plan, size: Size, settings: Settings, ledger: Ledger) -> None:
+    """Traces decode steps, and times as many without the profiler."""
+    from torch.profiler import profile, supported_activities
+
+    from tests.gpu.bench import decoding_steps
+
+    batch = plan.trace_batch
+    count = plan.steps if settings.quick else TRACED_STEPS
+    # First what steps cost the calling thread where nobody looks.
+    walls, own = [], []
+    wall, used = 0.0, 0.0
+    for _ in decoding_steps(llm, batch, plan.context, count + 1, size.vocab):
+        now, now_used = time.perf_counter(), time.thread_time()
+        if wall:
+            walls.append(now - wall)
+            own.append(now_used - used)
+        wall, used = now, now_used
+    path = settings.out / f"trace-{name}.json.gz"
+    steps = decoding_steps(llm, batch, plan.context, count + 1, size.vocab)
+    next(steps)
+    with profile(activities=supported_activities(), acc_events=True) as profiler:
+        for _ in range(count):
+            next(steps)
+    steps.close()
+    profiler.export_chrome_trace(str(path))
+    with gzip.open(path, "rt") as file:
+        timeline = read_events(json.load(file)["traceEvents"])
+    figures: dict[str, float | int] = {
+        "step_ms": statistics.median(walls) * 1e3,
+        "caller_cpu_ms": statistics.median(own) * 1e3,
+    }
+    note = "the trace knows no device: only the host's time is known"
+    if timeline.busy:
+        span = timeline.busy + sum(timeline.gaps)
+        figures |= {
+            "device_busy": timeline.busy / span,
+            "gaps_over_50us_per_step": sum(gap > LONG_GAP for gap in timeline.gaps) / count,
+            "longest_gap_us": max(timeline.gaps, default=0.0),
+            "launches_per_step": timeline.launches / count,
+            "traced_step_ms": span / count / 1e3,
+            "traced_host_work_ms": max(0.0, span - timeline.waits) / count / 1e3,
+        }
+        note = f"{count} steps in {path.name}; the profiler itself takes time of the host"
+    ledger.add(Row("bench", item, f"{name}: steps at batch {batch}", MEASURED, figures, note))

@@ -1,0 +1,219 @@
+"""`python -m tests.gpu`: what it keeps of a run, what its sizes are, what it reads in a trace, and that it runs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.gpu import installed
+from tests.gpu.bench import FULL, alike_requests, chat_requests
+from tests.gpu.ledger import FAILED, MEASURED, NOT_RUN, OK, Ledger, Row
+from tests.gpu.models import CONFIGS, Size, prepare_model, tensors
+from tests.gpu.runner import run_items
+from tests.gpu.settings import ROOT, Settings
+from tests.gpu.trace import read_events
+from tests.helpers.processes import wait_until
+from tests.unit.perf import gpu_part
+
+
+def settings_for(folder: Path, *, budget: float = 300.0, only: tuple[str, ...] = ()) -> Settings:
+    return Settings("cpu", folder / "out", folder / "scratch", time.time() + budget, quick=True, only=only)
+
+
+# ------------------------------------------------------------------------------------------------- what a run keeps
+
+
+def test_every_row_is_in_the_files_as_soon_as_it_is_added(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.add(Row("bench", "ceilings", "ceilings", MEASURED, {"copy_gb_s": 4321.0}, "copies\nof 4 GiB | both ways"))
+    ledger.add(Row("parity", "a:b", "a:b", FAILED, {"off": 0.5}))
+    table = (tmp_path / "table.md").read_text()
+    assert "| bench | ceilings | measured | copy_gb_s 4,321 | copies of 4 GiB \\| both ways |" in table
+    assert "0 ok, 1 measured, 1 failed, 0 not run." in table
+    assert [row["name"] for row in json.loads((tmp_path / "parity.json").read_text())] == ["a:b"]
+    assert Ledger(tmp_path).figures("bench", "ceilings") == {"copy_gb_s": 4321.0}
+
+
+def test_a_line_that_was_not_written_to_its_end_spoils_no_other(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.add(Row("oom", "load", "load", OK))
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"part": "oom", "it')
+    assert [row.name for row in ledger.rows()] == ["load"]
+    ledger.add(Row("oom", "serve", "serve", OK))
+    assert [row.name for row in ledger.rows()] == ["load", "serve"]
+    ledger.start_anew()
+    assert ledger.rows() == [] and not (tmp_path / "oom.json").exists()
+
+
+def test_items_that_fail_die_or_hang_cost_only_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    settings = settings_for(tmp_path)
+    ledger = Ledger(settings.out)
+    run_items("tests.unit.perf.gpu_part", gpu_part.items(settings), settings, ledger)
+    rows = {(row.name, row.status): row for row in ledger.rows()}
+    assert list(rows) == [
+        ("passes", OK),
+        ("asserts", FAILED),
+        ("goes on", OK),
+        ("raises", FAILED),
+        ("comes after", OK),
+        ("dies", OK),
+        ("dies", FAILED),
+        ("comes last", OK),
+        ("hangs", OK),
+        ("hangs", FAILED),
+        ("too long", NOT_RUN),
+    ]
+    pid = {name: row.figures["pid"] for (name, status), row in rows.items() if status == OK}
+    assert pid["passes"] == pid["goes on"], "an assertion that fails leaves its process as it was"
+    assert pid["goes on"] != pid["comes after"] and pid["dies"] != pid["comes last"]
+    assert rows["asserts", FAILED].note == "seven is not eight"
+    assert rows["raises", FAILED].note == "RuntimeError: the device is gone"
+    assert rows["dies", FAILED].note.startswith("its process ended with status 7")
+    assert rows["hangs", FAILED].note.startswith("not done after")
+    assert "of the budget were left, it needs 1000000000" in rows["too long", NOT_RUN].note
+
+
+def test_a_run_that_is_killed_keeps_its_rows_and_leaves_no_process(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path, only=("leaves",))
+    code = (
+        "import sys; from tests.gpu.ledger import Ledger; from tests.gpu.runner import run_items\n"
+        "from tests.gpu.settings import Settings; from tests.unit.perf import gpu_part\n"
+        "settings = Settings.from_json(sys.argv[1])\n"
+        "run_items(gpu_part.__name__, gpu_part.items(settings), settings, Ledger(settings.out))"
+    )
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", code, settings.to_json()]
+    run = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
+    ledger = Ledger(settings.out)
+    written = settings.out / "table.md"  # comes after its row
+    wait_until(written.exists, 60, "no table")
+    run.kill()
+    run.wait()
+    [row] = ledger.rows()
+    wait_until(lambda: not any(map(is_alive, row.figures.values())), 30, f"of {row.figures} one lives")
+    assert row.status == OK and "leaves a process" in written.read_text()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_without_budget_nothing_is_started_and_everything_is_said_to_be_missing(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path, budget=-1, only=("asserts", "dies"))
+    ledger = Ledger(settings.out)
+    run_items("tests.unit.perf.gpu_part", gpu_part.items(settings), settings, ledger)
+    assert [(row.name, row.status) for row in ledger.rows()] == [("asserts", NOT_RUN), ("dies", NOT_RUN)]
+
+
+# -------------------------------------------------------------------------------------------- what it is measured by
+
+
+def test_sizes_of_the_models_are_those_that_their_makers_tell() -> None:
+    def weights(name: str) -> int:
+        return sum(math.prod(shape) for _, shape in tensors(CONFIGS[name]))
+
+    assert weights("llama-3.1-8b") == 8_030_261_248
+    assert weights("qwen3-0.6b") == 596_049_920
+    assert weights("qwen3-30b-a3b") == 30_532_122_624
+    sparse = Size.of(CONFIGS["qwen3-30b-a3b"])
+    active = sparse.dense + 2 * sparse.head + sparse.experts * sparse.experts_per_token // sparse.num_experts
+    assert 3.3e9 < active < 3.4e9
+
+
+def test_a_decode_step_reads_weights_once_the_cache_of_each_request_and_the_experts_it_is_likely_to_use() -> None:
+    dense = Size.of(CONFIGS["llama-3.1-8b"])
+    one, many = dense.step_bytes(1, 0), dense.step_bytes(64, 1000)
+    assert one == 2 * (8_030_261_248 - 128256 * 4096), "all but the embedding, of which a row is read"
+    assert many - one == 64 * 1000 * 32 * 2 * 8 * 128 * 2
+    sparse = Size.of(CONFIGS["qwen3-30b-a3b"])
+    experts = [(sparse.step_bytes(batch, 0) / 2 - sparse.dense - sparse.head) / sparse.experts for batch in (1, 2, 256)]
+    assert experts[0] == pytest.approx(8 / 128) and experts[1] == pytest.approx(1 - (120 / 128) ** 2)
+    assert experts[2] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_prompt_takes_two_operations_for_each_weight_and_token_and_its_pairs() -> None:
+    size = Size.of(CONFIGS["llama-3.1-8b"])
+    layers = 8_030_261_248 - 2 * 128256 * 4096
+    pairs = 3 * 32 * 32 * 2 * 128  # of three positions: 1 + 2 + 3 pairs; two products each
+    assert size.prompt_operations(3) == pytest.approx(2 * (layers * 3 + 128256 * 4096) + 2 * 2 * pairs, rel=1e-6)
+
+
+def test_requests_are_spread_as_conversations_are_and_the_same_for_all() -> None:
+    requests = chat_requests(1000, 1000, FULL)
+    prompts, outputs = [len(prompt) for prompt, _ in requests], [output for _, output in requests]
+    assert 150 < sum(prompts) / 1000 < 250 and 150 < sum(outputs) / 1000 < 250
+    assert max(prompts) <= 1024 and max(p + o for p, o in zip(prompts, outputs)) <= 2048
+    found, length = alike_requests(FULL, 1000)
+    assert found == [prompt for prompt, _ in requests[:200]] and length == round(sum(outputs[:200]) / 200)
+
+
+def test_a_checkpoint_holds_what_its_config_says_and_another_takes_its_place(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.numpy")
+    first, load_format = prepare_model("tiny", tmp_path / "models")
+    assert load_format == "safetensors" and prepare_model("tiny", tmp_path / "models")[0] == first
+    index = json.loads((first / "model.safetensors.index.json").read_text())["weight_map"]
+    with safetensors.safe_open(first / "model-00001.safetensors", "numpy") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert shapes == dict(tensors(CONFIGS["tiny"])) and set(index) == set(shapes)
+    second, _ = prepare_model("tiny-experts", tmp_path / "models")
+    assert not first.exists() and (second / "tokenizer.json").exists()
+
+
+def test_a_trace_says_how_long_the_device_was_idle_and_the_host_waited() -> None:
+    def event(kind: str, name: str, begin: float, length: float) -> dict:
+        return {"ph": "X", "cat": kind, "name": name, "ts": begin, "dur": length}
+
+    found = read_events(
+        [
+            event("cpu_op", "aten::mm", 0, 500),
+            event("kernel", "second", 110, 40),
+            event("kernel", "first", 0, 100),
+            event("gpu_memcpy", "beside it", 20, 90),
+            event("kernel", "after a pause", 250, 10),
+            event("cuda_runtime", "cudaGraphLaunch", 5, 3),
+            event("hip_runtime", "hipEventSynchronize", 30, 70),
+            {"ph": "i", "cat": "kernel", "name": "no span", "ts": 900},
+        ]
+    )
+    assert found.busy == 160 and found.gaps == (100,) and found.waits == 70 and found.launches == 1
+
+
+# ------------------------------------------------------------------------------------------------ where it can be run
+
+
+def test_a_platform_that_is_not_installed_is_found_in_the_working_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(installed, "_is_installed", lambda name: False)
+    wheel = tmp_path / "wheels" / "carried-1.0-py3-none-any.whl"
+    wheel.parent.mkdir()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("carried.py", "VALUE = 3\n")
+        archive.writestr("carried-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n")
+        archive.writestr(
+            "carried-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("carried-1.0.dist-info/RECORD", "")
+    installed.install(tmp_path / "here", wheel.parent, "cuda")
+    found = importlib.metadata.entry_points(group="mvllm.platforms", name="cuda")
+    assert [point.value for point in found] == ["mvllm_cuda.plugin"]
+    code = "import carried, mvllm, mvllm_cuda; print(carried.VALUE, mvllm.__file__)"
+    said = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=tmp_path).split()
+    assert said == ["3", str(ROOT / "core" / "mvllm" / "__init__.py")]
