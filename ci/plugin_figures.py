@@ -35,6 +35,8 @@ PUBLISHED = (
     ("vllm-plugin-FL", "7 592", "209", "4 865", "190 / 83", "14", "about 0"),
 )
 
+SHARED = (ROOT / "platforms" / "torch-gpu",)  # by several plugins, which would hold on to the engine themselves
+
 OURS = ("plugin", "lines of Python", "of C++", "platform.py", "own model runner")
 THEIRS = ("plugin", "lines of Python", "platform.py", "own model runner")
 HOLD = ("symbols / modules imported", "classes subclassed", "attributes patched")
@@ -177,9 +179,9 @@ def belongs(full: str, package: str) -> bool:
 
 
 def plugins() -> list[Path]:
-    """Folders of ours that have an entry point for platforms, first those with real hardware."""
+    """Folders of ours that have an entry point for platforms, or what these share; first those with real hardware."""
     found = [*sorted(ROOT.glob("platforms/*")), *sorted(ROOT.glob("plugins/*"))]
-    return [folder for folder in found if declares_platform(folder / "pyproject.toml")]
+    return [folder for folder in found if folder in SHARED or declares_platform(folder / "pyproject.toml")]
 
 
 def declares_platform(project: Path) -> bool:

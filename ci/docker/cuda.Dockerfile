@@ -1,5 +1,5 @@
-# mvllm on CUDA devices. NOT RUN ON HARDWARE: nobody has started this image on such a device yet, and its platform package
-# (platforms/cuda) has to be in the repository. From the top of the repository:
+# mvllm on CUDA devices. NOT RUN ON HARDWARE: nobody has started this image on such a device yet. From the top of the
+# repository:
 #
 #   docker build -f ci/docker/cuda.Dockerfile -t mvllm:cuda .
 #   docker run --rm --gpus all --ipc=host mvllm:cuda conformance --platform cuda
@@ -15,7 +15,9 @@ WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY core core
 COPY platforms/cuda platforms/cuda
-RUN python3 -m pip install --no-cache-dir ".[testing]" ./platforms/cuda
+COPY platforms/torch-gpu platforms/torch-gpu
+COPY platforms/triton-kernels platforms/triton-kernels
+RUN python3 -m pip install --no-cache-dir ".[testing]" ./platforms/triton-kernels ./platforms/torch-gpu ./platforms/cuda
 RUN useradd --create-home mvllm
 USER mvllm
 WORKDIR /home/mvllm

@@ -1,5 +1,5 @@
-# mvllm on ROCm devices. NOT RUN ON HARDWARE: nobody has started this image on such a device yet, and its platform package
-# (platforms/rocm) has to be in the repository. From the top of the repository:
+# mvllm on ROCm devices. NOT RUN ON HARDWARE: nobody has started this image on such a device yet. From the top of the
+# repository:
 #
 #   docker build -f ci/docker/rocm.Dockerfile -t mvllm:rocm .
 #   docker run --rm --device=/dev/kfd --device=/dev/dri --group-add video --ipc=host mvllm:rocm conformance --platform rocm
@@ -16,7 +16,9 @@ WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY core core
 COPY platforms/rocm platforms/rocm
-RUN python3 -m pip install --no-cache-dir ".[testing]" ./platforms/rocm
+COPY platforms/torch-gpu platforms/torch-gpu
+COPY platforms/triton-kernels platforms/triton-kernels
+RUN python3 -m pip install --no-cache-dir ".[testing]" ./platforms/triton-kernels ./platforms/torch-gpu ./platforms/rocm
 RUN useradd --create-home mvllm
 USER mvllm
 WORKDIR /home/mvllm

@@ -36,6 +36,10 @@ class CacheError(ConfigError):
     """The KV cache does not fit where it was asked to fit."""
 
 
+class StepMemoryError(CacheError):
+    """A step has found no memory beside the KV cache."""
+
+
 class PlatformError(MvllmError, RuntimeError):
     """No platform plugin can be used, or the chosen one failed."""
 

@@ -5,6 +5,7 @@ the contract. What core assumes about devices beyond the contract fails here.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -134,7 +135,9 @@ def test_the_cache_is_what_the_devices_memory_leaves(make: Make) -> None:
 
 
 def test_what_does_not_fit_the_device_is_an_error_in_the_users_terms(make: Make) -> None:
-    with pytest.raises(ModelError, match=r"cannot be allocated on the device: out of memory on example:0"):
+    with pytest.raises(
+        ModelError, match=r"cannot be allocated on the device: out of memory on example:0.*quantization"
+    ):
         make(MVLLM_EXAMPLE_MEMORY=20_000)
     with pytest.raises(CacheError, match=r"KV cache of \d+ blocks .* cannot be allocated .*out of memory on example:0"):
         make(MVLLM_EXAMPLE_MEMORY=2 << 20, kv_cache_memory_bytes=3 << 20, **MANY)
@@ -163,9 +166,19 @@ def test_a_worker_that_hangs_is_found_by_the_steps_deadline(make: Make) -> None:
     assert isinstance(caught.value.__cause__, WorkerStuckError)
 
 
-def test_a_step_without_memory_ends_the_engine_and_says_so(make: Make) -> None:
+def test_a_step_without_memory_fails_its_requests_says_what_helps_and_no_later_ones(make: Make) -> None:
     llm = make(FAULT_INJECTION="oom@execute:step=2")
-    with pytest.raises(EngineDeadError, match=r"out of memory on example:0: \d+ bytes were asked for"):
+    outputs = [each.outputs[0] for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    assert [len(output.token_ids) for output in outputs] == [2] * 4, "two steps went well"
+    for output in outputs:
+        assert output.finish_reason == "error" and output.error is not None
+        assert re.search(r"out of memory on example:0: \d+ bytes .*max_num_batched_tokens \(now", output.error)
+    assert run(llm) == run(make(FAULT_INJECTION="none"))
+
+
+def test_ranks_that_wait_for_one_without_memory_end_with_it(make: Make) -> None:
+    llm = make(tensor_parallel_size=2, FAULT_INJECTION="oom@execute:rank=1,step=2")
+    with pytest.raises(EngineDeadError, match=r"out of memory on example:1: \d+ bytes were asked for"):
         run(llm)
 
 

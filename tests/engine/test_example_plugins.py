@@ -20,6 +20,7 @@ from tests.helpers.model_zoo import load_reference, make_checkpoint
 from tests.helpers.plugins import ROOT, prepend, write_metadata
 
 PROMPTS = [[5, 6, 7], [90, 1], list(range(40)), [11] * 17]
+GUESSING = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 EXAMPLES = (
     "example-model",
     "example-executor",
@@ -233,7 +234,7 @@ class Failing(LogitsProcessor):
 
 
 class TestLogitsProcessor:
-    @pytest.mark.parametrize("settings", [{}, {"async_scheduling": True}], ids=str)
+    @pytest.mark.parametrize("settings", [{}, {"async_scheduling": True}, {"speculative_config": GUESSING}], ids=str)
     def test_its_tokens_are_those_of_transformers(self, examples, settings):
         folder = make_checkpoint("llama-gqa", examples / "llama", tokenizer=False)
         reference = load_reference(folder)

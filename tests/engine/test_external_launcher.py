@@ -141,6 +141,30 @@ def test_every_family_gives_the_tokens_of_one_process_on_every_rank(
             check_close(found[kind], alone(name)[kind])
 
 
+@pytest.mark.exhaustive
+def test_ranks_that_guess_agree_on_the_tokens_of_one_process(tmp_path: Path) -> None:
+    name = "qwen2-mqa-tied"
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    itself = {"model": str(parity.oracle(name, WHICH, NUM_TOKENS).folder), "num_speculative_tokens": 3}
+    parallel = {
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+        "distributed_executor_backend": "external_launcher",
+    }
+    job = tmp_path / "job.json"
+    jobs = [job_of(name, **parallel, speculative_config=each) for each in (ngram, itself)]
+    job.write_text(json.dumps({"engines": jobs}))
+    code, text = launch(4, [str(SCRIPT), str(job), str(tmp_path)])
+    assert code == 0, text
+    by_rank = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    assert all(results == by_rank[0] for results in by_rank)
+    for found in by_rank[0]:
+        check_against_oracle(name, found["greedy"])
+        check_against_oracle(name, found["again"])
+        for kind in ("drawn", "prompts"):
+            check_close(found[kind], alone(name)[kind])
+
+
 @pytest.mark.parametrize("poor", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_the_rank_with_the_least_memory_decides_for_every_engine(poor: int, tmp_path: Path) -> None:
     free = 200 << 20  # for two ranks, less a tenth of what the engine may use

@@ -194,5 +194,7 @@ def test_a_rank_without_room_for_one_sequence_refuses_for_all(make: MakeLLM) -> 
 
 def test_a_step_that_finds_no_memory_ends_the_engine_with_the_reason(make: MakeLLM) -> None:
     llm = make("oom@execute:rank=1,step=2")
-    with pytest.raises(EngineDeadError, match=r"Worker_TP1 .*execute_model of step 2: MemoryError: injected"):
+    with pytest.raises(
+        EngineDeadError, match=r"Worker_TP1 .*execute_model of step 2: A step does not fit .*: injected"
+    ):
         run(llm)

@@ -185,6 +185,18 @@ def test_a_request_with_nan_logits_ends_with_an_error_and_the_engine_goes_on(mak
     assert good.outputs[0].finish_reason == "length"
 
 
+def test_a_step_without_memory_fails_its_requests_while_the_next_is_under_way(make: MakeLLM) -> None:
+    llm = make("uni", "oom@execute:step=3")
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompts = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": [8, 9]}]
+    failed = [each.outputs[0] for each in llm.generate(prompts, params, use_tqdm=False)]
+    assert [(each.finish_reason, len(each.token_ids)) for each in failed] == [("error", 3)] * 2
+    good = [each.outputs[0] for each in llm.generate(prompts, params, use_tqdm=False)]
+    for one, other in zip(good, failed, strict=True):
+        assert one.finish_reason == "length" and one.token_ids[:3] == other.token_ids
+    assert llm.llm_engine.stats is not None and llm.llm_engine.stats.kv_cache_usage == 0
+
+
 @pytest.mark.parametrize("executor", ["mp-tp2"])
 def test_a_step_that_raises_after_another_was_left_unread_ends_the_engine_with_its_error(
     make: MakeLLM, executor: str

@@ -20,6 +20,7 @@ def frame(tmp_path):
     """A copy of what ci/dev.py reads, in a folder of its own."""
     compiled = ("platforms/cpu", "plugins/example-device")
     builds = [f"{folder}/{name}" for folder in compiled for name in ("pyproject.toml", "setup.py")]
+    builds += [f"platforms/{name}/pyproject.toml" for name in ("triton-kernels", "torch-gpu", "cuda", "rocm")]
     for name in ("ci/dev.py", "ci/constraints/cpu.txt", "pyproject.toml", *builds):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
@@ -285,13 +286,16 @@ def test_the_exhaustive_are_left_out_unless_all_are_asked_for(dev, monkeypatch):
         dev, "stream_pytest", lambda arguments, extra: passes.append(arguments) or (0, "1 passed in 1s")
     )
     for flags, expected in (
-        ([], ["not serial and not exhaustive", "serial and not exhaustive"]),
-        (["--all"], ["not serial", "serial"]),
+        ([], ["not serial and not exhaustive", "serial and not exhaustive", "not exhaustive"]),
+        (["--all"], ["not serial", "serial", ""]),
     ):
         passes.clear()
         assert dev.main(["test", *flags]) == 0
         assert [arguments[arguments.index("-m") + 1] for arguments in passes] == expected
         assert all("ci.times" in arguments for arguments in passes)
+        first, second, apart = passes
+        for folder in dev.INTERPRETED:
+            assert f"--ignore-glob={folder}/*" in first and f"--ignore-glob={folder}/*" in second and folder in apart
 
 
 def test_children_may_keep_what_they_compile(dev, monkeypatch):

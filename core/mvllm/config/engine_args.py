@@ -26,6 +26,7 @@ from mvllm.config.hub import find_model, find_tokenizer
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_builder import DTYPE_ALIASES, DTYPES, build_model_config
 from mvllm.config.option import Option, option, options_of
+from mvllm.config.speculative import SpeculativeConfig, read_speculative_config
 from mvllm.errors import ConfigError
 
 DEFAULT_NUM_BATCHED_TOKENS = 2048
@@ -102,6 +103,13 @@ class EngineArgs:
         None,
         help="How prompts become vectors or scores where requests do not say, as a JSON object: pooling_type, "
         "normalize, dimensions, use_activation; by default what the model's files say.",
+        group="model",
+    )
+    speculative_config: dict[str, Any] | None = option(  # noqa: RUF009  (as above)
+        None,
+        help="Speculative decoding: how tokens are guessed ahead, as a JSON object with num_speculative_tokens and "
+        "either method 'ngram' (prompt_lookup_max, prompt_lookup_min) or the 'model' that guesses. Outputs are those "
+        "without it; by default nothing is guessed.",
         group="model",
     )
     enforce_eager: bool = option(False, help="Never capture graphs or compile.", group="model")
@@ -340,7 +348,10 @@ class EngineArgs:
         """
         self.validate()
         model = self.create_model_config()
-        self._check_parallel(model)
+        speculative = self._speculative_config(model)
+        self._check_parallel(model, self.pipeline_parallel_size)
+        if speculative is not None and speculative.model is not None:
+            self._check_parallel(speculative.model, 1)  # whole on the last stage
         # The tokens of an encoder's prompt see those behind them: it is computed in one step, and nothing is kept.
         is_encoder = model.kind.is_encoder
         return EngineConfig(
@@ -376,6 +387,7 @@ class EngineArgs:
             ),
             load=LoadConfig(load_format=self.load_format, use_tqdm=self.use_tqdm_on_load),
             lora=self._lora_config(),
+            speculative=speculative,
             platform=self.platform,
             enforce_eager=self.enforce_eager,
             op_providers=_names(self.op_providers),
@@ -419,6 +431,27 @@ class EngineArgs:
             return None
         return LoRAConfig(self.max_loras, self.max_lora_rank, self.max_cpu_loras or self.max_loras)
 
+    def _speculative_config(self, target: ModelConfig) -> SpeculativeConfig | None:
+        if self.speculative_config is None:
+            return None
+
+        def build(name: str, revision: str | None, quantization: str | None) -> ModelConfig:
+            other = dataclasses.replace(
+                self,
+                model=name,
+                revision=revision,
+                quantization=quantization,
+                skip_tokenizer_init=True,
+                max_model_len=None,
+                hf_overrides=None,
+                generation_config="none",
+                pooler_config=None,
+                speculative_config=None,
+            )
+            return other.create_model_config()
+
+        return read_speculative_config(self.speculative_config, build, target)
+
     def _tokenizer_folder(self, model_folder: Path) -> str | None:
         if self.skip_tokenizer_init:
             return None
@@ -460,15 +493,16 @@ class EngineArgs:
             )
         return given
 
-    def _check_parallel(self, model: ModelConfig) -> None:
-        tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
+    def _check_parallel(self, model: ModelConfig, pp: int) -> None:
+        tp = self.tensor_parallel_size
+        whose = "the model's" if model.model == self.model else f"{model.model}'s"
         if model.num_heads % tp:
             raise ConfigError(
-                f"tensor_parallel_size is {tp}, which does not divide the model's {model.num_heads} attention heads."
+                f"tensor_parallel_size is {tp}, which does not divide {whose} {model.num_heads} attention heads."
             )
         if model.num_kv_heads % tp and tp % model.num_kv_heads:
             raise ConfigError(
-                f"tensor_parallel_size is {tp}, which neither divides the model's {model.num_kv_heads} key-value heads "
+                f"tensor_parallel_size is {tp}, which neither divides {whose} {model.num_kv_heads} key-value heads "
                 "nor is a multiple of them."
             )
         if pp > model.num_layers:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from mvllm.config.model import ModelConfig
+from mvllm.config.speculative import SpeculativeConfig
 from mvllm.errors import ConfigError
 
 
@@ -127,6 +128,7 @@ class EngineConfig:
 
     Attributes:
         lora: LoRA adapters; None for an engine that takes none.
+        speculative: How tokens are guessed ahead; None where they are not.
         platform: Name of the platform asked for, or None to choose the only available one.
         enforce_eager: Never capture graphs or compile.
         op_providers: Names of installed sets of op providers to use before the platform's.
@@ -140,6 +142,7 @@ class EngineConfig:
     parallel: ParallelConfig = ParallelConfig()
     load: LoadConfig = LoadConfig()
     lora: LoRAConfig | None = None
+    speculative: SpeculativeConfig | None = None
     platform: str | None = None
     enforce_eager: bool = False
     op_providers: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mvllm.config.engine_config import EngineConfig
+from mvllm.config.model import ModelConfig
 from mvllm.errors import ConfigError
 from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.spec import ConfigChange
@@ -20,9 +21,10 @@ def changes_for(config: EngineConfig, capabilities: Capabilities, platform: str)
     Raises:
         ConfigError: The model, or a setting that was made on purpose, needs what the platform does not claim.
     """
-    _check_model(config, capabilities, platform)
+    _check_model(config.model, capabilities, platform)
     _check_parallel(config, capabilities, platform)
     _check_lora(config, capabilities, platform)
+    _check_speculative(config, capabilities, platform)
     cache, scheduler = config.cache, config.scheduler
     if cache.enable_prefix_caching and not capabilities.prefix_caching:
         yield ConfigChange("cache.enable_prefix_caching", False, "the platform does not claim prefix_caching")
@@ -74,17 +76,46 @@ def _check_lora(config: EngineConfig, capabilities: Capabilities, platform: str)
         )
 
 
-def _check_model(config: EngineConfig, capabilities: Capabilities, platform: str) -> None:
-    model = config.model
-    if model.sliding_window is not None and not capabilities.sliding_window:
+def _check_speculative(config: EngineConfig, capabilities: Capabilities, platform: str) -> None:
+    if config.speculative is None:
+        return
+    why = None
+    if not capabilities.torch_device:
+        why = "brings a worker of its own"
+    elif capabilities.static_shapes:
+        why = "compiles every shape, and how many guesses there are to check is another one in each step"
+    if why is not None:
         raise ConfigError(
-            f"The model attends over a sliding window of {model.sliding_window} tokens, which the platform "
-            f"{platform!r} does not claim. Choose another platform; or, where max_model_len is no longer than the "
-            "window, pass hf_overrides={'sliding_window': None}, which then gives the same results."
+            f"speculative_config is set, but tokens cannot be guessed on the platform {platform!r}, which {why}. Leave "
+            "it out, or choose another platform."
+        )
+    if (draft := config.speculative.model) is not None:
+        _check_model(draft, capabilities, platform, f"The draft model {draft.model}")
+    if config.scheduler.async_scheduling:
+        raise ConfigError(
+            "async_scheduling and speculative_config are both set, but a step cannot be planned before it is known how "
+            "many guesses of the step before were right. Leave one of them out."
+        )
+
+
+def _check_model(model: ModelConfig, capabilities: Capabilities, platform: str, draft: str | None = None) -> None:
+    """Holds a model to what the platform can do; `draft` is what to call one that guesses."""
+    name, remedy = draft or "The model", "Choose another platform"
+    if draft is not None:
+        remedy = "Choose another draft model, or another platform"
+    if model.sliding_window is not None and not capabilities.sliding_window:
+        if draft is None:
+            remedy += (
+                "; or, where max_model_len is no longer than the window, pass hf_overrides={'sliding_window': None}, "
+                "which then gives the same results"
+            )
+        raise ConfigError(
+            f"{name} attends over a sliding window of {model.sliding_window} tokens, which the platform "
+            f"{platform!r} does not claim. {remedy}."
         )
     largest = capabilities.max_head_size
     if largest is not None and model.head_size > largest:
         raise ConfigError(
-            f"The model's attention heads have {model.head_size} elements, but the platform {platform!r} takes at most "
-            f"{largest}. Choose another platform."
+            f"{name}'s attention heads have {model.head_size} elements, but the platform {platform!r} takes at most "
+            f"{largest}. {remedy}."
         )

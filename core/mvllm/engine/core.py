@@ -84,6 +84,7 @@ class EngineCore:
         except BaseException:
             self._executor.shutdown()
             raise
+        speculative = config.speculative
         self.scheduler = Scheduler(
             config.scheduler,
             max_model_len=config.model.max_model_len,
@@ -99,6 +100,8 @@ class EngineCore:
             ),
             num_stages=num_stages,
             max_loras=0 if config.lora is None else config.lora.max_loras,
+            num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
+            num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,
         )
         self._adapters: AdapterStore | None = None
         if config.lora is not None:

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import msgspec
 
@@ -277,6 +278,10 @@ def add_stats(each: Iterable[SchedulerStats], num_cores: int = 1) -> SchedulerSt
         total.num_preemptions += stats.num_preemptions
         total.prefix_cache_queries += stats.prefix_cache_queries
         total.prefix_cache_hits += stats.prefix_cache_hits
+        total.num_drafts += stats.num_drafts
+        total.num_draft_tokens += stats.num_draft_tokens
+        pairs = zip_longest(total.accepted_at, stats.accepted_at, fillvalue=0)
+        total.accepted_at = [one + other for one, other in pairs]
     return total
 
 

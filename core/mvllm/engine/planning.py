@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from mvllm.config.engine_config import EngineConfig, replace_field
 from mvllm.engine.abilities import changes_for
 from mvllm.errors import ConfigError, PlatformError
@@ -43,9 +45,14 @@ def settle_config(config: EngineConfig, platform: Platform) -> EngineConfig:
     capabilities: Capabilities = ask(platform, "capabilities", returns=Capabilities)
     dtype = _settle_dtype(config, capabilities, platform.spec.name)
     config = replace_field(config, dtype.field, dtype.value) if dtype else config
+    if config.speculative is not None and config.speculative.model is not None:
+        draft = dataclasses.replace(config.speculative.model, dtype=config.model.dtype)
+        config = replace_field(config, "speculative.model", draft)
     if config.scheduler.async_scheduling is None:
         # Planning ahead pays where the device computes beside the host; on the host itself the two share the cores.
-        config = replace_field(config, "scheduler.async_scheduling", capabilities.async_copies)
+        # Where tokens are guessed, what comes next depends on how many of the guesses were right.
+        ahead = capabilities.async_copies and config.speculative is None
+        config = replace_field(config, "scheduler.async_scheduling", ahead)
     for change in changes_for(config, capabilities, platform.spec.name):
         config = replace_field(config, change.field, change.value)
         _log(change)

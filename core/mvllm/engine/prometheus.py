@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.metrics import EngineMetrics, Histogram
-from mvllm.messages.requests import FinishReason
+from mvllm.messages.requests import FinishReason, SchedulerStats
 
 PREFIX = "mvllm:"
 
@@ -40,6 +40,7 @@ class EngineCollector(Collector):
             yield from self._single_figures(prefix, metrics)
             yield self._ends(prefix, metrics)
             yield from self._histograms(prefix, metrics)
+            yield from self._drafts(prefix, self._engine.stats)
             yield self._cache_config(prefix)
 
     def describe(self) -> Iterator[Metric]:
@@ -109,6 +110,29 @@ class EngineCollector(Collector):
             family = kind(prefix + name, text, labels=("model_name",))
             family.add_metric(self._labels, float(value))
             yield family
+
+    def _drafts(self, prefix: str, stats: SchedulerStats) -> Iterator[Metric]:
+        """What has become of tokens that were guessed ahead."""
+        for name, text, value in (
+            ("num_drafts", "Guesses at a sequence's next tokens that were checked.", stats.num_drafts),
+            ("num_draft_tokens", "Their tokens.", stats.num_draft_tokens),
+            (
+                "num_accepted_tokens",
+                "Of these, tokens that were right, with all before them.",
+                stats.num_accepted_tokens,
+            ),
+        ):
+            family = CounterMetricFamily(f"{prefix}spec_decode_{name}", text, labels=("model_name",))
+            family.add_metric(self._labels, float(value))
+            yield family
+        by_place = CounterMetricFamily(
+            f"{prefix}spec_decode_num_accepted_tokens_per_pos",
+            "Tokens that were right, by their place in the guess.",
+            labels=("model_name", "position"),
+        )
+        for place, count in enumerate(stats.accepted_at):
+            by_place.add_metric((*self._labels, str(place)), float(count))
+        yield by_place
 
     def _ends(self, prefix: str, metrics: EngineMetrics) -> Metric:
         family = CounterMetricFamily(

@@ -108,7 +108,13 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class SchedulerStats(msgspec.Struct, omit_defaults=True):
-    """The scheduler's state after a step; all counters since start."""
+    """The scheduler's state after a step; all counters since start.
+
+    Attributes:
+        num_drafts: Guesses checked, each of one or several tokens.
+        num_draft_tokens: Their tokens.
+        accepted_at: By place in its guess, how many tokens were right, with all before them.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -116,6 +122,14 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted_at: list[int] = []
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Tokens that were guessed right."""
+        return sum(self.accepted_at)
 
 
 class EngineCoreOutputs(msgspec.Struct, omit_defaults=True):

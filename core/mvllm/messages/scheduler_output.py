@@ -64,6 +64,8 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
         rows: Rows that compute in this step, in batch order.
         num_scheduled_tokens: Tokens each of `rows` computes, at least one.
         total_num_scheduled_tokens: Their sum.
+        draft_token_ids: By position in `rows`, for rows that sample: tokens that may follow the known ones. They are
+            among the row's scheduled tokens, behind the known ones, so that the model says what follows each of them.
         mask_rows: Those of `rows` that sample in this step and may not choose every token.
         token_masks: For each of them, one after the other, a bit per token of the vocabulary, set where it may be
             chosen: token t is bit t % 8 of byte t // 8. Each mask is filled up to a multiple of 4 bytes.
@@ -77,6 +79,7 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
     rows: list[int] = []
     num_scheduled_tokens: list[int] = []
     total_num_scheduled_tokens: int = 0
+    draft_token_ids: dict[int, list[int]] = {}
     mask_rows: list[int] = []
     token_masks: bytes = b""
 
@@ -87,7 +90,10 @@ class ModelRunnerOutput(msgspec.Struct, omit_defaults=True):
     Attributes:
         step: The plan's step.
         sampled_token_ids: The sampled token of each row, or -1 where it has not reached the end of its known tokens.
+        further_token_ids: The tokens sampled behind that one, for rows of whose drafts some were right.
+        draft_token_ids: Guesses at what follows the sampled tokens, for plans to come.
         logprobs: Of the sampled token, for rows that asked.
+        further_logprobs: Of the tokens behind it, likewise.
         prompt_logprobs: Of the prompt tokens that this step's positions predict, for rows that asked. Position p of the
             prompt predicts token p + 1, so a step over positions [a, b) gives tokens [a + 1, min(b + 1, num_prompt)).
         errors: Rows that failed alone (for instance NaN logits), with the reason.
@@ -97,7 +103,10 @@ class ModelRunnerOutput(msgspec.Struct, omit_defaults=True):
 
     step: int
     sampled_token_ids: list[int] = []
+    further_token_ids: dict[int, list[int]] = {}
+    draft_token_ids: dict[int, list[int]] = {}
     logprobs: dict[int, PositionLogprobs] = {}
+    further_logprobs: dict[int, list[PositionLogprobs]] = {}
     prompt_logprobs: dict[int, list[PositionLogprobs]] = {}
     errors: dict[int, str] = {}
     pooler_output: dict[int, bytes] = {}

@@ -40,6 +40,15 @@ class TokenCounts:
             self._count(token_id, 1)
         self._num_counted = total
 
+    def and_then(self, token_ids: np.ndarray, num_prompt_tokens: int) -> TokenCounts:
+        """The counts of a longer sequence that may not come to be; arguments as for `update`."""
+        longer = TokenCounts()
+        longer._slot_of_token = self._slot_of_token.copy()
+        longer._token_ids, longer._counts = self._token_ids.copy(), self._counts.copy()
+        longer._num_counted = self._num_counted
+        longer.update(token_ids, num_prompt_tokens)
+        return longer
+
     @property
     def token_ids(self) -> np.ndarray:
         """int32 [d]: the distinct tokens."""

@@ -78,14 +78,19 @@ class Sampler:
         history: TokenHistory,
         mask: torch.Tensor | None = None,
         masks: TokenMasks | None = None,
+        ends: np.ndarray | None = None,
+        only_tokens: bool = False,
     ) -> SamplerOutput:
-        """Samples one token for each of `rows`.
+        """Samples one token for each line of logits.
 
         Args:
             logits: [n, vocab], any floating dtype; left as they are.
             rows: int [n] on the host; the row that each line of logits belongs to.
             state: Settings of the rows.
             history: Tokens of the rows so far; read for penalties, bad words, `min_tokens`, and the place of the draw.
+            ends: int [n] on the host; how many tokens of the row each line follows, of which the last may be guesses.
+                None: all that the row has. Logits processors and masks are for lines that follow all.
+            only_tokens: Leave out log-probabilities, whatever rows ask for.
             mask: bool [n, vocab] on the device; tokens that may be chosen. None allows all.
             masks: Likewise, on the host, for some of the rows.
 
@@ -97,6 +102,8 @@ class Sampler:
         if mask is None and masks is None and not flags.any():
             peaks, token_ids = self._argmax(logits)
             return SamplerOutput(token_ids, peaks)
+        if ends is None:
+            ends = history.num_tokens[rows]
         size = max(1, _ELEMENTS_AT_ONCE // logits.shape[1]) if self.may_look else len(rows)
         batch = partial(
             _Batch,
@@ -108,19 +115,23 @@ class Sampler:
             masks=masks,
         )
         if len(rows) <= size:
-            whole = batch(logits, rows, flags=flags, mask=mask)
+            whole = batch(logits, rows, ends=ends, flags=flags, mask=mask)
             token_ids, peaks = whole.choose()
-            return SamplerOutput(token_ids, peaks, whole.logprobs_of(token_ids), whole.failures)
+            gathered = None if only_tokens else whole.logprobs_of(token_ids)
+            return SamplerOutput(token_ids, peaks, gathered, whole.failures)
         parts = [slice(begin, begin + size) for begin in range(0, len(rows), size)]
-        batches = [batch(logits[p], rows[p], flags=flags[p], mask=None if mask is None else mask[p]) for p in parts]
+        batches = [
+            batch(logits[p], rows[p], ends=ends[p], flags=flags[p], mask=None if mask is None else mask[p])
+            for p in parts
+        ]
         chosen = [each.choose() for each in batches]
         token_ids, peaks = torch.cat([ids for ids, _ in chosen]), torch.cat([peaks for _, peaks in chosen])
         failures = {
             part.start + i: text for part, each in zip(parts, batches, strict=True) for i, text in each.failures.items()
         }
-        if not (flags & LOGPROBS).any():
+        if only_tokens or not (flags & LOGPROBS).any():
             return SamplerOutput(token_ids, peaks, failures=failures)
-        gathered = batch(logits, rows, flags=flags, mask=mask).logprobs_of(token_ids)
+        gathered = batch(logits, rows, ends=ends, flags=flags, mask=mask).logprobs_of(token_ids)
         return SamplerOutput(token_ids, peaks, gathered, failures)
 
 
@@ -151,6 +162,7 @@ class _Batch:
         *,
         state: SamplingState,
         history: TokenHistory,
+        ends: np.ndarray,
         flags: np.ndarray,
         mask: torch.Tensor | None,
         staging: StepStaging | None,
@@ -159,9 +171,10 @@ class _Batch:
         masks: TokenMasks | None,
     ) -> None:
         self.logits, self.rows, self.state, self.history, self.mask = logits, rows, state, history, mask
+        self.ends = ends
         self.masks = masks
         self.failures: dict[int, str] = {}
-        too_short = history.num_tokens[rows] < state.min_length[rows]
+        too_short = ends < state.min_length[rows]
         is_too_short = (flags & MIN_TOKENS).astype(bool) & too_short
         is_penalized = (flags & PENALTIES).astype(bool)
         is_random = (flags & RANDOM).astype(bool)
@@ -302,7 +315,8 @@ class _Batch:
         biases = [state.biases[row] for row in in_batch[biased].tolist()]
         penalized = np.flatnonzero(flags & PENALTIES)
         rows = in_batch[penalized]
-        counts = [self._count_tokens(row) for row in rows.tolist()]
+        ends = self.ends[self.work.indices][penalized]
+        counts = [self._count_tokens(row, end) for row, end in zip(rows.tolist(), ends.tolist(), strict=True)]
         lengths = _lengths([count.token_ids for count in counts])
         generated = _concatenate([count.counts for count in counts])
         amounts = np.repeat(state.frequency[rows], lengths) * generated
@@ -326,11 +340,12 @@ class _Batch:
         state, in_batch = self.state, self.rows[self.work.indices]
         short, bad = np.flatnonzero(is_too_short), np.flatnonzero(flags & BAD_WORDS)
         ids = [state.end_tokens[row] for row in in_batch[short].tolist()]
-        ids += [state.bad_words[row].blocked(self._tokens(row)) for row in in_batch[bad].tolist()]
+        ends = self.ends[self.work.indices][bad].tolist()
+        ids += [
+            state.bad_words[row].blocked(self.history.token_ids[row, :end])
+            for row, end in zip(in_batch[bad].tolist(), ends, strict=True)
+        ]
         return np.repeat(np.concatenate((short, bad)), _lengths(ids)), _concatenate(ids)
-
-    def _tokens(self, row: int) -> np.ndarray:
-        return self.history.token_ids[row, : self.history.num_tokens[row]]
 
     def _mask_words(self, is_masked: np.ndarray) -> np.ndarray:
         """The masks of all rows that have one, or are allowed some tokens only, or both."""
@@ -342,11 +357,12 @@ class _Batch:
         of = (lambda row: None) if masks is None else masks.of
         return _concatenate([both(of(row), allowed.get(row), max(widths)) for row in rows.tolist()])
 
-    def _count_tokens(self, row: int) -> TokenCounts:
-        """Brings the row's counts up to its history."""
+    def _count_tokens(self, row: int, end: int) -> TokenCounts:
+        """Brings the row's counts up to its history, and beyond it to `end`, where guesses stand there."""
         counts, history = self.state.counts[row], self.history
-        counts.update(self._tokens(row), int(history.num_prompt_tokens[row]))
-        return counts
+        tokens, num_prompt, known = history.token_ids[row], int(history.num_prompt_tokens[row]), history.num_tokens[row]
+        counts.update(tokens[:known], num_prompt)
+        return counts if end == known else counts.and_then(tokens[:end], num_prompt)
 
     def _add_random(self, in_batch: np.ndarray) -> _RandomKeys:
         """Adds the parameters of the random rows, given as indices into the batch."""
@@ -360,7 +376,7 @@ class _Batch:
         with np.errstate(divide="ignore"):
             min_p_gap = temperature * np.log(state.min_p[rows])
             top_p_gap = temperature * (np.log1p(-top_p) - np.float32(np.log(vocab_size)))
-        positions = self.history.num_tokens[rows] - self.history.num_prompt_tokens[rows]
+        positions = self.ends[in_batch] - self.history.num_prompt_tokens[rows]
         coarse, fine = uniforms(state.seeds[rows], positions)
         return _RandomKeys(
             inv_temperature=upload.add(1.0 / temperature),

@@ -50,7 +50,8 @@ class TokenHistory:
     `-1 - row`, until it is filled in.
 
     Attributes:
-        token_ids: int32 [max_rows, max_len]; only the first `num_tokens` of a row mean something.
+        token_ids: int32 [max_rows, max_len]; the first `num_tokens` of a row are its own. Those that were guessed stand
+            behind them until the step that checks them is over.
         num_tokens: int32 [max_rows].
         num_prompt_tokens: int32 [max_rows]; how many of them are the prompt.
         begun: int64 [max_rows]; how many requests have had the row.
@@ -73,6 +74,17 @@ class TokenHistory:
         """Adds one token to each of `rows`, which are distinct."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
+
+    def extend(self, row: int, token_ids: Sequence[int]) -> None:
+        """Adds tokens to one row."""
+        begin = self.num_tokens[row]
+        self.token_ids[row, begin : begin + len(token_ids)] = token_ids
+        self.num_tokens[row] += len(token_ids)
+
+    def guess(self, row: int, token_ids: Sequence[int]) -> None:
+        """Notes tokens that may come next, behind those of the row, whose number stays as it is."""
+        begin = self.num_tokens[row]
+        self.token_ids[row, begin : begin + len(token_ids)] = token_ids
 
     def append_unknown(self, rows: np.ndarray) -> UnknownTokens:
         """Adds to each of `rows`, which are distinct, a token that only the device knows. `fill` takes the result."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mvllm.messages.requests import EngineCoreOutput, FinishReason, PositionLogprobs
-from mvllm.messages.scheduler_output import ModelRunnerOutput
+from mvllm.messages.requests import EngineCoreOutput, FinishReason, PositionLogprobs, SchedulerStats
+from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.scheduler.request import Request, RequestStatus
 
 
@@ -13,9 +13,19 @@ def collect_logprobs(batch: list[Request], starts: dict[int, int], output: Model
         request = batch[position]
         if request.logprobs is not None and request.status is not RequestStatus.FINISHED:
             request.logprobs.append(entry)
+            request.logprobs += output.further_logprobs.get(position, ())
     for position, entries in output.prompt_logprobs.items():
         if position in starts:
             batch[position].add_prompt_logprobs(starts[position], entries)
+
+
+def count_drafts(stats: SchedulerStats, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
+    """Adds to the counters what has become of a plan's guesses."""
+    stats.num_drafts += len(plan.draft_token_ids)
+    stats.num_draft_tokens += sum(map(len, plan.draft_token_ids.values()))
+    for further in output.further_token_ids.values():
+        for place in range(len(further)):
+            stats.accepted_at[place] += 1
 
 
 def make_output(
@@ -47,16 +57,20 @@ def make_output(
 
 
 def last_output(
-    request: Request, finish_reason: FinishReason, stop_reason: int | None = None, error: str | None = None
+    request: Request,
+    finish_reason: FinishReason,
+    stop_reason: int | None = None,
+    error: str | None = None,
+    num_new_tokens: int = 1,
 ) -> EngineCoreOutput:
-    """The output that ends a request: its newest token, or all of them if none was sent out before."""
+    """The output that ends a request: its newest tokens, or all of them if none was sent out before."""
     if request.pooling_type is not None and finish_reason is FinishReason.LENGTH:  # a token where a vector was wanted
         message = "The platform's worker makes no vectors of prompts; it would have generated."
         return make_output(request, [], FinishReason.ERROR, error=message)
     if not request.emits_each_step:
         new_token_ids = request.token_ids[request.num_prompt_tokens :]
     elif error is None:
-        new_token_ids = request.token_ids[-1:]
+        new_token_ids = request.token_ids[-num_new_tokens:]
     else:
         new_token_ids = []
     return make_output(request, new_token_ids, finish_reason, stop_reason, error)

@@ -78,12 +78,14 @@ class Request:
         num_cached_tokens: Found in the prefix cache when first scheduled; -1 before.
         scheduled_time: When first scheduled.
         first_token_time: When the first token was known, of requests that do not send tokens out at once; 0 before.
+        draft_token_ids: Guesses at the tokens behind the last known one, for its next plan.
         grammar: Says which tokens may come next, where not all may. Such a request is planned only when its last token
             is known.
     """
 
     __slots__ = (
         "data",
+        "draft_token_ids",
         "emits_each_step",
         "first_token_time",
         "grammar",
@@ -140,6 +142,7 @@ class Request:
         self.num_cached_tokens = -1
         self.scheduled_time = 0.0
         self.first_token_time = 0.0
+        self.draft_token_ids: list[int] = []
         self.grammar: Grammar | None = None
 
     def __lt__(self, other: Request) -> bool:
@@ -184,6 +187,32 @@ class Request:
         if num_tokens >= self.max_num_tokens:
             return FinishReason.LENGTH, None
         return None
+
+    def take_further(
+        self, tokens: list[int], stop: tuple[FinishReason, int | None] | None
+    ) -> tuple[list[int], tuple[FinishReason, int | None] | None]:
+        """Takes tokens that were sampled in one step behind the one that its plan had counted.
+
+        Args:
+            tokens: Their log-probabilities have been put aside; those of tokens behind the end are dropped.
+            stop: How the request has ended with the token before them, if it has.
+
+        Returns:
+            Those that belong to the request, and how it ends, if it does.
+        """
+        taken: list[int] = []
+        for token in tokens:
+            if stop is not None:
+                break
+            self.token_ids.append(token)
+            taken.append(token)
+            stop = self.find_stop(token)
+        if self.logprobs is not None and len(taken) < len(tokens):
+            del self.logprobs[len(taken) - len(tokens) :]
+        self.num_tokens += len(taken)
+        if self.status is RequestStatus.RUNNING:
+            self.num_computed_tokens += len(taken)
+        return taken, stop
 
     def follow_grammar(
         self, token: int, stop: tuple[FinishReason, int | None] | None

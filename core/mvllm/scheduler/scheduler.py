@@ -21,7 +21,7 @@ from bisect import insort
 from collections.abc import Callable, Iterable
 
 from mvllm.config.engine_config import SchedulerConfig
-from mvllm.errors import ConfigError, PlatformError, RequestError
+from mvllm.errors import PlatformError, RequestError
 from mvllm.kv_cache.manager import KVCacheManager
 from mvllm.messages.requests import (
     NOTHING_TO_SAMPLE,
@@ -33,7 +33,9 @@ from mvllm.messages.requests import (
 )
 from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from mvllm.scheduler.adapter_turns import AdapterTurns
-from mvllm.scheduler.outputs import collect_logprobs, last_output, make_output
+from mvllm.scheduler.limits import check_limits
+from mvllm.scheduler.masks import add_masks
+from mvllm.scheduler.outputs import collect_logprobs, count_drafts, last_output, make_output
 from mvllm.scheduler.request import Grammar, Request, RequestStatus
 from mvllm.scheduler.request_queue import RequestQueue
 from mvllm.scheduler.rows import RowAllocator
@@ -58,6 +60,9 @@ class Scheduler:
         max_loras: Most different adapters among the requests that run.
         num_stages: Stages of the pipeline that runs the plans. With more than one, a request is part of one step at a
             time (its next plan waits for its token), and those that generate are dealt out over as many steps.
+        num_speculative_tokens: Most tokens that workers guess for a sequence. Then, too, a request is part of one step
+            at a time.
+        num_lookahead_tokens: Slots behind a sequence's last token that workers can use for guessing.
 
     Raises:
         ConfigError: The limits contradict each other.
@@ -72,8 +77,10 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         num_stages: int = 1,
         max_loras: int = 0,
+        num_speculative_tokens: int = 0,
+        num_lookahead_tokens: int = 0,
     ) -> None:
-        _check_config(config, max_model_len)
+        check_limits(config, max_model_len)
         self._config = config
         self._max_model_len = max_model_len
         self._kv_cache = kv_cache
@@ -95,7 +102,9 @@ class Scheduler:
         self._num_added = 0
         self._num_prompt_logprobs = 0  # unfinished requests that want them
         self._num_grammars = 0  # unfinished requests that have one
-        self._stats = SchedulerStats()
+        self._num_lookahead = num_lookahead_tokens
+        self._guesses = num_speculative_tokens > 0
+        self._stats = SchedulerStats(accepted_at=[0] * num_speculative_tokens)
 
     # ---------------------------------------------------------------------------------------- requests come and go
 
@@ -224,6 +233,9 @@ class Scheduler:
             num_preemptions=stats.num_preemptions,
             prefix_cache_queries=stats.prefix_cache_queries,
             prefix_cache_hits=stats.prefix_cache_hits,
+            num_drafts=stats.num_drafts,
+            num_draft_tokens=stats.num_draft_tokens,
+            accepted_at=stats.accepted_at.copy(),
         )
 
     # ------------------------------------------------------------------------------------------------------ schedule
@@ -259,7 +271,7 @@ class Scheduler:
         plan.freed_rows = self._rows.pop_freed()
         plan.total_num_scheduled_tokens = sum(plan.num_scheduled_tokens)
         if self._num_grammars:
-            _add_masks(plan, batch)
+            add_masks(plan, batch)
         self._next_step += 1
         self._batches[plan.step] = batch
         if self._num_prompt_logprobs:
@@ -290,14 +302,21 @@ class Scheduler:
                 if not budget:
                     break
             end = num_computed + num_new
-            # A request that generates needs a look at its blocks only where it enters a new one.
-            if num_new > 1 or end > request.table.num_slots:
-                if not self._grow(request, end, plan):
+            drafts = request.draft_token_ids
+            if drafts:
+                drafts = self._take_drafts(request, budget - num_new - (len(self._running) - len(batch) - 1))
+            # A request that generates needs a look at its blocks only where it enters a new one. Where tokens are
+            # guessed there are blocks ahead, and the look is for names.
+            if num_new > 1 or end > request.table.num_slots or self._guesses:
+                if not self._grow(request, end, drafts, plan):
                     break
             request.num_computed_tokens = end
             if end == num_tokens:
                 request.num_tokens = end + 1  # the one this step samples
                 samples_left -= 1
+            if drafts:
+                plan.draft_token_ids[len(batch)] = drafts
+                num_new += len(drafts)
             rows.append(request.row)
             num_scheduled.append(num_new)
             batch.append(request)
@@ -379,15 +398,33 @@ class Scheduler:
         if end == request.num_tokens:
             request.num_tokens = end + 1  # the one this step samples
 
-    def _grow(self, request: Request, num_tokens: int, plan: SchedulerOutput) -> bool:
+    def _take_drafts(self, request: Request, budget: int) -> list[int]:
+        """The guesses at a running request's next tokens, as far as there is room; they count only once."""
+        drafts, request.draft_token_ids = request.draft_token_ids, []
+        if request.grammar is not None or request.num_computed_tokens + 1 < request.num_tokens:
+            return []
+        # The last token that it may have is sampled behind the last guess.
+        return drafts[: max(0, min(budget, request.max_num_tokens - request.num_tokens - 1))]
+
+    def _grow(self, request: Request, num_tokens: int, drafts: list[int], plan: SchedulerOutput) -> bool:
         """Gives a running request blocks for its first `num_tokens` tokens, at the cost of those behind it.
+
+        Nobody gives way for guesses: where there is no room for `drafts`, and for making more, these are dropped.
 
         Returns:
             False if it cannot compute in this step: it gave way itself, or ended, or waits for a token in flight.
         """
         kv_cache, table, num_computed = self._kv_cache, request.table, request.num_computed_tokens
         lengths: list[int] = [] if self._num_groups == 1 else [len(blocks.block_ids) for blocks in table.groups]
-        new_blocks = kv_cache.allocate_slots(table, request.num_tokens, num_computed_tokens=num_computed)
+        new_blocks = None
+        if drafts or self._num_lookahead:
+            wanted = min(request.num_tokens + len(drafts) + self._num_lookahead, request.max_num_tokens)
+            spare = len(self._running)
+            new_blocks = kv_cache.allocate_slots(table, wanted, num_spare=spare, num_computed_tokens=num_computed)
+            if new_blocks is None:
+                drafts.clear()
+        if new_blocks is None:
+            new_blocks = kv_cache.allocate_slots(table, request.num_tokens, num_computed_tokens=num_computed)
         while new_blocks is None:
             last = self._running[-1]
             if last is request and len(self._running) == 1:
@@ -419,6 +456,7 @@ class Scheduler:
         self._kv_cache.free(request.table, request.num_computed_tokens)
         request.row = -1
         request.num_computed_tokens = 0
+        request.draft_token_ids = []
         if request.has_token_in_flight:
             request.status = RequestStatus.WAITING_FOR_TOKEN
             self._parked.add(request)
@@ -449,19 +487,31 @@ class Scheduler:
             collect_logprobs(batch, starts, output)
         if output.pooler_output:
             self._finish_pooled(batch, output.pooler_output, outputs)
-        self._append_tokens(batch, tokens, outputs)
+        if plan.draft_token_ids:
+            count_drafts(self._stats, plan, output)
+        self._append_tokens(batch, tokens, output.further_token_ids, outputs)
+        for position, drafts in output.draft_token_ids.items():
+            if batch[position].status is RequestStatus.RUNNING:
+                batch[position].draft_token_ids = drafts
         return EngineCoreOutputs(outputs=outputs, stats=self.make_stats(), timestamp=self._clock())
 
-    def _append_tokens(self, batch: list[Request], tokens: list[int], outputs: list[EngineCoreOutput]) -> None:
-        """Gives each request its token, and ends those that it ends."""
+    def _append_tokens(
+        self,
+        batch: list[Request],
+        tokens: list[int],
+        further: dict[int, list[int]],
+        outputs: list[EngineCoreOutput],
+    ) -> None:
+        """Gives each request its token, or tokens, and ends those that they end."""
         running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
         ended: list[Request] = []
         failed: list[tuple[str, str]] = []
-        for request, token in zip(batch, tokens):
+        for position, token in enumerate(tokens):
+            request = batch[position]
             status = request.status
             if token < 0 or status is finished:
                 continue
-            token_ids = request.token_ids
+            token_ids, new, stop = request.token_ids, [token], None
             token_ids.append(token)
             grammar = request.grammar
             if grammar is not None or token in request.stop_ids or len(token_ids) >= request.max_num_tokens:
@@ -470,21 +520,24 @@ class Scheduler:
                     stop = request.follow_grammar(token, stop)
                     if stop is None and grammar.error is not None:
                         failed.append((request.request_id, grammar.error))
-                if stop is not None:
-                    ended.append(request)
-                    outputs.append(last_output(request, *stop))
-                    continue
+            if further and position in further:
+                taken, stop = request.take_further(further[position], stop)
+                new += taken
+            if stop is not None:
+                ended.append(request)
+                outputs.append(last_output(request, *stop, num_new_tokens=len(new)))
+                continue
             if status is not running:
                 self._unpark(request)
             if request.is_plain:
                 outputs.append(
                     EngineCoreOutput(
-                        request.request_id, [token], None, None, None, None,
+                        request.request_id, new, None, None, None, None,
                         request.num_cached_tokens, None, request.scheduled_time,
                     )
                 )  # fmt: skip
             elif request.emits_each_step:
-                outputs.append(make_output(request, [token]))
+                outputs.append(make_output(request, new))
             elif not request.first_token_time:
                 request.first_token_time = self._clock()
         if ended:
@@ -599,26 +652,3 @@ class Scheduler:
         assert known <= request.num_tokens <= request.max_num_tokens, f"{name}: {known} of {request.num_tokens} tokens"
         if request.status is not RequestStatus.RUNNING:
             assert not request.table.block_ids and request.row < 0 and not request.num_computed_tokens, f"{name} holds"
-
-
-def _check_config(config: SchedulerConfig, max_model_len: int) -> None:
-    if config.policy not in ("fcfs", "priority"):
-        raise ConfigError(f"scheduling_policy={config.policy!r}: there are 'fcfs' and 'priority'.")
-    if config.max_num_seqs < 1 or config.max_num_batched_tokens < 1:
-        raise ConfigError(
-            f"max_num_seqs={config.max_num_seqs} and max_num_batched_tokens={config.max_num_batched_tokens} "
-            "must both be at least 1."
-        )
-    if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
-        raise ConfigError(
-            f"Without chunked prefill a step must hold the longest prompt, but max_num_batched_tokens="
-            f"{config.max_num_batched_tokens} is less than max_model_len={max_model_len}. "
-            "Raise the first, lower the second, or enable chunked prefill."
-        )
-
-
-def _add_masks(plan: SchedulerOutput, batch: list[Request]) -> None:
-    """Says which tokens those may choose who sample in this step and may not choose every one."""
-    masked = [request for request in batch if request.grammar is not None and request.has_token_in_flight]
-    plan.mask_rows = [request.row for request in masked]
-    plan.token_masks = b"".join(request.grammar.mask for request in masked if request.grammar is not None)

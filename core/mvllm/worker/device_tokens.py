@@ -64,6 +64,10 @@ class DeviceTokens:
             result.sampled.send_to_host(self._runtime.to_host)
         self._unread.append((result, self._history.append_unknown(result.rows[result.sampling])))
 
+    def add_failed(self, output: ModelRunnerOutput) -> None:
+        """Takes a step that has failed for all of its rows, whose tokens nobody will see."""
+        self._outputs[output.step] = output
+
     def read_all(self) -> None:
         """Waits for all steps added so far; then the host knows every token."""
         while self._unread:

@@ -14,21 +14,23 @@ samples, and `Pipeline` tells the others.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from mvllm.config.engine_config import EngineConfig
+from mvllm.config.model import ModelConfig
+from mvllm.config.speculative import SpeculativeConfig
 from mvllm.distributed.group import GroupCoordinator
-from mvllm.errors import CacheError, ConfigError, ModelError, MvllmError
+from mvllm.errors import CacheError, ConfigError, ModelError, StepMemoryError
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.lora import LoRABatch
 from mvllm.layers.quantization.registry import quantization_method
+from mvllm.logging import get_logger
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.models.registry import resolve_model_class
@@ -47,26 +49,29 @@ from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.pooling.pooler import pool
 from mvllm.pooling.token_types import second_text_types
 from mvllm.sampling.logits_processor import LogitsProcessorContext
-from mvllm.sampling.logprobs import gather_prompt_logprobs
 from mvllm.sampling.masks import TokenMasks
 from mvllm.sampling.output import SamplerOutput
 from mvllm.sampling.processors import LogitsProcessors
 from mvllm.sampling.sampler import Sampler
-from mvllm.sampling.state import SamplingState, TokenHistory
+from mvllm.sampling.state import PROCESSED, SamplingState, TokenHistory
 from mvllm.worker.device_tokens import DeviceTokens
+from mvllm.worker.draft_model import DraftModel, DraftModelProposer
 from mvllm.worker.layer_groups import layer_windows, named_windows, place_layers
 from mvllm.worker.lora import LoRAAdapters
+from mvllm.worker.out_of_memory import naming_limits, out_of_memory_as
 from mvllm.worker.pipeline import Pipeline
+from mvllm.worker.prompt_logprobs import PromptLogprobs
+from mvllm.worker.proposer import NgramProposer, Proposer
 from mvllm.worker.rows import RowTable
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs, dry_inputs, profile_inputs
-from mvllm.worker.step_result import PromptPiece, StepResult
+from mvllm.worker.step_result import StepResult
 from mvllm.worker.warm_up import sample_sizes, step_shapes
 
 if TYPE_CHECKING:
     from mvllm.layers.attention import Attention
+    from mvllm.models.causal_lm import CausalLM
 
-_PROMPT_LOGPROB_CHUNK = 256
-"""Prompt positions whose logits exist at one time: [256, vocabulary] rather than [prompt, vocabulary]."""
+logger = get_logger(__name__)
 
 
 class ModelRunner:
@@ -99,14 +104,17 @@ class ModelRunner:
         """What the layers of each group see, see `group_layers`."""
         self._plans: dict[Hashable, tuple[AttentionBackend, int]] = {}
         """The backend and the group of each metadata that a step needs, by the `metadata_key` of the layers."""
+        self._all_plans: dict[Hashable, tuple[AttentionBackend, int]] = {}
+        """Likewise, with those that a draft model needs."""
         self._layers: list[Attention] = []
         self._has_model = False
         self._adapters: LoRAAdapters | None = None
+        self._draft: DraftModel | None = None
+        self._proposer: Proposer | None = None
+        self._num_speculative = 0 if config.speculative is None else config.speculative.num_speculative_tokens
         self._sampler = Sampler()
         self._run_model: Callable[..., torch.Tensor] = self._call_model
         self._device_tokens: DeviceTokens | None = None
-        self._logit_sizes: tuple[int, ...] | None = None
-        """Numbers of rows whose logits are computed at once, rising, where these are not free."""
         self._pipeline = Pipeline(
             pp,
             runtime,
@@ -133,30 +141,51 @@ class ModelRunner:
             quantization=quantization_method(config),
             with_adapters=self._config.lora is not None,
         )
-        model_class = resolve_model_class(config.architecture, config.model_impl)
-        with _out_of_memory_as(ModelError, f"The weights of {config.model}, whose sizes config.json gives,"):
-            self.model = model_class(config, context)
+        self.model = self._load(config, context)
         if config.kind.num_labels and self._pipeline.is_last and self.model.scores is None:
-            raise ModelError(f"{model_class.__name__}, which is to classify prompts, sets no `scores` as its head.")
+            raise ModelError(
+                f"{type(self.model).__name__}, which is to classify prompts, sets no `scores` as its head."
+            )
         self._argmax = context.op("argmax", size=config.vocab_size).function
         self._sampler = Sampler(argmax=self._argmax)
-        load_weights(
-            self.model,
-            config.path,
-            load_format=self._config.load.load_format,
-            use_tqdm=self._config.load.use_tqdm,
-            seed=config.seed,
-            on_loaded=self.model.tensor_loaded,
-        )
-        self.model.after_load()
-        self.model.eval()
         self._layers = self.model.attention_layers()
+        draft = None if self._config.speculative is None else self._config.speculative.model
+        if draft is not None and self._pipeline.is_last:  # which has all of it
+            context = dataclasses.replace(
+                context, pp=GroupCoordinator.single("pp"), quantization=quantization_method(draft), with_adapters=False
+            )
+            self._draft = DraftModel(draft, self._load(draft, context))
+            self._layers = [*self._layers, *self._draft.layers]
         if (lora := self._config.lora) is not None:
-            with _out_of_memory_as(ModelError, f"The slots of {lora.max_loras} adapters (max_loras)"):
+            with out_of_memory_as(
+                ModelError, f"The slots of {lora.max_loras} adapters", "Lower max_loras or max_lora_rank."
+            ):
                 self._adapters = LoRAAdapters(self.model, context, lora, self._runtime)
         self._windows = layer_windows(self._layers, self._runtime.device)
         self._place_layers()
         self._has_model = True
+
+    def _load(self, config: ModelConfig, context: BuildContext) -> CausalLM:
+        """A model on the device, with its weights."""
+        model_class = resolve_model_class(config.architecture, config.model_impl)
+        remedy = (
+            "Choose a smaller dtype, quantization='int8' or 'int4', or a larger tensor_parallel_size or "
+            "pipeline_parallel_size, which leaves each device a smaller part."
+        )
+        what = f"The weights of {config.model}, whose sizes config.json gives,"
+        with out_of_memory_as(ModelError, what, remedy):
+            model = model_class(config, context)
+        load_weights(
+            model,
+            config.path,
+            load_format=self._config.load.load_format,
+            use_tqdm=self._config.load.use_tqdm,
+            seed=config.seed,
+            on_loaded=model.tensor_loaded,
+        )
+        model.after_load()
+        model.eval()
+        return model
 
     @property
     def adapters(self) -> LoRAAdapters:
@@ -183,6 +212,9 @@ class ModelRunner:
             offers = "; ".join(sorted({str(layout.block_sizes) for layout in layouts}))
             raise CacheError(f"The attention backends of this model accept no common block size: {offers}.")
         bytes_per_token = sum(layout.bytes_per_token for layout in layouts)
+        if self._config.speculative is not None and self._config.speculative.model is not None:
+            # A draft model may be a token behind, and look further back than the model does.
+            return KVCacheNeeds(bytes_per_token, tuple(common), ())
         windows = named_windows(self._layers, self._windows, self._runtime.device, self._pp.world_size)
         return KVCacheNeeds(bytes_per_token, tuple(common), windows)
 
@@ -195,7 +227,6 @@ class ModelRunner:
         """Claims the KV cache of every layer, and readies the model and the rows for steps."""
         self._num_blocks, self._block_size = num_blocks, block_size
         self._allocate_layers(num_blocks, block_size)
-        self._compile_model()
         scheduler, model = self._config.scheduler, self._config.model
         state = SamplingState(scheduler.max_num_seqs, model.vocab_size, model.seed, self._logits_processors())
         self.rows = RowTable(scheduler.max_num_seqs, model.max_model_len, block_size, state, len(self._groups))
@@ -210,17 +241,20 @@ class ModelRunner:
             shapes=shapes,
             with_prompt_lens=self.model.uses_prompt_lens,
             with_sample_rows=on_device,
+            max_drafts=self._num_speculative,
         )
-        if shapes.requests is not None:
-            self._logit_sizes = tuple(reversed(sample_sizes(shapes, scheduler.max_num_seqs)))
+        sizes = None if shapes.requests is None else tuple(reversed(sample_sizes(shapes, scheduler.max_num_seqs)))
+        self._prompt_logprobs = PromptLogprobs(self.rows, self._runtime, sizes)
         if on_device:
             self._device_tokens = DeviceTokens(self._runtime, self.rows.history)
             self._sampler = Sampler(self._inputs.staging, self._argmax)
+        self._compile_models()
 
     def sleep(self, *, drop_weights: bool) -> None:
         """Gives up the KV cache, and the model itself if asked to. Rows and buffers stay: they are small."""
         self._runtime.synchronize()
         self._run_model = self._call_model  # what was compiled may hold on to both
+        self._proposer = None
         for layer in self._layers:
             layer.kv_cache = None
         if drop_weights:
@@ -247,12 +281,13 @@ class ModelRunner:
                 for layer in self._layers:
                     layer.kv_cache = None
                 raise
-            self._compile_model()
+            self._compile_models()
 
     def _drop_model(self) -> None:
         self._layers = []
         self._adapters = None
         self._has_model = False
+        self._draft = None
         if hasattr(self, "model"):
             del self.model
             gc.collect()  # modules and what compiles or replays them refer to each other
@@ -265,23 +300,50 @@ class ModelRunner:
         """
         self._pipeline.catch_up(plan, self.rows)
         self.rows.apply(plan)
-        output: ModelRunnerOutput | None = ModelRunnerOutput(step=plan.step)
+        if self._proposer is not None and plan.new_requests:
+            self._proposer.begin_rows([request.row for request in plan.new_requests])
         if not plan.rows:
             self._pipeline.skip(plan.step)
-            return output
+            return ModelRunnerOutput(step=plan.step)
+        failure = ""
+        try:
+            with naming_limits(self._config.scheduler):
+                output = self._run_step(plan)
+        except StepMemoryError as e:
+            if self._tp.world_size * self._pp.world_size > 1:
+                raise  # the others wait for this rank's part
+            failure = str(e)
+        if failure:  # whose frames, and what they held, are gone by now
+            output = self._give_up(plan, failure)
+        self._runtime.step_mark()
+        self._inputs.staging.end_step()
+        return output
+
+    def _run_step(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
+        """As `execute_model`, for a plan that has been applied to the rows, and has some."""
         inputs = self._inputs.build(plan)
         if self._device_tokens is not None:
             inputs.token_ids = self._device_tokens.resolve(inputs.token_ids)
         hidden = self._forward(inputs, self._pipeline.receive_hidden(len(inputs.token_ids)), self._adapters_of(inputs))
-        if self._pipeline.is_last:
-            output = self._finish_last_stage(plan, inputs, hidden)
-        else:
-            self._pipeline.send_hidden(hidden)
-            self._pipeline.expect(plan.step, inputs.rows, inputs.sampling)
         self.rows.num_computed[inputs.rows] += inputs.num_scheduled
-        self._runtime.step_mark()
-        self._inputs.staging.end_step()
-        return output
+        # Guesses count when they are known to be right.
+        self.rows.num_computed[inputs.rows[inputs.sampling]] -= inputs.num_drafts
+        if self._pipeline.is_last:
+            return self._finish_last_stage(plan, inputs, hidden)
+        self._pipeline.send_hidden(hidden)
+        self._pipeline.expect(plan.step, inputs.rows, inputs.sampling)
+        return ModelRunnerOutput(step=plan.step)
+
+    def _give_up(self, plan: SchedulerOutput, reason: str) -> ModelRunnerOutput | None:
+        """What there is to tell of a step that has failed for all of its rows; the engine goes on without these."""
+        logger.error("Step %d, of %d requests, fails: %s", plan.step, len(plan.rows), reason)
+        self._runtime.release_cached_memory()
+        nothing = [-1] * len(plan.rows)
+        output = ModelRunnerOutput(plan.step, nothing, errors=dict.fromkeys(range(len(nothing)), reason))
+        if self._device_tokens is None:
+            return output
+        self._device_tokens.add_failed(output)
+        return None
 
     def collect_output(self, step: int) -> ModelRunnerOutput:
         """The output of a step that `execute_model` returned None for; or, on a pipeline stage but the last, what the
@@ -311,23 +373,49 @@ class ModelRunner:
         )
         num_tokens = len(inputs.token_ids)
         adapters = None if self._adapters is None else self._adapters.largest_batch(num_tokens)
-        hidden = self._forward(inputs, self._pipeline.placeholder(num_tokens), adapters)
-        if self._pipeline.is_last and self._config.model.kind.generates:
-            self._profile_sampling(self.model.compute_logits(hidden.index_select(0, inputs.logits_at)))
-        self._runtime.synchronize()
+        with naming_limits(scheduler):
+            hidden = self._forward(inputs, self._pipeline.placeholder(num_tokens), adapters)
+            if self._pipeline.is_last and self._config.model.kind.generates:
+                lines = inputs.logits_at.repeat(1 + self._num_speculative)[:num_tokens]
+                self._profile_sampling(self.model.compute_logits(hidden.index_select(0, lines)))
+            if self._draft is not None:
+                self._draft.run(inputs, self._all_plans)
+            self._runtime.synchronize()
         for layer in self._layers:
             layer.kv_cache = None
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Runs a step of every shape that there can be, where a new shape costs a compilation.
+        """Runs a step of every shape that there can be, where a new shape costs a compilation; where decode steps are
+        captured, one of each size.
 
         They read block 0 and write nothing. The shapes within the sampler depend on what requests ask for; a batch that
         asks for nothing is run.
         """
         if self._platform.capabilities.static_shapes:
             self._run_every_shape(ask(self._platform, "shapes", returns=ShapePolicy))
+        elif self._platform.capabilities.graphs and self._is_compiled:
+            self._run_decode_sizes(ask(self._platform, "shapes", returns=ShapePolicy))
         self._runtime.end_warm_up()
+
+    def _run_decode_sizes(self, shapes: ShapePolicy) -> None:
+        """A step of one token per request for each number of requests that steps are padded to, the largest first."""
+        if shapes.requests is None:
+            return
+        for size in sample_sizes(shapes, self._config.scheduler.max_num_seqs):
+            inputs = dry_inputs(
+                min(size, self._config.scheduler.max_num_seqs),
+                min(size, self._config.scheduler.max_num_seqs),
+                padded_tokens=ShapePolicy.pad(size, shapes.tokens),
+                padded_requests=size,
+                pages=ShapePolicy.pad(1, shapes.pages),
+                block_size=self._block_size,
+                runtime=self._runtime,
+                with_prompt_lens=self.model.uses_prompt_lens,
+                num_groups=len(self._groups),
+            )
+            self._forward(inputs, self._pipeline.placeholder(len(inputs.token_ids)))
+            self._runtime.step_mark()
 
     def _run_every_shape(self, shapes: ShapePolicy) -> None:
         scheduler, block_size = self._config.scheduler, self._block_size
@@ -386,22 +474,25 @@ class ModelRunner:
 
     def _place_layers(self) -> None:
         """Deals the layers out to the groups. A backend makes one metadata per step: each block table has its own."""
-        self._plans, self._cache_places = {}, []
+        self._all_plans, self._cache_places = {}, []
         places = place_layers(self._windows, self._groups, self._config.model.max_model_len)
         for layer, (group, place) in zip(self._layers, places, strict=True):
             key: Hashable = layer.spec
-            if key in self._plans and self._plans[key][1] != group:
+            if key in self._all_plans and self._all_plans[key][1] != group:
                 key = (layer.spec, group)
-            if key not in self._plans:
+            if key not in self._all_plans:
                 backend = self._backend_for(layer.spec)
                 if key != layer.spec:
                     backend = ask_attention_backend(self._platform, layer.spec)
-                self._plans[key] = (backend, group)
-            layer.metadata_key, layer.backend = key, self._plans[key][0]
+                self._all_plans[key] = (backend, group)
+            layer.metadata_key, layer.backend = key, self._all_plans[key][0]
             self._cache_places.append(place)
+        own = {layer.metadata_key for layer in self.model.attention_layers()}
+        self._plans = {key: plan for key, plan in self._all_plans.items() if key in own}
 
     def _allocate_layers(self, num_blocks: int, block_size: int) -> None:
-        with _out_of_memory_as(CacheError, f"The KV cache of {num_blocks} blocks of {block_size} tokens"):
+        what = f"The KV cache of {num_blocks} blocks of {block_size} tokens"
+        with out_of_memory_as(CacheError, what, "Lower memory_utilization or kv_cache_memory_bytes."):
             caches: dict[int, KVCache] = {}
             for layer, place in zip(self._layers, self._cache_places, strict=True):
                 if place not in caches:
@@ -457,21 +548,63 @@ class ModelRunner:
         hidden: torch.Tensor = self.model(token_ids, positions, step, intermediate)
         return hidden
 
-    def _compile_model(self) -> None:
-        """Gives the model to the platform's compiler, where it has one. Once the KV cache is there to stay."""
+    @property
+    def _is_compiled(self) -> bool:
+        config = self._config
+        return self._platform.capabilities.compile and not config.enforce_eager and not config.model.kind.is_encoder
+
+    def _compile_models(self) -> None:
+        """Gives the models to the platform's compiler, where it has one. Once the KV cache is there to stay."""
         if self._config.model.kind.is_encoder:
             return
-        if self._platform.capabilities.compile and not self._config.enforce_eager:
-            compiler: CompileBackend = ask(self._platform, "compiler", returns=CompileBackend)
-            self._run_model = compiler.compile(self._call_model, dynamic=True)
+        self._run_model = self._compiled(self._call_model)
+        speculative = self._config.speculative
+        if speculative is not None and self._pipeline.is_last:
+            self._proposer = self._make_proposer(speculative)
+
+    def _compiled(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """The same, faster where the platform can make it so."""
+        if not self._is_compiled:
+            return function
+        compiler: CompileBackend = ask(self._platform, "compiler", returns=CompileBackend)
+        return compiler.compile(function, dynamic=True)
+
+    def _make_proposer(self, config: SpeculativeConfig) -> Proposer:
+        if self._draft is None:
+            return NgramProposer(
+                self.rows.history,
+                num_tokens=config.num_speculative_tokens,
+                shortest=config.prompt_lookup_min,
+                longest=config.prompt_lookup_max,
+            )
+        scheduler = self._config.scheduler
+        return DraftModelProposer(
+            self._draft,
+            self._config.model,
+            rows=self.rows,
+            block_size=self._block_size,
+            inputs=StepInputBuilder(
+                self.rows,
+                block_size=self._block_size,
+                max_tokens=scheduler.max_num_batched_tokens + scheduler.max_num_seqs,
+                max_rows=scheduler.max_num_seqs,
+                runtime=self._runtime,
+                shapes=ask(self._platform, "shapes", returns=ShapePolicy),
+                with_prompt_lens=self._draft.model.uses_prompt_lens,
+            ),
+            plans=self._all_plans,
+            sampler=Sampler(argmax=self._argmax),
+            num_tokens=config.num_speculative_tokens,
+            compile=self._compiled,
+        )
 
     def _finish_last_stage(
         self, plan: SchedulerOutput, inputs: StepInputs, hidden: torch.Tensor
     ) -> ModelRunnerOutput | None:
         """Turns hidden states into tokens and whatever else was asked for, and reads them unless that can wait."""
-        result = StepResult(plan.step, inputs.rows, inputs.sampling)
+        result = StepResult(plan.step, inputs.rows, inputs.sampling, drafts=plan.draft_token_ids)
         if self.rows.prompt_logprobs:
-            result.prompt_pieces = self._prompt_logprobs(inputs, hidden)
+            result.prompt_pieces = self._prompt_logprobs.pieces(inputs, hidden, self.model.compute_logits)
         if self.rows.pooling.params:
             result.pooled = pool(
                 self.rows.pooling,
@@ -490,20 +623,40 @@ class ModelRunner:
             self._device_tokens.add(result)
             return None
         output, tokens = result.read()
-        self.rows.history.append(inputs.rows[inputs.sampling], tokens)
+        further = {plan.rows[position]: more for position, more in output.further_token_ids.items()}
+        self.rows.take_samples(inputs.rows[inputs.sampling], tokens, further)
+        if self._proposer is not None:
+            output.draft_token_ids = self._guess(self._proposer, plan, inputs, output)
         if not self._pipeline.is_first:
             self._pipeline.send_back(output, any_sampled=len(tokens) > 0)
         return output
 
+    def _guess(
+        self, proposer: Proposer, plan: SchedulerOutput, inputs: StepInputs, output: ModelRunnerOutput
+    ) -> dict[int, list[int]]:
+        """Tokens that may come next, by position in the batch, for rows whose next ones can be checked ahead."""
+        sampling = inputs.sampling
+        # Grammars and logits processors have to see each token before they say what may follow.
+        barred = (self.rows.sampling.flags[inputs.rows[sampling]] & PROCESSED).astype(bool)
+        if plan.mask_rows or output.errors:
+            barred |= np.isin(inputs.rows[sampling], plan.mask_rows) | np.isin(sampling, list(output.errors))
+        at = sampling[~barred]
+        others = np.delete(inputs.rows, at)
+        drafts = proposer.propose(inputs.rows[at], others)
+        return {position: tokens for position, tokens in zip(at.tolist(), drafts, strict=True) if tokens}
+
     def _sample(self, inputs: StepInputs, hidden: torch.Tensor, masks: TokenMasks | None) -> SamplerOutput:
         """Samples for the rows that have reached the end of their known tokens."""
         state, history = self.rows.sampling, self.rows.history
-        rows = inputs.rows[inputs.sampling]
+        rows, ends = inputs.rows[inputs.sampling], None
+        if inputs.num_drafts.any():
+            ends = _counted(history.num_tokens[rows], inputs.num_lines)
+            rows = rows.repeat(inputs.num_lines)
         everything = len(rows) == len(inputs.logits_at) == hidden.shape[0]
         logits = self.model.compute_logits(hidden if everything else hidden.index_select(0, inputs.logits_at))
         logits = logits[: len(rows)]
         if self._device_tokens is None:
-            return self._sampler.sample(logits, rows, state, history, masks=masks)
+            return self._sampler.sample(logits, rows, state, history, masks=masks, ends=ends)
         if history.ends_unknown(state.reading_history(rows)):
             self._device_tokens.read_all()
         sampled = self._sampler.sample(logits, rows, state, history, masks=masks)
@@ -511,40 +664,8 @@ class ModelRunner:
         self._device_tokens.keep(sampled, inputs.sample_rows)
         return sampled
 
-    def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, list[PromptPiece]]:
-        """Log-probabilities of the prompt tokens that this step's positions predict, for the rows that asked."""
-        history, found = self.rows.history, {}
-        starts = inputs.layout.query_start_loc
-        for i, row in enumerate(inputs.rows.tolist()):
-            wanted = self.rows.prompt_logprobs.get(row)
-            first, prompt_len = int(inputs.first_positions[i]), int(history.num_prompt_tokens[row])
-            last = min(first + int(inputs.num_scheduled[i]), prompt_len - 1)
-            if wanted is None or first >= last:
-                continue
-            targets = history.token_ids[row, first + 1 : last + 1].astype(np.int64)
-            states = hidden[int(starts[i]) : int(starts[i]) + last - first]
-            chunk = self._logit_sizes[-1] if self._logit_sizes else _PROMPT_LOGPROB_CHUNK
-            found[i] = [
-                self._prompt_piece(states[begin : begin + chunk], targets[begin : begin + chunk], wanted)
-                for begin in range(0, len(targets), chunk)
-            ]
-        return found
 
-    def _prompt_piece(self, states: torch.Tensor, token_ids: np.ndarray, num_logprobs: int) -> PromptPiece:
-        padding = ShapePolicy.pad(len(states), self._logit_sizes) - len(states)
-        padded = F.pad(states, (0, 0, 0, padding)) if padding else states
-        logits = self.model.compute_logits(padded)[: len(states)]
-        gathered = gather_prompt_logprobs(logits, self._runtime.from_numpy(token_ids), num_logprobs)
-        return PromptPiece(self._runtime.to_host(gathered), token_ids)
-
-
-@contextmanager
-def _out_of_memory_as(kind: type[MvllmError], what: str) -> Iterator[None]:
-    """Says in the user's terms that `what` found no memory: allocators raise RuntimeErrors of many wordings."""
-    try:
-        yield
-    except MvllmError:
-        raise
-    except (MemoryError, RuntimeError) as e:
-        reason = (str(e) or type(e).__name__).splitlines()[0]
-        raise kind(f"{what} cannot be allocated on the device: {reason}") from e
+def _counted(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """int [sum of counts]: for each i, `counts[i]` numbers from `first[i]` on."""
+    ends = counts.cumsum()
+    return np.arange(ends[-1]) + (first - ends + counts).repeat(counts)

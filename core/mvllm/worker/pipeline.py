@@ -101,7 +101,11 @@ class Pipeline:
         if self._every_rank_answers:
             told = output
         elif any_sampled:
-            told = ModelRunnerOutput(step=output.step, sampled_token_ids=output.sampled_token_ids)
+            told = ModelRunnerOutput(
+                step=output.step,
+                sampled_token_ids=output.sampled_token_ids,
+                further_token_ids=output.further_token_ids,
+            )
         else:
             return
         self._group.cpu_group.send(msgspec.msgpack.encode(told), *range(self._group.world_size - 1))
@@ -137,6 +141,7 @@ class Pipeline:
         output = msgspec.msgpack.decode(payload, type=ModelRunnerOutput)
         assert output.step == awaited.step, f"expected the output of step {awaited.step}, got {output.step}"
         tokens = np.array(output.sampled_token_ids, dtype=np.int64)
-        table.history.append(awaited.rows[awaited.sampling], tokens[awaited.sampling])
+        further = {int(awaited.rows[position]): more for position, more in output.further_token_ids.items()}
+        table.take_samples(awaited.rows[awaited.sampling], tokens[awaited.sampling], further)
         if self._every_rank_answers:
             self._outputs[output.step] = output

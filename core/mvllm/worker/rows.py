@@ -14,6 +14,8 @@ r + g * max_rows. Entries of blocks that a group's layers do not see any more ar
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from mvllm.messages.scheduler_output import NewRequestData, SchedulerOutput
@@ -60,7 +62,7 @@ class RowTable:
         self.sampling = sampling
 
     def apply(self, plan: SchedulerOutput) -> None:
-        """Brings the rows up to the plan: frees, then begins, then appends blocks."""
+        """Brings the rows up to the plan: frees, then begins, then appends blocks and notes guesses."""
         for row in plan.freed_rows:
             self._free(row)
         for request in plan.new_requests:
@@ -69,6 +71,22 @@ class RowTable:
         for row, block in zip(plan.new_block_rows, plan.new_block_ids, strict=True):
             self.block_table[row, num_blocks[row]] = block
             num_blocks[row] += 1
+        for position, drafts in plan.draft_token_ids.items():
+            self.history.guess(plan.rows[position], drafts)
+
+    def take_samples(self, rows: np.ndarray, token_ids: np.ndarray, further: Mapping[int, Sequence[int]]) -> None:
+        """Adds what a step has sampled.
+
+        Args:
+            rows: int [n]: distinct.
+            token_ids: int [n]: a token for each of `rows`.
+            further: By row, tokens behind that one. They were guessed right, so that the step has computed what stands
+                before each.
+        """
+        self.history.append(rows, token_ids)
+        for row, more in further.items():
+            self.history.extend(row, more)
+            self.num_computed[row] += len(more)
 
     def _begin(self, request: NewRequestData) -> None:
         row, params = request.row, request.sampling_params

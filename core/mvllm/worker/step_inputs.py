@@ -1,11 +1,14 @@
 """Builds one step's inputs on the host, in one buffer, and copies them to the device once.
 
-    | token_ids T | positions T | slots T | query_start_loc R+1 | seq_lens R | logits_at S | block_table R*P |
+    | token_ids T | positions T | slots T | query_start_loc R+1 | seq_lens R | logits_at L | block_table R*P |
     | prompt_lens T, for models that need it | sample_rows S, where tokens stay on the device |  all int32
     | slots T | block_table R*P | for each group of layers behind the first
 
 T tokens, R requests, S rows that sample, P pages (width of the block table): each padded up to the platform's buckets,
-S to those of requests.
+S to those of requests. L is S, and one more for each token that was guessed: a guess is checked against what the model
+gives behind the token before it.
+
+    row 4, known 11 40 8, guessed 7 9         computes 8 7 9, and L has the logits behind 8, behind 7 and behind 9
 
 Token ids may be marks of tokens that only the device knows, see TokenHistory; DeviceTokens puts the tokens there.
 """
@@ -37,9 +40,10 @@ class StepInputs:
         first_positions: int32 [R], host: position of each row's first token in this step.
         sampling: int64 [S], host: positions in the batch of the rows that reach the end of their known tokens, and
             are to get another one.
+        num_drafts: int32 [S], host: how many guesses of each of these rows are checked. They stand in the history.
         token_ids, positions: int32 [T], device.
-        logits_at: int32 [S], device: index among the T tokens of each sampling row's last token. Only here S is padded
-            (with index 0).
+        logits_at: int32 [L], device: index among the T tokens of each sampling row's last known token, and of its
+            guesses behind it. Only here S is padded (with index 0), where there are no guesses.
         layouts: For the attention backends, one per group of layers. They differ in block_table and slot_mapping alone.
         prompt_lens: int32 [T], device: length of the prompt that each token's request began with, or None.
         sample_rows: int32 [S], device: the rows of `sampling`, padded with a row that no request has, or None.
@@ -49,6 +53,7 @@ class StepInputs:
     num_scheduled: np.ndarray
     first_positions: np.ndarray
     sampling: np.ndarray
+    num_drafts: np.ndarray
     token_ids: torch.Tensor
     positions: torch.Tensor
     logits_at: torch.Tensor
@@ -60,6 +65,11 @@ class StepInputs:
     def layout(self) -> BatchLayout:
         """Of the first group."""
         return self.layouts[0]
+
+    @property
+    def num_lines(self) -> np.ndarray:
+        """int32 [S]: of the L lines of logits, how many each sampling row has."""
+        return self.num_drafts + 1
 
 
 class StepInputBuilder:
@@ -74,6 +84,7 @@ class StepInputBuilder:
         shapes: The platform's buckets.
         with_prompt_lens: Whether the model reads `prompt_lens`.
         with_sample_rows: Whether `sample_rows` is wanted.
+        max_drafts: Most guesses that are checked for a row.
 
     Attributes:
         staging: The buffers of the step that `build` has begun. Whoever submits its work ends it there.
@@ -90,6 +101,7 @@ class StepInputBuilder:
         shapes: ShapePolicy,
         with_prompt_lens: bool = False,
         with_sample_rows: bool = False,
+        max_drafts: int = 0,
     ) -> None:
         self._rows = rows
         self._block_size = block_size
@@ -100,7 +112,7 @@ class StepInputBuilder:
         max_rows = _largest("max_num_seqs", max_rows, "requests", shapes.requests)
         max_pages = _largest("max_model_len in blocks", rows.max_pages, "pages", shapes.pages)
         groups = rows.num_groups
-        capacity = (3 + groups) * max_tokens + 4 * max_rows + 1 + groups * max_rows * max_pages
+        capacity = (3 + groups) * max_tokens + (4 + max_drafts) * max_rows + 1 + groups * max_rows * max_pages
         self.staging = StepStaging(runtime)
         self.staging.reserve(capacity, torch.int32)
         self._counting = np.arange(max(max_tokens, max_rows) + 1, dtype=np.int32)
@@ -111,19 +123,49 @@ class StepInputBuilder:
         rows = np.array(plan.rows, dtype=np.int64)
         num_scheduled = np.array(plan.num_scheduled_tokens, dtype=np.int32)
         first = table.num_computed[rows]
-        seq_lens = first + num_scheduled
-        sampling = (seq_lens == history.num_tokens[rows]).nonzero()[0]
+        ends = first + num_scheduled
+        num_drafts = None
+        if plan.draft_token_ids:
+            num_drafts = np.zeros(len(rows), dtype=np.int32)
+            for position, drafts in plan.draft_token_ids.items():
+                num_drafts[position] = len(drafts)
+            ends -= num_drafts
+        sampling = (ends == history.num_tokens[rows]).nonzero()[0]
         if pooled := table.pooling.params:
             sampling = sampling[[row not in pooled for row in rows[sampling].tolist()]]
-        num_requests, num_tokens, num_sampling = len(rows), plan.total_num_scheduled_tokens, len(sampling)
-        max_query_len, max_seq_len = max(plan.num_scheduled_tokens), int(seq_lens.max())
+        return self.build_rows(
+            rows, first, num_scheduled, sampling, None if num_drafts is None else num_drafts[sampling]
+        )
+
+    def build_rows(
+        self,
+        rows: np.ndarray,
+        first: np.ndarray,
+        num_scheduled: np.ndarray,
+        sampling: np.ndarray,
+        num_drafts: np.ndarray | None = None,
+    ) -> StepInputs:
+        """The inputs of a step over tokens that stand in the history, guesses included.
+
+        Args:
+            rows: int64 [R], at least one.
+            first, num_scheduled: int32 [R]: which of each row's positions, at least one.
+            sampling: int64 [S]: positions among `rows`, rising.
+            num_drafts: int32 [S]; None for none.
+        """
+        table, history = self._rows, self._rows.history
+        seq_lens = first + num_scheduled
+        num_requests, num_tokens, num_sampling = len(rows), int(num_scheduled.sum()), len(sampling)
+        max_query_len, max_seq_len = int(num_scheduled.max()), int(seq_lens.max())
+        num_lines = num_sampling if num_drafts is None else num_sampling + int(num_drafts.sum())
 
         padded_tokens = ShapePolicy.pad(num_tokens, self._shapes.tokens)
         padded_requests = ShapePolicy.pad(num_requests, self._shapes.requests)
         pages = ShapePolicy.pad(-(-max_seq_len // self._block_size), self._shapes.pages)
         padded_sampling = ShapePolicy.pad(num_sampling, self._shapes.requests) if num_sampling else 0
+        padded_lines = padded_sampling if num_drafts is None else num_lines
 
-        sizes = [padded_tokens] * 3 + [padded_requests + 1, padded_requests, padded_sampling, padded_requests * pages]
+        sizes = [padded_tokens] * 3 + [padded_requests + 1, padded_requests, padded_lines, padded_requests * pages]
         sizes.append(padded_tokens if self._with_prompt_lens else 0)
         sizes.append(padded_sampling if self._with_sample_rows else 0)
         sizes += [padded_tokens, padded_requests * pages] * (table.num_groups - 1)
@@ -142,7 +184,8 @@ class StepInputBuilder:
         else:
             query_start_loc[0] = 0
             num_scheduled.cumsum(out=query_start_loc[1 : num_requests + 1])
-            logits_at[:num_sampling] = query_start_loc[sampling + 1] - 1
+            last = query_start_loc[sampling + 1] - 1
+            logits_at[:num_lines] = last if num_drafts is None else _each_line(last, num_drafts)
             row_of_token = rows.repeat(num_scheduled)
             offsets = self._counting[:num_tokens] - query_start_loc[:num_requests].repeat(num_scheduled)
             position = first.repeat(num_scheduled) + offsets
@@ -169,8 +212,8 @@ class StepInputBuilder:
         if self._with_sample_rows:
             sample_rows[:num_sampling] = rows[sampling]
             sample_rows[num_sampling:] = table.max_rows
-        if padded_sampling > num_sampling:
-            logits_at[num_sampling:] = 0
+        if padded_lines > num_lines:
+            logits_at[num_lines:] = 0
         if padded_tokens > num_tokens:
             token_ids[num_tokens:] = 0
             positions[num_tokens:] = 0
@@ -210,6 +253,7 @@ class StepInputBuilder:
             num_scheduled,
             first,
             sampling,
+            np.zeros(num_sampling, dtype=np.int32) if num_drafts is None else num_drafts,
             token_ids=views[0],
             positions=views[1],
             logits_at=views[5],
@@ -217,6 +261,13 @@ class StepInputBuilder:
             prompt_lens=views[7] if self._with_prompt_lens else None,
             sample_rows=views[8] if self._with_sample_rows else None,
         )
+
+
+def _each_line(last: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
+    """int [L]: for each of `last`, int [S], that index and as many before it as there are guesses, rising."""
+    num_lines = num_drafts + 1
+    ends = num_lines.cumsum()
+    return np.arange(ends[-1]) + (last - ends + 1).repeat(num_lines)
 
 
 def profile_inputs(
@@ -286,6 +337,7 @@ def dry_inputs(
         num_scheduled=seq_lens[:num_requests],
         first_positions=np.zeros(num_requests, dtype=np.int32),
         sampling=np.arange(num_requests),
+        num_drafts=np.zeros(num_requests, dtype=np.int32),
         token_ids=runtime.from_numpy(np.zeros(padded_tokens, dtype=np.int32)),
         positions=runtime.from_numpy((np.arange(padded_tokens) % query_len).astype(np.int32)),
         logits_at=runtime.from_numpy(np.maximum(starts[1:] - 1, 0)),

@@ -34,7 +34,9 @@ class StepResult:
         step: The plan's step.
         rows: int64 [R]: the rows in batch order.
         sampling: int64 [S]: positions among them of the rows that sample.
-        sampled: For those rows; None where there are none.
+        sampled: For those rows; None where there are none. Where guesses were checked, it has a line for each row and
+            for each guess, see StepInputs.
+        drafts: The guesses that were checked, by position in the batch.
         prompt_pieces: By position in the batch, for rows that asked for log-probabilities of their prompt.
         pooled: Vectors of prompts, where some have been computed to the end.
     """
@@ -45,12 +47,15 @@ class StepResult:
     sampled: SamplerOutput | None = None
     prompt_pieces: dict[int, list[PromptPiece]] = field(default_factory=dict)
     pooled: PooledRows | None = None
+    drafts: dict[int, list[int]] = field(default_factory=dict)
 
     def read(self) -> tuple[ModelRunnerOutput, np.ndarray]:
-        """The output, and the tokens of the sampling rows, int64 [S]."""
+        """The output, and the tokens of the sampling rows, int64 [S], without those behind guesses."""
         output, at = ModelRunnerOutput(step=self.step), self.sampling
         sampled_ids = np.empty(0, dtype=np.int64)
-        if self.sampled is not None:
+        if self.sampled is not None and self.drafts:
+            sampled_ids = self._read_lines(self.sampled, output)
+        elif self.sampled is not None:
             sampled_ids = self.sampled.numpy()
             output.logprobs = {int(at[i]): entry for i, entry in self.sampled.logprobs.items()}
             output.errors = {int(at[i]): text for i, text in self.sampled.errors.items()}
@@ -68,3 +73,32 @@ class StepResult:
             output.pooler_output, errors = self.pooled.read()
             output.errors = {**output.errors, **errors}
         return output, sampled_ids
+
+    def _read_lines(self, sampled: SamplerOutput, output: ModelRunnerOutput) -> np.ndarray:
+        """Compares guesses with samples, and puts into the output what follows from it; returns as `read`.
+
+        A guess is right where it is what the model's logits and the request's settings have given in its place. So the
+        tokens are those that would have come one by one.
+
+        A line that failed behind a right guess ends the run before it: the request may end there, and if it does not,
+        the next step begins with that line, and fails.
+        """
+        tokens, errors, logprobs = sampled.tolist(), sampled.errors, sampled.logprobs
+        first = np.empty(len(self.sampling), dtype=np.int64)
+        line = 0
+        for i, position in enumerate(self.sampling.tolist()):
+            drafts = self.drafts.get(position, ())
+            first[i], last = tokens[line], line
+            if line in errors:
+                output.errors[position] = errors[line]
+            else:
+                while last - line < len(drafts) and tokens[last] == drafts[last - line] and last + 1 not in errors:
+                    last += 1
+            if last > line:
+                output.further_token_ids[position] = tokens[line + 1 : last + 1]
+            if line in logprobs:
+                output.logprobs[position] = logprobs[line]
+                if last > line:
+                    output.further_logprobs[position] = [logprobs[each] for each in range(line + 1, last + 1)]
+            line += len(drafts) + 1
+        return first

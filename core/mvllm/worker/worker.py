@@ -82,7 +82,7 @@ class Worker:
         self.runner.allocate_kv_cache(num_blocks, block_size)
 
     def warm_up(self) -> None:
-        """Runs every shape of a step where that compiles it. No graphs are captured."""
+        """Runs every shape of a step where that compiles it, and every size of a decode step where that captures it."""
         self.runner.warm_up()
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:

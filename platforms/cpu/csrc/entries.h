@@ -6,6 +6,10 @@
 
 #include "kernels.h"
 
+namespace mvllm {
+struct SharedGroup;
+}
+
 extern "C" {
 
 void mvllm_cpu_rms_norm(const void* x, int64_t x_stride, int64_t heads, int64_t head_stride, void* residual,
@@ -31,5 +35,8 @@ void mvllm_cpu_write_kv(const void* handle, const void* key, int64_t key_stride,
                         const mvllm::Cache* cache);
 void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_stride, const mvllm::Cache* cache,
                          const float* sinks, void* out);
+#if defined(__linux__)
+int mvllm_cpu_shared_all_reduce(mvllm::SharedGroup* group, void* data, int64_t count, int dtype, const char* ahead);
+#endif
 
 }  // extern "C"

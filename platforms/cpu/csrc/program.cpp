@@ -3,6 +3,9 @@
 // A call is the number of a function below and its arguments, one 64-bit slot each, as they were given. What may change
 // from run to run (where the inputs, the result and the intermediate tensors lie, the plan of a step) is named by
 // patches: before the calls are made, argument `at` becomes bases[slot] + offset.
+//
+// A call that waits for other ranks may give up for the time being. Then the program stops; whoever runs it sees to the
+// matter and has it go on with that very call.
 
 #include <omp.h>
 
@@ -11,6 +14,7 @@
 #include <cstdint>
 #include <cstring>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -36,34 +40,40 @@ T argument(int64_t slot) {
     }
 }
 
-template <class... Ts, size_t... I>
-void call(void (*function)(Ts...), const int64_t* slots, std::index_sequence<I...>) {
-    function(argument<Ts>(slots[I])...);
+// Whether the function has done its work.
+template <class R, class... Ts, size_t... I>
+bool call(R (*function)(Ts...), const int64_t* slots, std::index_sequence<I...>) {
+    if constexpr (std::is_void_v<R>) {
+        function(argument<Ts>(slots[I])...);
+        return true;
+    } else {
+        return function(argument<Ts>(slots[I])...) != 0;
+    }
 }
 
-template <class... Ts>
-constexpr int count_of(void (*)(Ts...)) {
+template <class R, class... Ts>
+constexpr int count_of(R (*)(Ts...)) {
     return int(sizeof...(Ts));
 }
 
 struct Entry {
     const char* name;
     int count;  // arguments
-    void (*run)(const int64_t* slots);
+    bool (*run)(const int64_t* slots);  // false: to be called again; only of those that are made apart
     const Sharing* sharing;
 };
 
 template <auto function>
 struct Caller;
 
-template <class... Ts, void (*function)(Ts...)>
+template <class R, class... Ts, R (*function)(Ts...)>
 struct Caller<function> {
-    static void run(const int64_t* slots) { call(function, slots, std::index_sequence_for<Ts...>()); }
+    static bool run(const int64_t* slots) { return call(function, slots, std::index_sequence_for<Ts...>()); }
 };
 
 #define ENTRY(name, sharing) {#name, count_of(name), Caller<name>::run, &sharing}
 
-// Functions that programs may call: plain pointers and numbers in, nothing out.
+// Functions that programs may call: plain pointers and numbers in, nothing out; or whether they are through.
 const Entry entries[] = {
     ENTRY(mvllm_cpu_rms_norm, rms_norm_sharing),
     ENTRY(mvllm_cpu_embedding, by_one),
@@ -76,7 +86,11 @@ const Entry entries[] = {
     ENTRY(mvllm_cpu_qlinear_silu, qlinear_silu_sharing),
     ENTRY(mvllm_cpu_write_kv, by_one),
     ENTRY(mvllm_cpu_attention, apart),
+#if defined(__linux__)
+    ENTRY(mvllm_cpu_shared_all_reduce, apart),  // within a region the other threads would spin for as long as it waits
+#endif
 };
+
 struct Patch {
     int32_t at, slot;
     int64_t offset;
@@ -157,14 +171,16 @@ int mvllm_cpu_program_entry(const char* name, int count) {
     return -1;
 }
 
-// Makes `count` calls. `slots` holds their arguments, one call's after the other's.
-void mvllm_cpu_program_run(const int32_t* calls, int64_t count, int64_t* slots, const Patch* patches, int64_t num_patches,
-                           const int64_t* bases) {
+// Makes the calls from `first_call` on, of `count`. `slots` holds the arguments of all, one call's after the other's. Returns `count`; or the
+// number of a call that wants to be made again, with which the next run begins.
+int64_t mvllm_cpu_program_run(const int32_t* calls, int64_t first_call, int64_t count, int64_t* slots, const Patch* patches,
+                              int64_t num_patches, const int64_t* bases) {
     for (int64_t i = 0; i < num_patches; ++i) slots[patches[i].at] = bases[patches[i].slot] + patches[i].offset;
+    for (int64_t i = 0; i < first_call; ++i) slots += entries[calls[i]].count;
     thread_local std::vector<Stage> stages;
     stages.clear();
     const int threads = omp_get_max_threads();
-    for (int64_t i = 0; i < count; ++i) {
+    for (int64_t i = first_call; i < count; ++i) {
         const Entry& entry = entries[calls[i]];
         const Way way = threads == 1 ? Way::APART : entry.sharing->way(slots);
         const bool shared = way == Way::TOGETHER && entry.sharing->pieces;
@@ -177,7 +193,7 @@ void mvllm_cpu_program_run(const int32_t* calls, int64_t count, int64_t* slots, 
         for (end = i; end < stages.size() && stages[end].way != Way::APART; ++end)
             together |= stages[end].way == Way::TOGETHER;
         if (end == i) {
-            stages[i].entry->run(stages[i].slots);
+            if (!stages[i].entry->run(stages[i].slots)) return first_call + int64_t(i);
             end = i + 1;
         } else if (!together) {
             for (size_t j = i; j < end; ++j) stages[j].entry->run(stages[j].slots);
@@ -190,6 +206,7 @@ void mvllm_cpu_program_run(const int32_t* calls, int64_t count, int64_t* slots, 
             share(first, length, omp_get_thread_num(), omp_get_num_threads(), meeting, taken.data());
         }
     }
+    return count;
 }
 
 }  // extern "C"

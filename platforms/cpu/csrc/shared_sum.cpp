@@ -8,10 +8,14 @@
 //
 // Rounds alternate between the two slots. A rank overwrites the slot of round k in round k + 2, for which it must have
 // seen all words of round k + 1; whoever has posted that is done reading round k. So nobody waits for readers.
+//
+// A wait has an end: the caller looks after the ranks that have not come, and calls again. How far a sum has come is kept
+// beside the count of rounds, so that the second call goes on where the first one stopped.
 
 #include <cstdint>
 #include <cstring>
 
+#include "entries.h"
 #include "kernels.h"
 
 #if defined(__linux__)
@@ -31,6 +35,7 @@ namespace {
 constexpr int64_t WORD_BYTES = 64;
 constexpr int64_t AHEAD = 256 << 10;  // bytes that a waiting rank fetches into its second cache
 constexpr int64_t LINE = 64;
+constexpr int LOOKS = 64;        // at another rank's word between two looks at the clock
 constexpr int64_t BLOCK = 1024;  // elements added up at a time: their sum stays in the first cache
 
 struct Word {
@@ -39,15 +44,26 @@ struct Word {
 };
 static_assert(sizeof(Word) <= WORD_BYTES && std::atomic<uint32_t>::is_always_lock_free, "a word is shared by processes");
 
-struct Place {
+}  // namespace
+
+// One rank's view of a group. Mirrored in Python (shared_memory_communicator.py).
+struct mvllm::SharedGroup {
     char* base;
-    int64_t world_size, slot_bytes;
+    int64_t world_size, slot_bytes, rank;
+    int64_t spin_ns;       // how long a wait looks before it sleeps
+    int64_t patience_ms;   // how long it takes before the caller is asked
+    int64_t done;          // elements of the sum under way that are added up
+    int64_t late;          // who had not come when a wait was given up
+    uint32_t round;        // rounds that are over; may wrap
+    int32_t is_posted;     // whether this rank's part of the next round lies there already
 
     Word& word(int64_t rank) const { return *reinterpret_cast<Word*>(base + rank * WORD_BYTES); }
-    char* slot(int64_t rank, uint32_t round) const {
-        return base + world_size * WORD_BYTES + (2 * rank + (round & 1)) * slot_bytes;
-    }
+    char* slot(int64_t rank) const { return base + world_size * WORD_BYTES + (2 * rank + (round & 1)) * slot_bytes; }
 };
+
+namespace {
+
+using mvllm::SharedGroup;
 
 bool posted(const Word& word, uint32_t round) {
     return int32_t(word.rounds.load(std::memory_order_acquire) - round) > 0;  // counts may wrap
@@ -63,10 +79,10 @@ void sleep_on(Word& word, uint32_t round, int64_t milliseconds) {
     word.sleepers.fetch_sub(1);
 }
 
-int64_t now_ms() {
+int64_t now_ns() {
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
-    return int64_t(t.tv_sec) * 1000 + t.tv_nsec / 1000000;
+    return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
 }
 
 void add_bf16(float* sum, const uint16_t* part, int64_t n) {
@@ -87,55 +103,46 @@ void round_to_bf16(uint16_t* out, const float* sum, int64_t n) {  // to the near
     }
 }
 
-void add_up(const Place& place, uint32_t round, float* out, int64_t count) {
+void add_up(const SharedGroup& group, float* out, int64_t count) {
     for (int64_t begin = 0; begin < count; begin += BLOCK) {
         const int64_t n = std::min(BLOCK, count - begin);
         float* sum = out + begin;
-        std::memcpy(sum, reinterpret_cast<const float*>(place.slot(0, round)) + begin, n * sizeof(float));
-        for (int64_t rank = 1; rank < place.world_size; ++rank) {
-            const float* part = reinterpret_cast<const float*>(place.slot(rank, round)) + begin;
+        std::memcpy(sum, reinterpret_cast<const float*>(group.slot(0)) + begin, n * sizeof(float));
+        for (int64_t rank = 1; rank < group.world_size; ++rank) {
+            const float* part = reinterpret_cast<const float*>(group.slot(rank)) + begin;
             for (int64_t i = 0; i < n; ++i) sum[i] += part[i];
         }
     }
 }
 
-void add_up(const Place& place, uint32_t round, uint16_t* out, int64_t count) {
+void add_up(const SharedGroup& group, uint16_t* out, int64_t count) {
     float sum[BLOCK];
     for (int64_t begin = 0; begin < count; begin += BLOCK) {
         const int64_t n = std::min(BLOCK, count - begin);
         std::fill(sum, sum + n, 0.0f);
-        for (int64_t rank = 0; rank < place.world_size; ++rank) {
-            const uint16_t* part = reinterpret_cast<const uint16_t*>(place.slot(rank, round)) + begin;
+        for (int64_t rank = 0; rank < group.world_size; ++rank) {
+            const uint16_t* part = reinterpret_cast<const uint16_t*>(group.slot(rank)) + begin;
             add_bf16(sum, part, n);
         }
         round_to_bf16(out + begin, sum, n);
     }
 }
 
-}  // namespace
-
-extern "C" {
-
-// Shows this rank's bytes to the others, as its part of `round`. Rounds count up from 0.
-void mvllm_cpu_shared_post(char* base, int64_t world_size, int64_t slot_bytes, int64_t rank, uint32_t round,
-                           const void* data, int64_t bytes) {
-    const Place place{base, world_size, slot_bytes};
-    std::memcpy(place.slot(rank, round), data, bytes);
-    Word& word = place.word(rank);
-    word.rounds.store(round + 1);
+void post(SharedGroup& group, const void* data, int64_t bytes) {
+    std::memcpy(group.slot(group.rank), data, bytes);
+    Word& word = group.word(group.rank);
+    word.rounds.store(group.round + 1);
     if (word.sleepers.load()) syscall(SYS_futex, &word.rounds, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+    group.is_posted = 1;
 }
 
-// Waits until every rank has posted `round`. Returns -1, or the first rank that had not after `milliseconds`. While it
-// waits it fetches what lies at `ahead`, which is read next, unless that is null.
-int64_t mvllm_cpu_shared_wait(char* base, int64_t world_size, int64_t slot_bytes, uint32_t round, int64_t spins,
-                              int64_t milliseconds, const char* ahead) {
-    int64_t to_fetch = ahead ? AHEAD : 0;
-    const Place place{base, world_size, slot_bytes};
-    const int64_t deadline = now_ms() + milliseconds;
-    for (int64_t rank = 0; rank < world_size; ++rank) {
-        Word& word = place.word(rank);
-        for (int64_t i = 0; i < spins && !posted(word, round); ++i) {
+// Looks for the rank's part for as long as spinning is allowed. Meanwhile it fetches what lies at `ahead`.
+void spin(const SharedGroup& group, const Word& word, const char*& ahead, int64_t& to_fetch) {
+    if (group.spin_ns <= 0) return;
+    const int64_t end = now_ns() + group.spin_ns;
+    do {
+        for (int i = 0; i < LOOKS; ++i) {
+            if (posted(word, group.round)) return;
             if (to_fetch > 0) {
                 for (int line = 0; line < 4; ++line, ahead += LINE) __builtin_prefetch(ahead, 0, 2);
                 to_fetch -= 4 * LINE;
@@ -145,24 +152,74 @@ int64_t mvllm_cpu_shared_wait(char* base, int64_t world_size, int64_t slot_bytes
             __builtin_ia32_pause();
 #endif
         }
-        while (!posted(word, round)) {
-            const int64_t left = deadline - now_ms();
-            if (left <= 0) return rank;
-            sleep_on(word, round, left);
-        }
-    }
-    return -1;
+    } while (now_ns() < end);
 }
 
-// The sum of what all ranks have posted, for a round that has been waited for.
-void mvllm_cpu_shared_sum(char* base, int64_t world_size, int64_t slot_bytes, uint32_t round, void* out, int64_t count,
-                          int32_t dtype) {
-    const Place place{base, world_size, slot_bytes};
-    if (dtype == mvllm::F32)
-        add_up(place, round, static_cast<float*>(out), count);
-    else
-        add_up(place, round, static_cast<uint16_t*>(out), count);
+// Whether every rank has posted the round; after `patience_ms`, `late` is the first that has not.
+bool wait(SharedGroup& group, const char* ahead) {
+    int64_t to_fetch = ahead ? AHEAD : 0;
+    int64_t deadline = 0;  // set when it is first needed: most waits end while they spin
+    for (int64_t rank = 0; rank < group.world_size; ++rank) {
+        Word& word = group.word(rank);
+        if (posted(word, group.round)) continue;
+        spin(group, word, ahead, to_fetch);
+        while (!posted(word, group.round)) {
+            const int64_t now = now_ns();
+            if (!deadline) deadline = now + group.patience_ms * 1000000;
+            if (now >= deadline) {
+                group.late = rank;
+                return false;
+            }
+            sleep_on(word, group.round, (deadline - now + 999999) / 1000000);
+        }
+    }
+    return true;
 }
+
+bool meet(SharedGroup& group, const void* data, int64_t bytes, const char* ahead) {
+    if (!group.is_posted) post(group, data, bytes);
+    return wait(group, ahead);
+}
+
+void end_round(SharedGroup& group) {
+    ++group.round;
+    group.is_posted = 0;
+}
+
+template <class T>
+bool all_reduce(SharedGroup& group, T* data, int64_t count, const char* ahead) {
+    const int64_t at_once = group.slot_bytes / int64_t(sizeof(T));
+    while (group.done < count) {
+        T* part = data + group.done;
+        const int64_t length = std::min(at_once, count - group.done);
+        if (!meet(group, part, length * int64_t(sizeof(T)), ahead)) return false;
+        add_up(group, part, length);
+        end_round(group);
+        group.done += length;
+    }
+    group.done = 0;
+    return true;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Replaces `data` by the sum of all ranks', in as many rounds as it takes. Meanwhile it fetches what lies at `ahead`, which
+// is read next, unless that is null. Returns 1; or 0 where a rank was late: call again with the same arguments.
+int mvllm_cpu_shared_all_reduce(SharedGroup* group, void* data, int64_t count, int dtype, const char* ahead) {
+    return dtype == mvllm::F32 ? all_reduce(*group, static_cast<float*>(data), count, ahead)
+                               : all_reduce(*group, static_cast<uint16_t*>(data), count, ahead);
+}
+
+// Shows this rank's bytes to the others and waits for theirs, which lie in the round's slots until `end_round`. Returns 1;
+// or 0 where a rank was late: call again.
+int mvllm_cpu_shared_meet(SharedGroup* group, const void* data, int64_t bytes) {
+    return meet(*group, data, bytes, nullptr);
+}
+
+// Whoever has read the slots goes on to the next round.
+void mvllm_cpu_shared_end_round(SharedGroup* group) { end_round(*group); }
 
 }  // extern "C"
 

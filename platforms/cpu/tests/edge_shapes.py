@@ -21,6 +21,7 @@ from mvllm_cpu.moe import Moe
 from mvllm_cpu.ops import KernelOps
 from mvllm_cpu.paged_attention import DTYPES, SCALED_DTYPES, PagedAttention
 from mvllm_cpu.quantized_linear import QuantizedLinear
+from mvllm_cpu.shared_memory_communicator import SharedGroup
 
 REQUESTS = [(0, 19), (100, 1), (15, 1), (16, 1), (140, 5), (0, 1), (300, 1)]
 FEATURES = {"sliding_window": 20, "soft_cap": 3.0, "sinks": True}
@@ -103,20 +104,23 @@ def elementwise() -> None:
 
 
 def shared_sum() -> None:
-    """Two ranks of one process: one after the other."""
+    """Two ranks of one process: each calls until both have come, also for what takes several rounds."""
     library, ranks, slot, word = kernels.load().library, 2, 256, 64
-    pointer, number, round_type = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
-    post, add = library.mvllm_cpu_shared_post, library.mvllm_cpu_shared_sum
-    post.argtypes, post.restype = (pointer, number, number, number, round_type, pointer, number), None
-    add.argtypes, add.restype = (pointer, number, number, round_type, pointer, number, ctypes.c_int32), None
+    add = library.mvllm_cpu_shared_all_reduce
+    add.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p)
+    add.restype = ctypes.c_int
     for code, dtype in enumerate((torch.float32, torch.bfloat16)):
         memory = torch.zeros(ranks * (word + 2 * slot), dtype=torch.uint8)
+        groups = [SharedGroup(memory.data_ptr(), ranks, slot, rank, 1000, 0) for rank in range(ranks)]
         most = slot // dtype.itemsize
-        for step, count in enumerate((1, 7, 31, most)):
+        for count in (1, 7, 31, most, 2 * most + 3):
             parts = [torch.randn(count).to(dtype) for _ in range(ranks)]
-            for rank, part in enumerate(parts):
-                post(memory.data_ptr(), ranks, slot, rank, step, part.data_ptr(), part.nbytes)
-            add(memory.data_ptr(), ranks, slot, step, parts[0].data_ptr(), count, code)
+            waiting = list(range(ranks))
+            while waiting:
+                waiting = [
+                    r for r in waiting if not add(ctypes.byref(groups[r]), parts[r].data_ptr(), count, code, None)
+                ]
+            assert torch.equal(*parts)
 
 
 if __name__ == "__main__":

@@ -167,6 +167,21 @@ class TestMachine:
         fake("sys/fs/cgroup/job/cpu.max", "250000 100000\n")
         assert machine.cpu_quota() == 2.5 and machine.usable_threads() == 3
 
+    def test_cores_of_several_processes_are_counted_once_and_within_the_quota(self, fake, monkeypatch):
+        bound = {1: [0], 2: [1], 3: [1, 2, 3]}
+
+        def allowed_cpus(pid: int = 0) -> list[int]:
+            if pid not in bound:
+                raise ProcessLookupError(pid)
+            return bound[pid]
+
+        monkeypatch.setattr(machine, "allowed_cpus", allowed_cpus)
+        for cpu in range(4):  # 2 and 3 are one core
+            fake(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{min(cpu, 2)}\n")
+        assert [machine.cores_of(pids) for pids in ([1], [1, 2], [2, 2], [1, 2, 3], [1, 99])] == [1, 2, 1, 3, 1]
+        monkeypatch.setattr(machine, "cpu_quota", lambda: 1.5)
+        assert machine.cores_of([1, 2, 3]) == 2
+
     def test_thread_count_that_the_user_set_wins(self, fake, monkeypatch):
         monkeypatch.setenv("OMP_NUM_THREADS", "5,2")
         assert machine.usable_threads() == 5

@@ -8,18 +8,23 @@ import pytest
 import torch
 
 from mvllm import LLM, SamplingParams
-from mvllm.plugin_api import AttentionSpec, BatchLayout, QuantizedWeight
+from mvllm.plugin_api import AttentionSpec, BatchLayout, PlatformError, QuantizedWeight
 from mvllm_cpu import kernels, recording
 from mvllm_cpu.linear import Linear
 from mvllm_cpu.moe import Moe
 from mvllm_cpu.ops import KernelOps
 from mvllm_cpu.paged_attention import PagedAttention
 from mvllm_cpu.quantized_linear import QuantizedLinear
+from mvllm_cpu.recording import WaitingKernel
 from mvllm_cpu.replay import MOST_ROWS, Replay, _Compiled
+from mvllm_cpu.shared_memory_communicator import SharedGroup
 from tests.helpers.model_zoo import make_checkpoint
 
 LOADED = kernels.load()
 pytestmark = pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LOADED.reason}")
+needs_shared_memory = pytest.mark.skipif(
+    not hasattr(LOADED.library, "mvllm_cpu_shared_meet"), reason="ranks share no memory on this system"
+)
 
 HIDDEN, HEADS, HEAD_SIZE, VOCAB = 64, 2, 32, 50
 
@@ -350,28 +355,108 @@ def test_a_function_may_refuse(block, backend):
     assert refusing(block, backend, function)
 
 
-def test_what_is_done_in_python_is_done_again(block, backend):
-    """Ranks add up their parts there: on a tensor that a kernel has written, before another reads it."""
-    addresses, weights = [], []
+class Ranks:
+    """Two ranks' ends of one memory, both in this process: the second one comes when the first one is asked to wait."""
 
-    def clear(address, weight):
-        addresses.append(address)
-        weights.append(weight)
-        ctypes.memset(address, 0, 2 * HIDDEN)
+    def __init__(self, slot_bytes=4096):
+        self.memory = torch.zeros(2 * (64 + 2 * slot_bytes), dtype=torch.uint8)
+        self.groups = [SharedGroup(self.memory.data_ptr(), 2, slot_bytes, rank, 0, 0) for rank in range(2)]
+        self.stops = 0
+        self.under_way = None
+        types = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p)
+        self.sum = WaitingKernel(
+            LOADED.library, "mvllm_cpu_shared_all_reduce", types, ahead=4, see_to=self.let_second_come
+        )
+
+    def will_add(self, part):
+        """What the second rank adds to each sum. As bytes: recordings would see what torch does."""
+        self.part = bytes(part.view(torch.uint8).flatten().tolist())
+
+    def let_second_come(self):
+        """At every third call: the first rank looks at nothing twice before that."""
+        self.stops += 1
+        if self.stops % 3 == 0:
+            buffer = self.under_way or ctypes.create_string_buffer(self.part, len(self.part))
+            group, count = ctypes.byref(self.groups[1]), len(self.part) // 2
+            through = self.sum._function(group, ctypes.addressof(buffer), count, 1, None)
+            self.under_way = None if through else buffer
+
+    def all_reduce(self, x):
+        """Replaces x by the sum of it and of the second rank's part."""
+        self.sum(ctypes.byref(self.groups[0]), x.data_ptr(), x.numel(), 1, None)
+
+
+@needs_shared_memory
+@pytest.mark.parametrize(("slot_bytes", "rounds"), [(4096, 1), (64, 6)])
+def test_a_program_that_stops_goes_on_with_the_same_call(block, backend, slot_bytes, rounds):
+    """Where a rank is late, in the middle of the program, and within a sum of several rounds."""
+    ranks = Ranks(slot_bytes)
 
     def function(ids):
         x = block.ops.embedding(ids, block.table)
-        recording.call_host(clear, x.data_ptr())
-        x = block.ops.rms_norm(x, block.norm, 1e-5)
-        return block.linear(block.linear(x, block.weights["out"], None), block.weights["up"], None)
+        ranks.all_reduce(x)
+        x = block.linear(block.ops.rms_norm(x, block.norm, 1e-5), block.weights["out"], None)
+        ranks.all_reduce(x)
+        return block.linear(x, block.weights["up"], None)
 
     compiled = backend.compile(function, dynamic=True)
     for seed in (0, 1, 2):
         ids = torch.randint(0, VOCAB, (3,), generator=torch.Generator().manual_seed(seed))
-        expected = function(ids)
-        assert torch.equal(compiled(ids), expected) and not expected[0].any() and expected[1].any()
-    assert len(addresses) == 3 + 2 + 2 and addresses[-1] == addresses[-3] != addresses[-2]
-    assert weights[-1] == weights[-3] == block.weights["out"].data.data_ptr() and not weights[-2]
+        ranks.will_add(random(3, HIDDEN, seed=10 + seed))
+        found, stops = compiled(ids), ranks.stops
+        assert torch.equal(found, function(ids))
+        assert ranks.stops > stops > 0, "nothing was waited for"
+    assert None not in compiled._programs.values()
+    assert ranks.groups[0].round == 2 * rounds * 7, "one run is recorded, one tried, two replayed, three called"
+
+
+@needs_shared_memory
+def test_who_waits_knows_which_weights_are_read_next(block, backend):
+    ranks = Ranks()
+    ranks.will_add(random(3, HIDDEN))
+
+    def function(ids):
+        x = block.ops.embedding(ids, block.table)
+        ranks.all_reduce(x)
+        x = block.linear(block.ops.rms_norm(x, block.norm, 1e-5), block.weights["out"], None)
+        x = block.linear(x, block.weights["up"], None)
+        ranks.all_reduce(x[:0])
+        return x
+
+    compiled = backend.compile(function, dynamic=True)
+    compiled(torch.zeros(3, dtype=torch.int64))
+    (program,) = compiled._programs.values()
+    counts = [len(called.argtypes) for called in (block.ops._embedding, ranks.sum)]
+    at = counts[0] + ranks.sum.ahead
+    assert program.slots[at] == block.weights["out"].data.data_ptr()
+    assert program.slots[len(program.slots) - 1] == 0, "no weights are read behind the last sum"
+
+
+@needs_shared_memory
+def test_an_error_ends_a_program(block, backend):
+    ranks = Ranks()
+    ranks.will_add(random(3, HIDDEN))
+
+    def function(ids):
+        x = block.ops.embedding(ids, block.table)
+        ranks.all_reduce(x)
+        return block.linear(x, block.weights["up"], None)
+
+    compiled = backend.compile(function, dynamic=True)
+    ids = torch.arange(3)
+    expected = compiled(ids)
+    (program,) = compiled._programs.values()
+    ((number, come),) = program.waits.items()
+
+    def dies():
+        raise PlatformError("rank 1 has died")
+
+    program.waits[number] = dies
+    with pytest.raises(PlatformError, match="rank 1 has died"):
+        compiled(ids)
+    program.waits[number] = come
+    ranks.groups[0].is_posted = 0
+    assert torch.equal(compiled(ids), expected), "the next run begins at the beginning"
 
 
 def test_long_steps_are_called(block, backend):

@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,17 @@ from torch.multiprocessing import ProcessExitedException
 from mvllm.plugin_api import GroupSpec, PlatformError
 from mvllm_cpu import kernels, machine
 from mvllm_cpu import shared_memory_communicator as module
+from mvllm_cpu.linear import Linear
+from mvllm_cpu.ops import KernelOps
+from mvllm_cpu.replay import Replay
 from mvllm_cpu.shared_memory_communicator import SharedMemoryCommunicator
 from tests.helpers.forked_ranks import start_ranks
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(kernels.load().library, "mvllm_cpu_shared_wait"), reason="the kernels are not built for this system"
+    not hasattr(kernels.load().library, "mvllm_cpu_shared_meet"), reason="the kernels are not built for this system"
 )
 HOST = torch.device("cpu")
+WIDTH = 64
 
 
 def spawn(body: Callable[..., None], world_size: int) -> None:
@@ -74,11 +79,10 @@ def test_sums_and_gathers_of_every_size(world_size: int) -> None:
 
 def many_rounds(rank: int, world_size: int, address: str) -> None:
     comm = join(rank, world_size, address)
-    comm._round = 2**32 - 300  # counts wrap on the way
-    library = kernels.load().library
-    assert library is not None and comm._memory is not None
+    comm._shared.round = 2**32 - 300  # counts wrap on the way
+    assert comm._memory is not None
     for r in range(world_size):
-        comm._memory[64 * r : 64 * r + 4] = comm._round.to_bytes(4, "little")
+        comm._memory[64 * r : 64 * r + 4] = comm._shared.round.to_bytes(4, "little")
     comm.barrier()
     for i in range(2000):
         if (i * 7 + rank) % 97 == 0:
@@ -171,6 +175,135 @@ def stuck(rank: int, world_size: int, address: str) -> None:
 
 def test_a_stuck_rank_is_named_after_the_timeout() -> None:
     spawn(stuck, 2)
+
+
+class Step:
+    """A step of a model that two ranks share, replayed and as it is written. Results are the same on all ranks."""
+
+    def __init__(self, rank: int, comm: SharedMemoryCommunicator) -> None:
+        loaded = kernels.load()
+        ops, linear = KernelOps(loaded.library), Linear(loaded.library, loaded.isa)
+        table, ones = numbers(rank, 50 * WIDTH, torch.bfloat16).view(50, WIDTH), torch.ones(WIDTH).bfloat16()
+        mine, common = (linear.pack(numbers(r, WIDTH**2, torch.bfloat16).view(WIDTH, WIDTH)) for r in (rank, 9))
+
+        def written(ids: torch.Tensor) -> torch.Tensor:
+            x = comm.all_reduce(ops.embedding(ids, table))
+            x = comm.all_reduce(linear.linear(ops.rms_norm(x, ones, 1e-5), mine, None))
+            return linear.linear(x, common, None)
+
+        self.written = written
+        self.replayed = Replay(loaded.library).compile(written, dynamic=True)
+        self.inputs = torch.tensor([7, 8, 9])
+        self.replayed(self.inputs)
+        assert None not in self.replayed._programs.values()
+
+    def leave_in_the_middle(self, comm: SharedMemoryCommunicator) -> None:
+        """Takes part in the first of the two sums."""
+        comm.all_reduce(torch.zeros(len(self.inputs), WIDTH).bfloat16())
+
+
+def replays_beside_calls(slot_bytes: int, rank: int, world_size: int, address: str) -> None:
+    comm = join(rank, world_size, address, slot_bytes=slot_bytes)
+    step = Step(rank, comm)
+    for i in range(40):
+        ids = torch.tensor([i, (3 * i) % 50, 49])
+        expected = step.written(ids)
+        found = [step.replayed, step.written][(i // 2 + rank) % 2](ids)  # one rank replays, the other calls
+        assert torch.equal(found, expected) and torch.equal(step.replayed(ids), expected)
+        if i % 3 == 0:  # something else in between
+            both = comm.all_gather(expected[:1, : 1 + i], 0)
+            assert torch.equal(both[0], both[1])
+        elif i % 5 == 0:
+            assert (comm.all_reduce(torch.full((1 + 50 * i,), 1.0 + rank)) == 3).all()
+    rounds = comm.all_gather(torch.tensor([comm._shared.round]), 0).tolist()
+    assert rounds[0] == rounds[1] > 40 * 3 * 2
+    comm.close()
+
+
+@pytest.mark.parametrize("slot_bytes", [4096, 256])  # the latter is less than one sum of a step
+def test_replays_and_calls_of_a_step_give_the_same_bits_in_any_order(slot_bytes: int) -> None:
+    spawn(partial(replays_beside_calls, slot_bytes), 2)
+
+
+def deserted_in_a_replay(rank: int, world_size: int, address: str) -> None:
+    module._PATIENCE_MS = 50
+    comm = join(rank, world_size, address)
+    step = Step(rank, comm)
+    comm.barrier()
+    if rank == 1:
+        step.leave_in_the_middle(comm)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PlatformError, match=r"rank 1 \(pid \d+\) has died while rank 0 waited for its part of a sum"):
+        step.replayed(step.inputs)
+    os._exit(0)
+
+
+def test_a_rank_that_dies_in_the_middle_of_a_replay_is_named() -> None:
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        spawn(deserted_in_a_replay, 2)
+
+
+def stuck_in_a_replay(rank: int, world_size: int, address: str) -> None:
+    module._PATIENCE_MS = 50
+    comm = join(rank, world_size, address)
+    step = Step(rank, comm)
+    comm.barrier()
+    if rank == 1:
+        step.leave_in_the_middle(comm)
+        comm.recv((1,), torch.int64, 0)  # alive, and not where it should be
+        os._exit(0)
+    comm._timeout = 1.0
+    with pytest.raises(PlatformError, match=r"rank 1 \(pid \d+\) has not joined a collective for 1 s; rank 0 gave up"):
+        step.replayed(step.inputs)
+    comm.send(torch.ones(1, dtype=torch.int64), 1)
+    os._exit(0)
+
+
+def test_a_rank_that_is_stuck_in_the_middle_of_a_replay_is_named_after_the_timeout() -> None:
+    spawn(stuck_in_a_replay, 2)
+
+
+def late_in_a_replay(rank: int, world_size: int, address: str) -> None:
+    module._PATIENCE_MS = 20
+    comm = join(rank, world_size, address)
+    step = Step(rank, comm)
+    expected = step.written(step.inputs)
+    comm.barrier()
+    if rank == 1:
+        comm.recv((1,), torch.int64, 0)  # comes when it has been missed
+    else:
+        looks = []
+
+        def look(pid: int) -> bool:
+            looks.append(pid)
+            if len(looks) == 2:
+                comm.send(torch.ones(1, dtype=torch.int64), 1)
+            return True
+
+        module._is_alive = look
+    assert torch.equal(step.replayed(step.inputs), expected)
+    assert torch.equal(step.replayed(step.inputs), step.written(step.inputs))
+    comm.close()
+
+
+def test_a_replay_goes_on_when_a_late_rank_comes() -> None:
+    spawn(late_in_a_replay, 2)
+
+
+def bound_to_cores(which: list[int], rank: int, world_size: int, address: str) -> None:
+    cpus = [core.cpu for core in machine.physical_cores()]
+    os.environ["OMP_NUM_THREADS"] = "1"  # as workers have it
+    os.sched_setaffinity(0, [cpus[which[rank]]])
+    comm = join(rank, world_size, address)
+    assert (comm._shared.spin_ns > 0) == (len(set(which)) == world_size)
+    assert comm.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
+    comm.close()
+
+
+@pytest.mark.skipif(machine.cores_of([0]) < 2, reason="one core")
+@pytest.mark.parametrize("which", [[0, 1], [1, 1]])
+def test_ranks_spin_where_each_has_a_core_of_its_own(which: list[int]) -> None:
+    spawn(partial(bound_to_cores, which), 2)
 
 
 def leave_nothing(rank: int, world_size: int, address: str) -> None:

@@ -32,6 +32,8 @@ def make_scheduler(
     num_stages: int = 1,
     max_loras: int = 0,
     windows: tuple[int | None, ...] = (None,),
+    num_speculative_tokens: int = 0,
+    num_lookahead_tokens: int = 0,
 ) -> Scheduler:
     return Scheduler(
         SchedulerConfig(
@@ -52,6 +54,8 @@ def make_scheduler(
         clock=clock,
         num_stages=num_stages,
         max_loras=max_loras,
+        num_speculative_tokens=num_speculative_tokens,
+        num_lookahead_tokens=num_lookahead_tokens,
     )
 
 

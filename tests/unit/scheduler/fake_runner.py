@@ -6,9 +6,14 @@ reads every slot of the row through the block table and insists on finding the r
 a stale cache hit, a shared block that somebody overwrote or a row that was confused fails there and then.
 
 Each group of layers writes fingerprints of its own, and reads no further back than it sees.
+
+Tokens that were guessed are computed and written like known ones; those that were wrong are forgotten again. What a
+draft model writes ahead is a scrawl over every slot behind the known tokens: whoever else reads such a slot finds it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from mvllm.messages.requests import PositionLogprobs
 from mvllm.messages.sampling_params import SamplingParams
@@ -18,6 +23,9 @@ VOCAB_SIZE = 50
 
 _GROUP = 1 << 40
 """What the fingerprints of two groups of layers differ by."""
+
+SCRAWL = -2
+"""What a guess leaves in a slot."""
 
 POISON = -1
 """What a failing row writes, and what every row writes that reads it: "not a number", which spreads."""
@@ -66,11 +74,27 @@ class _Row:
         self.prints = fingerprints(self.tokens)
         self.tables = [list(table) for table in (data.block_ids, *data.more_block_ids)]
         self.num_computed = data.num_computed_tokens
+        self.num_guessed = 0  # of `tokens`, the last ones, while a step checks them
         self.pooled: list[int] = []
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
         self.prints.extend(fingerprints([token], self.prints[-1]))
+
+    def check_guesses(self) -> list[int]:
+        """The tokens that follow the known ones, as far as the guesses at them were right; forgets the guesses."""
+        known, guesses = len(self.tokens) - self.num_guessed, self.tokens[len(self.tokens) - self.num_guessed :]
+        found = [next_token(self.prints[known - 1])]
+        while len(found) <= len(guesses) and found[-1] == guesses[len(found) - 1]:
+            found.append(next_token(self.prints[known - 1 + len(found)]))
+        self.forget_guesses()
+        self.num_computed += len(found) - 1
+        return found
+
+    def forget_guesses(self) -> None:
+        known = len(self.tokens) - self.num_guessed
+        del self.tokens[known:], self.prints[known:]
+        self.num_computed, self.num_guessed = min(self.num_computed, known), 0
 
 
 class FakeRunner:
@@ -79,6 +103,7 @@ class FakeRunner:
     Attributes:
         failing: Ids of requests whose row fails whenever it computes, and spoils the KV that it writes.
         num_computed: Tokens computed so far, by request id.
+        guess: Makes guesses at what follows the tokens of a row; None where nothing is guessed.
     """
 
     def __init__(
@@ -99,10 +124,13 @@ class FakeRunner:
         self.rows: dict[int, _Row] = {}
         self.failing: set[str] = set()
         self.num_computed: dict[str, int] = {}
+        self.guess: Callable[[list[int]], list[int]] | None = None
         self.next_step = 0
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         self._apply(plan)
+        for position, drafts in plan.draft_token_ids.items():
+            self._note_guesses(self.rows[plan.rows[position]], plan.num_scheduled_tokens[position], drafts)
         for row, count in zip(plan.rows, plan.num_scheduled_tokens, strict=True):
             self._write(self.rows[row], count)
         self._spread_poison(plan)
@@ -129,6 +157,13 @@ class FakeRunner:
             self.rows[row].tables[group].append(block)
         blocks = [block for row in self.rows.values() for table in row.tables for block in table]
         assert all(0 <= block < self.num_blocks for block in blocks), "not a block"
+
+    def _note_guesses(self, row: _Row, count: int, drafts: list[int]) -> None:
+        assert drafts and count == 1 + len(drafts), "guesses are scheduled behind one known token"
+        assert row.num_computed + 1 == len(row.tokens), "guesses at what follows tokens that are not computed"
+        for token in drafts:
+            row.append(token)
+        row.num_guessed = len(drafts)
 
     def _slot(self, row: _Row, position: int, group: int) -> int:
         block = row.tables[group][position // self.block_size]
@@ -197,12 +232,29 @@ class FakeRunner:
         token = -1
         if failed:
             output.errors[position] = "not a number"
+            row.forget_guesses()
+            if row.data.pooling_params is None and row.num_computed == len(row.tokens):
+                row.append(0)
         elif row.data.pooling_params is not None:
             self._pool(position, row, count, output)
         elif row.num_computed == len(row.tokens):
-            token = next_token(row.prints[-1])
+            token, *further = row.check_guesses()
             if params.logprobs is not None:
                 output.logprobs[position] = logprobs_of(token)
-        if row.num_computed == len(row.tokens) and row.data.pooling_params is None:
-            row.append(max(token, 0))
+                if further:
+                    output.further_logprobs[position] = [logprobs_of(each) for each in further]
+            if further:
+                output.further_token_ids[position] = further
+            for each in (token, *further):
+                row.append(each)
+            if self.guess is not None:
+                self._guess(position, row, output)
         output.sampled_token_ids.append(token)
+
+    def _guess(self, position: int, row: _Row, output: ModelRunnerOutput) -> None:
+        assert self.guess is not None
+        if drafts := self.guess(row.tokens):
+            output.draft_token_ids[position] = drafts
+        for ahead in range(len(row.tokens) - 1, len(row.tables[0]) * self.block_size):
+            if len(self.windows) == 1:
+                self.slots[self._slot(row, ahead, 0)] = SCRAWL

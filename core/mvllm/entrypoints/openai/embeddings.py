@@ -11,15 +11,14 @@ import msgspec
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.pooling_outputs import PoolingRequestOutput
 from mvllm.entrypoints.openai.events import encode
-from mvllm.entrypoints.openai.pooled_call import PooledCall, usage_of
+from mvllm.entrypoints.openai.pooled_call import InputsCall, usage_of
 from mvllm.entrypoints.openai.protocol import EmbeddingRequest, PoolingRequest
 from mvllm.entrypoints.openai.text_work import TextWork
 from mvllm.errors import RequestError
-from mvllm.messages.inputs import PromptType
 from mvllm.messages.pooling_params import PoolingParams, PoolingTask, PoolingType
 
 
-class EmbeddingCall(PooledCall):
+class EmbeddingCall(InputsCall[EmbeddingRequest]):
     """One request for vectors.
 
     Args:
@@ -41,13 +40,6 @@ class EmbeddingCall(PooledCall):
             task=PoolingTask.EMBED,
         )
 
-    async def _make_requests(self) -> tuple[Sequence[PromptType], Sequence[PoolingParams]]:
-        asked = self._request
-        prompts = await self._prompts_of(
-            asked.input, add_special_tokens=asked.add_special_tokens, cache_salt=asked.cache_salt
-        )
-        return prompts, [self._params] * len(prompts)
-
     def _write(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         data: list[msgspec.Raw] = []
         for index, output in enumerate(outputs):  # one at a time: in between, others get their turn
@@ -56,7 +48,7 @@ class EmbeddingCall(PooledCall):
         return encode({**self._head(), "data": data, "usage": usage_of(outputs)})
 
 
-class PoolingCall(PooledCall):
+class PoolingCall(InputsCall[PoolingRequest]):
     """One request for whatever a model says of its inputs: vectors, vectors of each token, or scores.
 
     Args:
@@ -83,13 +75,6 @@ class PoolingCall(PooledCall):
             truncate_prompt_tokens=request.truncate_prompt_tokens,
             task=task,
         )
-
-    async def _make_requests(self) -> tuple[Sequence[PromptType], Sequence[PoolingParams]]:
-        asked = self._request
-        prompts = await self._prompts_of(
-            asked.input, add_special_tokens=asked.add_special_tokens, cache_salt=asked.cache_salt
-        )
-        return prompts, [self._params] * len(prompts)
 
     def _write(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         data: list[msgspec.Raw] = []

@@ -6,12 +6,13 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.pooling_outputs import PoolingRequestOutput
 from mvllm.engine.request_stream import RequestStream
 from mvllm.entrypoints.openai.errors import APIError, as_api_error
+from mvllm.entrypoints.openai.protocol import ClassificationRequest, EmbeddingRequest
 from mvllm.entrypoints.openai.text_work import TextWork
 from mvllm.errors import PlatformError, RequestError
 from mvllm.logging import get_logger
@@ -125,6 +126,23 @@ class PooledCall(ABC):
             else:
                 made.append(cast(PromptType, {"prompt_token_ids": each, **salt}))
         return made
+
+
+_Request = TypeVar("_Request", bound=EmbeddingRequest | ClassificationRequest)
+
+
+class InputsCall(PooledCall, Generic[_Request]):
+    """A request whose inputs, texts or token ids, are all asked the same. Classes set the two below."""
+
+    _request: _Request
+    _params: PoolingParams
+
+    async def _make_requests(self) -> tuple[Sequence[PromptType], Sequence[PoolingParams]]:
+        asked = self._request
+        prompts = await self._prompts_of(
+            asked.input, add_special_tokens=asked.add_special_tokens, cache_salt=asked.cache_salt
+        )
+        return prompts, [self._params] * len(prompts)
 
 
 def check_number(inputs: Sequence[Any], field: str) -> Sequence[Any]:

@@ -9,7 +9,7 @@ from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.pooling_outputs import PoolingRequestOutput
 from mvllm.engine.scoring import Scoring
 from mvllm.entrypoints.openai.events import encode
-from mvllm.entrypoints.openai.pooled_call import PooledCall, check_number, usage_of
+from mvllm.entrypoints.openai.pooled_call import InputsCall, PooledCall, check_number, usage_of
 from mvllm.entrypoints.openai.protocol import ClassificationRequest, ComparisonRequest, RerankRequest, ScoreRequest
 from mvllm.entrypoints.openai.text_work import TextWork
 from mvllm.errors import RequestError
@@ -17,7 +17,7 @@ from mvllm.messages.inputs import PromptType
 from mvllm.messages.pooling_params import PoolingParams, PoolingTask
 
 
-class ClassificationCall(PooledCall):
+class ClassificationCall(InputsCall[ClassificationRequest]):
     """One request for the scores that a classifier gives to inputs.
 
     Args:
@@ -36,13 +36,6 @@ class ClassificationCall(PooledCall):
             truncate_prompt_tokens=request.truncate_prompt_tokens,
             task=PoolingTask.CLASSIFY,
         )
-
-    async def _make_requests(self) -> tuple[Sequence[PromptType], Sequence[PoolingParams]]:
-        asked = self._request
-        prompts = await self._prompts_of(
-            asked.input, add_special_tokens=asked.add_special_tokens, cache_salt=asked.cache_salt
-        )
-        return prompts, [self._params] * len(prompts)
 
     def _write(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         names = self._engine.model_config.hf_config.get("id2label")

@@ -6,9 +6,11 @@ control group, and the memory limit of its control group. All three are respecte
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import platform as python_platform
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,21 +34,25 @@ class Core:
     node: int
 
 
-def allowed_cpus() -> list[int]:
-    """Hardware threads that this process may run on."""
+def allowed_cpus(pid: int = 0) -> list[int]:
+    """Hardware threads that this process may run on, or that process `pid` may.
+
+    Raises:
+        OSError: There is no such process.
+    """
     if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
+        return sorted(os.sched_getaffinity(pid))
     return list(range(os.cpu_count() or 1))
 
 
-def physical_cores() -> list[Core]:
-    """One entry per physical core, ordered by memory node and then by number.
+def physical_cores(cpus: Iterable[int] | None = None) -> list[Core]:
+    """One entry per physical core of `cpus`, ordered by memory node and then by number; by default, of those allowed.
 
     A second hardware thread of a core adds nothing to arithmetic that already fills the core's vector units.
     """
     seen: set[tuple[str, ...]] = set()
     cores = []
-    for cpu in allowed_cpus():
+    for cpu in sorted(allowed_cpus() if cpus is None else cpus):
         siblings = _read(SYS / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         identity = (siblings,) if siblings else (str(cpu), "alone")
         if identity not in seen:
@@ -76,6 +82,15 @@ def threads_asked_for() -> int | None:
 def usable_threads() -> int:
     """Threads that a worker alone on this machine should compute with."""
     return threads_asked_for() or _within_quota(len(physical_cores()))
+
+
+def cores_of(pids: Iterable[int]) -> int:
+    """Cores that these processes have together, within this one's quota."""
+    cpus: set[int] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            cpus.update(allowed_cpus(pid))
+    return _within_quota(len(physical_cores(cpus)))
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-HostFunction = Callable[[int, int], None]
-"""Of a tensor's address, and of where the weights lie that are read next; 0: not known."""
-
-Call = tuple["Kernel | HostFunction", tuple[Any, ...]]
-"""A kernel and the arguments that it was called with; or a function of ours, and the address of its tensor."""
+Call = tuple["Kernel", tuple[Any, ...]]
+"""A kernel and the arguments that it was called with."""
 
 
 class _OfThread(threading.local):
@@ -40,6 +37,8 @@ class Kernel:
         entry: Its number for programs; -1 where they cannot call it.
     """
 
+    _restype: Any = None
+
     def __init__(
         self, library: ctypes.CDLL, name: str, argtypes: tuple[Any, ...], *, weight: int | None = None
     ) -> None:
@@ -47,14 +46,51 @@ class Kernel:
         self.weight = weight
         self.argtypes = argtypes
         self._function = getattr(library, name)
-        self._function.argtypes, self._function.restype = argtypes, None
+        self._function.argtypes, self._function.restype = argtypes, self._restype
         self.entry = int(library.mvllm_cpu_program_entry(name.encode(), len(argtypes)))
 
     def __call__(self, *args: Any) -> None:
         """Calls the function."""
         self._function(*args)
+        self._note(args)
+
+    def _note(self, args: tuple[Any, ...]) -> None:
         if _here.calls is not None:
             _here.calls.append((self, args))
+
+
+class WaitingKernel(Kernel):
+    """A kernel that waits for other processes, and not for ever: it returns 1, or 0 where it wants to be called again.
+
+    Args:
+        library, name, argtypes: As Kernel's.
+        ahead: Which parameter says where the weights lie that are read next; 0 there where nobody knows.
+        see_to: Called before each further call. Ends the matter with an exception where the others will not come.
+
+    Attributes:
+        ahead, see_to: As given.
+    """
+
+    _restype = ctypes.c_int
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        name: str,
+        argtypes: tuple[Any, ...],
+        *,
+        ahead: int,
+        see_to: Callable[[], None],
+    ) -> None:
+        super().__init__(library, name, argtypes)
+        self.ahead = ahead
+        self.see_to = see_to
+
+    def __call__(self, *args: Any) -> None:
+        """Calls the function until it is through."""
+        while not self._function(*args):
+            self.see_to()
+        self._note(args)
 
 
 def record(run: Callable[[], Any]) -> tuple[Any, list[Call], str | None]:
@@ -74,13 +110,6 @@ def record(run: Callable[[], Any]) -> tuple[Any, list[Call], str | None]:
 def is_recording() -> bool:
     """Whether this thread's calls are being written down."""
     return _here.calls is not None
-
-
-def call_host(function: HostFunction, address: int) -> None:
-    """Calls a function of ours that works on the tensor at `address` in Python, and has replays call it too."""
-    function(address, 0)
-    if _here.calls is not None:
-        _here.calls.append((function, (address,)))
 
 
 def refuse(reason: str) -> None:

@@ -16,7 +16,8 @@ that computes, and is no kernel of ours, ends the matter. Then the recording is 
 patterns and has to give the recorded result to the last bit, or is not used: work that nobody has seen would be missing
 from it. What cannot be replayed is called as it is.
 
-Where ranks add up their parts, which may fail and has to notice it, a replay comes back to Python.
+Ranks add up their parts within the library, too. Where a rank does not come, the replay stops at that call and comes
+back to Python, which sees whether the rank is alive, and goes on with the same call.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mvllm.plugin_api import CompileBackend, get_logger
 from mvllm_cpu import recording
-from mvllm_cpu.recording import Call, Kernel
+from mvllm_cpu.recording import Call, WaitingKernel
 
 logger = get_logger("mvllm.cpu.replay")
 
@@ -65,32 +66,12 @@ class _Buffer:
 
 
 @dataclass
-class _Piece:
-    """Calls that the library makes in one go.
-
-    Attributes:
-        first_call, first_slot: Where it begins.
-        count: Its calls.
-        then: What to call after it, or None.
-        argument: The slot that holds the address for `then`.
-        weight: Where the weights lie that are read first behind `then`; 0: not known.
-    """
-
-    first_call: int
-    first_slot: int
-    count: int = 0
-    then: recording.HostFunction | None = None
-    argument: int = -1
-    weight: int = 0
-
-
-@dataclass
 class _Program:
     """Recorded calls as the library takes them.
 
     Attributes:
         calls, slots, patches: As in csrc/program.cpp.
-        pieces: Runs of calls between which Python has something to do.
+        waits: What to do where a call stops the program, by the calls' numbers.
         arena_bytes: Memory of its intermediate tensors.
         shape, dtype: Of its result.
         held: Whatever its fixed pointers point into.
@@ -99,7 +80,7 @@ class _Program:
     calls: Any
     slots: Any
     patches: Any
-    pieces: list[_Piece]
+    waits: dict[int, Callable[[], None]]
     arena_bytes: int
     shape: torch.Size
     dtype: torch.dtype
@@ -152,7 +133,8 @@ class Replay(CompileBackend):
         self._run: Any = None
         if library is not None:
             self._run = library.mvllm_cpu_program_run
-            self._run.argtypes, self._run.restype = (pointer, length, pointer, pointer, length, pointer), None
+            self._run.argtypes = (pointer, length, length, pointer, pointer, length, pointer)
+            self._run.restype = length
         self._arena = torch.empty(0, dtype=torch.uint8)
 
     def compile(self, function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
@@ -179,15 +161,13 @@ class Replay(CompileBackend):
         bases = (ctypes.c_int64 * (FIRST_ARGUMENT + len(arguments)))(
             self.arena(program.arena_bytes), result.data_ptr(), *map(_base_of, arguments)
         )
-        num_patches = len(program.patches)
-        for piece in program.pieces:
-            calls = ctypes.byref(program.calls, 4 * piece.first_call)
-            slots = ctypes.byref(program.slots, 8 * piece.first_slot)
-            self._run(calls, piece.count, slots, program.patches, num_patches, bases)
-            num_patches = 0  # the first call has put everything in its place
-            if piece.then is not None:
-                piece.then(program.slots[piece.argument], piece.weight)
-        return result
+        done, count, num_patches = 0, len(program.calls), len(program.patches)
+        while True:
+            done = self._run(program.calls, done, count, program.slots, program.patches, num_patches, bases)
+            if done == count:
+                return result
+            program.waits[done]()
+            num_patches = 0  # the first run has put everything in its place
 
 
 class _Compiled:
@@ -275,21 +255,20 @@ def _program(calls: list[Call], allocated: list[torch.Tensor], result: Any, argu
     slots: list[int] = []
     held: list[Any] = []
     numbers: list[int] = []
-    pieces = [_Piece(0, 0)]
+    waits: dict[int, Callable[[], None]] = {}
+    unknown: list[int] = []  # slots that want to know which weights are read next
     for number, (called, args) in enumerate(calls):
-        if isinstance(called, Kernel):
-            if called.entry < 0:
-                raise _Cannot(f"programs cannot call {called.name}")
-            kinds = called.argtypes
-            numbers.append(called.entry)
-            pieces[-1].count += 1
-            if len(pieces) > 1 and not pieces[-2].weight and called.weight is not None:
-                pieces[-2].weight = args[called.weight]
-        else:
-            kinds = (ctypes.c_void_p,)
-            pieces[-1].then, pieces[-1].argument = called, len(slots)
-            pieces.append(_Piece(len(numbers), len(slots) + 1))
-        for kind, value in zip(kinds, args, strict=True):
+        if called.entry < 0:
+            raise _Cannot(f"programs cannot call {called.name}")
+        numbers.append(called.entry)
+        if called.weight is not None:
+            for at in unknown:
+                slots[at] = args[called.weight]
+            unknown.clear()
+        if isinstance(called, WaitingKernel):
+            waits[number] = called.see_to
+            unknown.append(len(slots) + called.ahead)
+        for kind, value in zip(called.argtypes, args, strict=True):
             if kind is ctypes.c_void_p and isinstance(value, int) and value:
                 _place(value, number, len(slots), buffers, inputs, found)
             slots.append(_bits(kind, value))
@@ -311,7 +290,7 @@ def _program(calls: list[Call], allocated: list[torch.Tensor], result: Any, argu
         calls=(ctypes.c_int32 * len(numbers))(*numbers),
         slots=(ctypes.c_int64 * len(slots))(*slots),
         patches=(_Patch * len(patches))(*(_Patch(*patch) for patch in patches)),
-        pieces=pieces,
+        waits=waits,
         arena_bytes=arena_bytes,
         shape=result.shape,
         dtype=result.dtype,

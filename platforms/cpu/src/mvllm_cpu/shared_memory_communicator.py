@@ -31,7 +31,27 @@ _WORD_BYTES = 64
 _TOKEN_BYTES = 16
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 _PATIENCE_MS = 1000
-_SPINS = 2000
+"""How long a wait goes on without a look at whether the others are alive."""
+
+_SPIN_NS = 100_000
+"""How long a wait looks before it sleeps: waking takes tens of microseconds, about what most waits take in all."""
+
+
+class SharedGroup(ctypes.Structure):
+    """`SharedGroup` of csrc/shared_sum.cpp. The count of rounds is kept there alone: replays go on with it, too.
+
+    Attributes:
+        memory: What `base` points to, for whoever holds this.
+    """
+
+    memory: ctypes.c_char
+    _fields_ = [
+        ("base", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("world_size", "slot_bytes", "rank", "spin_ns", "patience_ms", "done")),
+        ("late", ctypes.c_int64),
+        ("round", ctypes.c_uint32),
+        ("is_posted", ctypes.c_int32),
+    ]
 
 
 class SharedMemoryCommunicator(TorchCommunicator):
@@ -49,9 +69,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
         self._ranks = spec.ranks
         self._timeout = timeout
         self._slot_bytes = slot_bytes
-        self._round = 0
-        # A rank that spins for a core that the others need keeps them from arriving.
-        self._spins = _SPINS if machine.usable_threads() >= self.world_size else 0
+        self._late_round, self._deadline = -1, 0.0
         self._memory, self._pids = self._share()
         if self._memory is not None:
             self._bind(self._memory)
@@ -67,26 +85,16 @@ class SharedMemoryCommunicator(TorchCommunicator):
             recording.refuse("ranks talk through sockets")
             return super().all_reduce(tensor)
         tensor = tensor.contiguous()
-        count, size = tensor.numel(), tensor.itemsize
-        recording.call_host(
-            lambda address, ahead: self._sum_in_place(address, ahead, count, size, code), tensor.data_ptr()
-        )
+        self._sum(self._here, tensor.data_ptr(), tensor.numel(), code, None)
         return tensor
-
-    def _sum_in_place(self, address: int, ahead: int, count: int, item_bytes: int, code: int) -> None:
-        at_once = self._slot_bytes // item_bytes
-        for start in range(0, count, at_once):
-            part, length = address + start * item_bytes, min(at_once, count - start)
-            self._exchange(part, length * item_bytes, ahead)
-            self._sum(*self._place, self._round, part, length, code)
-            self._round = (self._round + 1) & 0xFFFFFFFF
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         recording.refuse("ranks talk to each other")
         if self._memory is None or not 0 < tensor.nbytes <= self._slot_bytes:
             return super().all_gather(tensor, dim)
         tensor = tensor.contiguous()
-        self._exchange(tensor.data_ptr(), tensor.nbytes)
+        while not self._meet(self._here, tensor.data_ptr(), tensor.nbytes):
+            self._see_to_late()
         parts = [
             torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=self._slot(rank)).view(
                 tensor.shape
@@ -94,57 +102,67 @@ class SharedMemoryCommunicator(TorchCommunicator):
             for rank in range(self.world_size)
         ]
         gathered = torch.cat(parts, dim=dim)
-        self._round = (self._round + 1) & 0xFFFFFFFF
+        self._end_round(self._here)
         return gathered
 
     def close(self) -> None:
-        # The mapping goes with its last view, at the latest with the process.
+        # The mapping goes with its last view (a recording's, say), at the latest with the process.
         self._memory = None
         super().close()
 
-    def _exchange(self, address: int, num_bytes: int, ahead: int = 0) -> None:
-        """Shows the others `num_bytes` of this rank, and returns when all have shown theirs.
-
-        Meanwhile it fetches what lies at `ahead`, unless that is 0.
+    def _see_to_late(self) -> None:
+        """Returns where the rank that has not come may still come.
 
         Raises:
-            PlatformError: A rank has died, or has not come within the timeout.
+            PlatformError: It has died, or has not come within the timeout.
         """
-        self._post(*self._place, self.rank, self._round, address, num_bytes)
-        base, world_size, slot_bytes = self._place
-        deadline = time.monotonic() + self._timeout
-        while True:
-            late = self._wait(base, world_size, slot_bytes, self._round, self._spins, _PATIENCE_MS, ahead)
-            if late < 0:
-                return
-            who = f"rank {self._ranks[late]} (pid {self._pids[late]})"
-            if not _is_alive(self._pids[late]):
-                raise PlatformError(f"{who} has died while rank {self._ranks[self.rank]} waited for its part of a sum.")
-            if time.monotonic() > deadline:
-                me = self._ranks[self.rank]
-                raise PlatformError(f"{who} has not joined a collective for {self._timeout:.0f} s; rank {me} gave up.")
+        group = self._shared
+        now = time.monotonic()
+        if self._late_round != group.round:
+            self._late_round, self._deadline = group.round, now - group.patience_ms / 1000 + self._timeout
+        pid, me = self._pids[group.late], self._ranks[self.rank]
+        who = f"rank {self._ranks[group.late]} (pid {pid})"
+        problem = ""
+        if not _is_alive(pid):
+            problem = f"{who} has died while rank {me} waited for its part of a sum."
+        elif now > self._deadline:
+            problem = f"{who} has not joined a collective for {self._timeout:.0f} s; rank {me} gave up."
+        if problem:
+            self._late_round, group.done, group.is_posted = -1, 0, 0
+            raise PlatformError(problem)
 
     def _slot(self, rank: int) -> int:
-        return self.world_size * _WORD_BYTES + (2 * rank + (self._round & 1)) * self._slot_bytes
+        return self.world_size * _WORD_BYTES + (2 * rank + (self._shared.round & 1)) * self._slot_bytes
 
     def _bind(self, memory: mmap.mmap) -> None:
         library = kernels.load().library
         assert library is not None
-        base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._place = (base, self.world_size, self._slot_bytes)
-        pointer, number, word = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
-        place = (pointer, number, number)
-        self._post = library.mvllm_cpu_shared_post
-        self._post.argtypes, self._post.restype = (*place, number, word, pointer, number), None
-        self._wait = library.mvllm_cpu_shared_wait
-        self._wait.argtypes, self._wait.restype = (*place, word, number, number, pointer), number
-        self._sum = library.mvllm_cpu_shared_sum
-        self._sum.argtypes, self._sum.restype = (*place, word, pointer, number, ctypes.c_int32), None
+        begin = ctypes.c_char.from_buffer(memory)
+        # A rank that spins for a core that the others need keeps them from arriving. Workers are bound to cores before
+        # they meet: what counts is what all of them have.
+        spin_ns = _SPIN_NS if machine.cores_of(self._pids) >= self.world_size else 0
+        self._shared = SharedGroup(
+            *(ctypes.addressof(begin), self.world_size, self._slot_bytes, self.rank), spin_ns, _PATIENCE_MS
+        )
+        self._shared.memory = begin
+        self._here = ctypes.byref(self._shared)
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._sum = recording.WaitingKernel(
+            library,
+            "mvllm_cpu_shared_all_reduce",
+            (pointer, pointer, number, ctypes.c_int32, pointer),
+            ahead=4,
+            see_to=self._see_to_late,
+        )
+        self._meet = library.mvllm_cpu_shared_meet
+        self._meet.argtypes, self._meet.restype = (pointer, pointer, number), ctypes.c_int
+        self._end_round = library.mvllm_cpu_shared_end_round
+        self._end_round.argtypes, self._end_round.restype = (pointer,), None
 
     def _share(self) -> tuple[mmap.mmap | None, list[int]]:
         """The memory, if every rank has it, and the ranks' process ids. All ranks call it together."""
         size = self.world_size * (_WORD_BYTES + 2 * self._slot_bytes) + _TOKEN_BYTES
-        able = hasattr(os, "memfd_create") and hasattr(kernels.load().library, "mvllm_cpu_shared_wait")
+        able = hasattr(os, "memfd_create") and hasattr(kernels.load().library, "mvllm_cpu_shared_meet")
         fd, token = -1, secrets.token_bytes(_TOKEN_BYTES)
         if self.rank == 0 and able:
             fd = _claim(size, token)

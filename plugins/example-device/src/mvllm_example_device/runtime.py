@@ -185,8 +185,7 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
         if self._warm:
             self._faults.begin_step()
             if self._faults.starved:
-                used = torch.ops.mvllm_example_device.memory(self.device.index)[1]
-                torch.ops.mvllm_example_device.open(self._settings.devices, used)
+                torch.ops.mvllm_example_device.open(self._settings.devices, self.memory().used_by_me)
 
     def compile(self, *shape: Hashable) -> None:
         """Counts a shape, in mode `static`; after the warm-up a new one is an error."""
@@ -204,6 +203,7 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
         self._lent.clear()
 
     def _end_step(self) -> None:
+        torch.ops.mvllm_example_device.open(self._settings.devices, self._settings.memory)  # what a fault has taken
         self._batch = None
         self.settle_lent()
 

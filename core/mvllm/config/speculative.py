@@ -1,0 +1,114 @@
+"""How tokens are guessed before the model computes them: speculative decoding, as a user sets it.
+
+The settings come as one JSON object, since each method has its own:
+
+    {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    {"model": "folder or hub name of a small model", "num_speculative_tokens": 4}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mvllm.config.model import ModelConfig
+from mvllm.errors import ConfigError
+
+NGRAM, DRAFT_MODEL = "ngram", "draft_model"
+
+MOST_SPECULATIVE_TOKENS = 64
+_LONGEST_NGRAM = 64
+_LARGEST_DIFFERENCE = 1024
+"""Vocabularies of one tokenizer are filled up to round sizes, and not to the same ones for every size of model."""
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Where guesses come from, and how many.
+
+    Attributes:
+        method: `ngram` looks for the last tokens earlier in the sequence, `draft_model` asks a smaller model.
+        num_speculative_tokens: Most tokens guessed for a sequence in one step.
+        prompt_lookup_min, prompt_lookup_max: For `ngram`: how many of the last tokens have to be found again, at least,
+            and how many more are compared to choose among the places.
+        model: For `draft_model`.
+    """
+
+    method: str
+    num_speculative_tokens: int
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+    model: ModelConfig | None = None
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Slots in the KV cache, behind those of a step, that guessing takes for each sequence."""
+        return 0 if self.model is None else self.num_speculative_tokens
+
+
+def read_speculative_config(
+    settings: Mapping[str, Any], build_model: Callable[[str, str | None, str | None], ModelConfig], target: ModelConfig
+) -> SpeculativeConfig:
+    """Checks the settings and reads the draft model's config, if there is one.
+
+    Args:
+        settings: The JSON object.
+        build_model: Makes the config of a draft model from its folder or name, its revision and its quantization.
+        target: The model whose tokens are guessed.
+
+    Raises:
+        ConfigError: A setting is unknown, missing, out of range, or of another method; or the models do not go
+            together.
+        ModelError: The draft model cannot be found or is not usable.
+    """
+    if not target.kind.generates:
+        raise ConfigError("speculative_config is set, but the model generates no tokens. Leave it out.")
+    method = settings.get("method", DRAFT_MODEL if "model" in settings else NGRAM)
+    own = {
+        NGRAM: ("prompt_lookup_min", "prompt_lookup_max"),
+        DRAFT_MODEL: ("model", "revision", "quantization"),
+    }
+    if not isinstance(method, str) or method not in own:
+        known = ", ".join(map(repr, own))
+        raise ConfigError(f"speculative_config: method must be one of {known}, found {method!r:.40}.")
+    allowed = ("method", "num_speculative_tokens", *own[method])
+    if unknown := [name for name in settings if name not in allowed]:
+        raise ConfigError(
+            f"speculative_config: with the method {method!r} there are the settings {', '.join(allowed)}; found "
+            f"{unknown[0]!r:.40}."
+        )
+    if "num_speculative_tokens" not in settings:
+        raise ConfigError(
+            "speculative_config: num_speculative_tokens is missing: how many tokens to guess at a time, for instance 4."
+        )
+    count = _integer(settings, "num_speculative_tokens", 1, 1, MOST_SPECULATIVE_TOKENS)
+    if method == NGRAM:
+        longest = _integer(settings, "prompt_lookup_max", 4, 1, _LONGEST_NGRAM)
+        shortest = _integer(settings, "prompt_lookup_min", min(2, longest), 1, _LONGEST_NGRAM)
+        if shortest > longest:
+            raise ConfigError(
+                f"speculative_config: prompt_lookup_min is {shortest}, which is more than prompt_lookup_max "
+                f"({longest}). Lower the one or raise the other."
+            )
+        return SpeculativeConfig(method, count, shortest, longest)
+    names = {name: settings.get(name) for name in ("model", "revision", "quantization")}
+    for name, value in names.items():
+        if not (isinstance(value, str) or (value is None and name != "model")):
+            raise ConfigError(f"speculative_config: {name} must be a text, found {value!r:.40}.")
+    draft = build_model(str(names["model"]), names["revision"], names["quantization"])
+    if not draft.kind.generates:
+        raise ConfigError(f"speculative_config: {draft.model} generates no tokens; a draft model has to.")
+    if abs(draft.vocab_size - target.vocab_size) > _LARGEST_DIFFERENCE:
+        raise ConfigError(
+            f"speculative_config: the draft model's vocabulary has {draft.vocab_size} tokens, the model's "
+            f"{target.vocab_size}. A draft model guesses token ids, so both must have the same tokenizer."
+        )
+    return SpeculativeConfig(method, count, model=draft)
+
+
+def _integer(settings: Mapping[str, Any], name: str, default: int, least: int, most: int) -> int:
+    value = settings.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ConfigError(f"speculative_config: {name} must be an integer from {least} to {most}, found {value!r:.40}.")
+    return value

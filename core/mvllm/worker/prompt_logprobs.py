@@ -1,0 +1,74 @@
+"""Log-probabilities of prompts, for the requests that ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from mvllm.platform.runtime import DeviceRuntime
+from mvllm.platform.shapes import ShapePolicy
+from mvllm.sampling.logprobs import gather_prompt_logprobs
+from mvllm.worker.rows import RowTable
+from mvllm.worker.step_inputs import StepInputs
+from mvllm.worker.step_result import PromptPiece
+
+_CHUNK = 256
+"""Prompt positions whose logits exist at one time: [256, vocabulary] rather than [prompt, vocabulary]."""
+
+
+class PromptLogprobs:
+    """Computes them from a step's hidden states.
+
+    Args:
+        rows: The worker's rows.
+        runtime: The device.
+        sizes: Numbers of rows whose logits are computed at once, rising, where these are not free.
+    """
+
+    def __init__(self, rows: RowTable, runtime: DeviceRuntime, sizes: tuple[int, ...] | None) -> None:
+        self._rows = rows
+        self._runtime = runtime
+        self._sizes = sizes
+
+    def pieces(
+        self, inputs: StepInputs, hidden: torch.Tensor, compute_logits: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[int, list[PromptPiece]]:
+        """Of the prompt tokens that a step's positions predict, by position in the batch, for the rows that asked.
+
+        Args:
+            hidden: [T, hidden_size].
+            compute_logits: From [n, hidden_size] to [n, vocab].
+        """
+        history, found = self._rows.history, {}
+        starts = inputs.layout.query_start_loc
+        chunk = self._sizes[-1] if self._sizes else _CHUNK
+        for i, row in enumerate(inputs.rows.tolist()):
+            wanted = self._rows.prompt_logprobs.get(row)
+            first, prompt_len = int(inputs.first_positions[i]), int(history.num_prompt_tokens[row])
+            last = min(first + int(inputs.num_scheduled[i]), prompt_len - 1)
+            if wanted is None or first >= last:
+                continue
+            targets = history.token_ids[row, first + 1 : last + 1].astype(np.int64)
+            states = hidden[int(starts[i]) : int(starts[i]) + last - first]
+            found[i] = [
+                self._piece(states[begin : begin + chunk], targets[begin : begin + chunk], wanted, compute_logits)
+                for begin in range(0, len(targets), chunk)
+            ]
+        return found
+
+    def _piece(
+        self,
+        states: torch.Tensor,
+        token_ids: np.ndarray,
+        num_logprobs: int,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+    ) -> PromptPiece:
+        padding = ShapePolicy.pad(len(states), self._sizes) - len(states)
+        padded = F.pad(states, (0, 0, 0, padding)) if padding else states
+        gathered = gather_prompt_logprobs(
+            compute_logits(padded)[: len(states)], self._runtime.from_numpy(token_ids), num_logprobs
+        )
+        return PromptPiece(self._runtime.to_host(gathered), token_ids)

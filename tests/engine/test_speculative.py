@@ -1,0 +1,518 @@
+"""Tokens that were guessed and checked are those that come one by one, whatever guesses and whatever is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mvllm import LLM, BeamSearchParams, LoRARequest, RequestError, RequestOutput, SamplingParams
+from mvllm.messages.sampling_params import RequestOutputKind, StructuredOutputsParams
+from mvllm.sampling.sampler import Sampler
+from tests.engine.conftest import MakeLLM
+from tests.engine.test_async_scheduling import requests, told
+from tests.helpers import parity
+from tests.helpers.adapters import write_adapter
+from tests.helpers.async_engine import async_engine, joined, params
+from tests.helpers.model_zoo import VOCAB_SIZE, make_checkpoint
+from tests.helpers.parity import bytes_of_blocks, engine
+from tests.helpers.thread_executor import ThreadExecutor
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+GREEDY = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+THREADS = f"{ThreadExecutor.__module__}.{ThreadExecutor.__qualname__}"
+
+
+@cache
+def drafts(name: str = "llama-gqa", *, seed: int = 0, noise: float = 0.0, **edits: Any) -> Path:
+    """A checkpoint to guess with: that of the fixture `checkpoint`, one near it, or another."""
+    folder = make_checkpoint(name, Path(tempfile.mkdtemp(prefix="mvllm-draft-")) / name, seed=seed)
+    if noise:
+        path, generator = folder / "model.safetensors", torch.Generator().manual_seed(1)
+        tensors = {
+            key: tensor + noise * tensor.std() * torch.randn(tensor.shape, generator=generator)
+            for key, tensor in load_file(path).items()
+        }
+        save_file(tensors, path, metadata={"format": "pt"})
+    if edits:
+        path = folder / "config.json"
+        text = path.read_text()
+        for key, value in edits.items():
+            text = text.replace(f'"{key}":', f'"{key}": {value}, "was_{key}":')
+        path.write_text(text)
+    return folder
+
+
+def edit_tensor(folder: Path, name: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = edit(tensors[name]).clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@cache
+def shorter() -> Path:
+    """A draft model of 64 learned positions."""
+    folder = drafts("gpt2", n_positions=64)
+    edit_tensor(folder, "transformer.wpe.weight", lambda table: table[:64])
+    return folder
+
+
+@cache
+def larger() -> Path:
+    """A draft model with three tokens more than the model, which it finds more likely than all others."""
+    folder = make_checkpoint("llama-odd-vocabulary-tied", Path(tempfile.mkdtemp(prefix="mvllm-draft-")) / "larger")
+    edit_tensor(folder, "model.embed_tokens.weight", lambda table: torch.cat((table[:320], table[320:] * 50)))
+    return folder
+
+
+def guessing(kind: str, count: int = 4) -> dict[str, Any]:
+    """Settings of a guesser that is always right (greedily), often right, or hardly ever."""
+    if kind == "ngram":
+        return {**NGRAM, "num_speculative_tokens": count}
+    folder = {"same": drafts(), "near": drafts(noise=0.05), "other": drafts(seed=5)}[kind]
+    return {"model": str(folder), "num_speculative_tokens": count}
+
+
+def check_close(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    """Fails unless callers see the same, but for what rounding does to log-probabilities."""
+    for mine, theirs in zip(found, expected, strict=True):
+        assert told(mine) == told(theirs)
+        pairs = [(a.logprobs or [], b.logprobs or []) for a, b in zip(mine.outputs, theirs.outputs, strict=True)]
+        if mine.outputs[0].error is None:  # else those there are which were complete before
+            pairs.append((mine.prompt_logprobs or [], theirs.prompt_logprobs or []))
+        for mine_here, theirs_here in pairs:
+            for a, b in zip(mine_here, theirs_here, strict=True):
+                assert (a is None) == (b is None)
+                for token in a or ():
+                    assert b is not None and a is not None
+                    assert a[token].logprob == pytest.approx(b[token].logprob, abs=1e-4)
+
+
+def run(llm: LLM, prompts: list[list[int]], sampling: Any) -> list[RequestOutput]:
+    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def draw(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(2, VOCAB_SIZE) for _ in range(length)]
+
+
+def acceptance(llm: LLM) -> tuple[int, int]:
+    """Tokens guessed, and guessed right, since the start."""
+    stats = llm.llm_engine.stats
+    assert stats is not None
+    return stats.num_draft_tokens, stats.num_accepted_tokens
+
+
+# --------------------------------------------------------------------------------------------- whatever is asked for
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "settings", "num_blocks"),
+    [
+        pytest.param("ngram", 4, {}, None, marks=pytest.mark.exhaustive),
+        ("ngram", 9, {"max_num_batched_tokens": 17, "scheduling_policy": "priority"}, 12),
+        pytest.param("same", 1, {"max_num_batched_tokens": 16, "max_num_seqs": 3}, None, marks=pytest.mark.exhaustive),
+        ("same", 5, {"enable_prefix_caching": False}, 12),
+        ("near", 3, {"max_num_batched_tokens": 33}, 12),
+        pytest.param("other", 8, {"enable_chunked_prefill": False}, 12, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_every_request_is_served_as_without(
+    make_llm: MakeLLM, kind: str, count: int, settings: dict[str, Any], num_blocks: int | None
+) -> None:
+    prompts, params = requests(seed=count)
+    expected = make_llm().generate(prompts, params, use_tqdm=False)
+    settings = {**settings, "speculative_config": guessing(kind, count)}
+    if num_blocks is not None:
+        settings["kv_cache_memory_bytes"] = bytes_of_blocks(make_llm(**settings), num_blocks)
+    llm = make_llm(**settings)
+    for _ in range(2):  # the second time with prefixes in the cache
+        found = llm.generate(prompts, params, use_tqdm=False)
+        check_close(found, expected)
+    guessed, right = acceptance(llm)
+    assert 0 < right <= guessed
+    assert llm.reset_prefix_cache()
+
+
+KINDS: dict[str, Callable[[random.Random], Any]] = {
+    "max_tokens": lambda rng: rng.choice([1, 2, 3, 10, 40, 40]),
+    "seed": lambda rng: rng.randrange(9),
+    "temperature": lambda rng: rng.choice([0, 0, 0.3, 0.7, 1.0]),
+}
+SOMETIMES: dict[str, Callable[[random.Random], Any]] = {
+    "ignore_eos": lambda rng: True,
+    "stop": lambda rng: rng.choice([list("aeiou"), ["th"], ["zz", "e"]]),
+    "stop_token_ids": lambda rng: list(range(rng.randrange(9), VOCAB_SIZE, rng.choice([9, 30]))),
+    "min_tokens": lambda rng: 1,
+    "repetition_penalty": lambda rng: rng.choice([1.3, 0.8]),
+    "frequency_penalty": lambda rng: rng.choice([0.5, -0.4]),
+    "logprobs": lambda rng: rng.choice([0, 2]),
+    "prompt_logprobs": lambda rng: rng.choice([0, 1]),
+    "top_k": lambda rng: rng.choice([1, 5, 20]),
+    "top_p": lambda rng: 0.9,
+    "min_p": lambda rng: 0.05,
+    "logit_bias": lambda rng: {rng.randrange(2, VOCAB_SIZE): rng.choice([-100, 5, 20]) for _ in range(3)},
+    "allowed_token_ids": lambda rng: rng.sample(range(2, VOCAB_SIZE), rng.choice([2, 5, 60])),
+    "bad_words": lambda rng: ["e", "th", "o b"],
+    "structured_outputs": lambda rng: StructuredOutputsParams(regex="[a-z ]{3,30}"),
+}
+MODELS = ("llama-gqa", "mistral-window", "qwen2-layer-types", "gpt2", "opt", "gemma3")
+
+
+def anything(rng: random.Random) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts, some of which share beginnings or repeat themselves, with settings that go together."""
+    shared, loop = draw(rng, 100), draw(rng, rng.randrange(1, 6))
+    prompts, wanted = [], []
+    while len(prompts) < 9:
+        length = rng.choice((1, 2, 15, 16, 17, 32, 33, 64, 100))
+        own = rng.randrange(1, length + 1)
+        settings = {name: choose(rng) for name, choose in KINDS.items()}
+        settings |= {name: choose(rng) for name, choose in SOMETIMES.items() if rng.random() < 0.2}
+        try:
+            wanted.append(SamplingParams(**settings))
+        except RequestError:  # two settings that exclude each other
+            continue
+        repeats = rng.random() < 0.4
+        prompts.append((loop * 100)[:length] if repeats else shared[: length - own] + draw(rng, own))
+    return prompts, wanted
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(3, 60))])
+def test_random_engines_serve_random_requests_as_without(seed: int) -> None:
+    rng = random.Random(seed)
+    name = rng.choice(MODELS)
+    folder = drafts(name)
+    prompts, wanted = anything(rng)
+    guess: dict[str, Any] = {"num_speculative_tokens": rng.choice([1, 2, 3, 5, 8, 16])}
+    if rng.random() < 0.4:
+        guess |= {"method": "ngram", "prompt_lookup_min": rng.randrange(1, 4)}
+    else:
+        guess["model"] = str(rng.choice([folder, drafts(name, noise=0.05), drafts(rng.choice(MODELS))]))
+    settings: dict[str, Any] = {"max_num_seqs": rng.choice([1, 3, 16]), "speculative_config": guess}
+    settings["max_num_batched_tokens"] = rng.choice([16, 17, 40, 64])
+    if rng.random() < 0.2:
+        settings |= {"distributed_executor_backend": THREADS, "pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    with engine(folder) as llm:
+        expected = run(llm, prompts, wanted)
+    if rng.random() < 0.5:
+        with engine(folder, **settings) as llm:
+            num_blocks = llm.llm_engine.cache_summary.blocks_per_request + rng.choice([0, 2])
+            settings["kv_cache_memory_bytes"] = bytes_of_blocks(llm, num_blocks)
+    with engine(folder, **settings) as llm:
+        for _ in range(2):
+            check_close(run(llm, prompts, wanted), expected)
+        llm.llm_engine._client._core.scheduler.check_integrity()
+
+
+def test_a_stop_string_within_a_run_cuts_tokens_text_and_log_probabilities(make_llm: MakeLLM) -> None:
+    prompt = draw(random.Random(1), 20)
+    plain, llm = make_llm(), make_llm(speculative_config=guessing("same", 16))
+    text = run(plain, [prompt], SamplingParams(temperature=0, max_tokens=17))[0].outputs[0].text
+    for include in (False, True):
+        for stop in [text[i : i + 2] for i in range(2, len(text) - 2, 5)]:
+            for kind in RequestOutputKind:
+                params = SamplingParams(
+                    temperature=0,
+                    max_tokens=40,
+                    stop=[stop],
+                    logprobs=0,
+                    include_stop_str_in_output=include,
+                    output_kind=kind,
+                )
+                found = run(llm, [prompt], params)[0].outputs[0]
+                if kind is RequestOutputKind.FINAL_ONLY:
+                    check_close(run(llm, [prompt], params), run(plain, [prompt], params))
+                assert found.finish_reason == "stop" and found.stop_reason == stop
+                assert found.logprobs is not None and len(found.logprobs) == len(found.token_ids)
+
+
+def test_pooling_beams_and_siblings_beside_guesses(make_llm: MakeLLM) -> None:
+    prompts = [draw(random.Random(i), 10 + 11 * i) for i in range(4)]
+    several = SamplingParams(n=3, temperature=0.8, seed=4, max_tokens=20, detokenize=False)
+    beams = BeamSearchParams(beam_width=3, max_tokens=9, ignore_eos=True)
+
+    def everything(llm: LLM) -> list[Any]:
+        beam = llm.beam_search([{"prompt_token_ids": prompt} for prompt in prompts], beams)
+        vectors = [output.outputs.data for output in llm.encode(prompts, use_tqdm=False)]
+        found = [[list(each.token_ids) for each in output.outputs] for output in run(llm, prompts, several)]
+        return [[list(each.tokens) for output in beam for each in output.sequences], found, vectors]
+
+    *expected, vectors = everything(make_llm())
+    for kind in ("ngram", "same"):
+        *found, mine = everything(make_llm(speculative_config=guessing(kind), max_num_batched_tokens=32))
+        assert found == expected
+        for a, b in zip(mine, vectors, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_adapters_are_those_of_each_request(checkpoint: Path, make_llm: MakeLLM, tmp_path: Path) -> None:
+    adapter = LoRARequest("one", 1, str(write_adapter(tmp_path / "one", checkpoint, seed=1)))
+    prompts = [draw(random.Random(7), 20)] * 4 + [[5, 6] * 12] * 2
+    whose = [None, adapter, None, adapter, adapter, None]
+    greedy = SamplingParams(max_tokens=24, **GREEDY)
+    outputs = []
+    for speculative in (None, guessing("same"), guessing("ngram")):
+        llm = make_llm(enable_lora=True, speculative_config=speculative, max_num_batched_tokens=32)
+        found = llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False, lora_request=whose)
+        outputs.append(tokens(found))
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert outputs[0][0] != outputs[0][1]
+
+
+def test_a_request_that_is_aborted_half_way_leaves_nothing(make_llm: MakeLLM) -> None:
+    llm = make_llm(speculative_config=guessing("near"))
+    prompts = [draw(random.Random(i), 20) for i in range(4)]
+    greedy = SamplingParams(max_tokens=40, **GREEDY)
+    expected = tokens(run(make_llm(), prompts, greedy))
+    llm_engine = llm.llm_engine
+    for i in range(12):
+        for place, prompt in enumerate(prompts):
+            llm_engine.add_request(f"{i}-{place}", {"prompt_token_ids": prompt}, greedy)
+        for _ in range(i):
+            llm_engine.step()
+        llm_engine.abort_request(f"{i}-{i % 4}")
+        found = {}
+        while llm_engine.has_unfinished_requests():
+            found |= {each.request_id: list(each.outputs[0].token_ids) for each in llm_engine.step()}
+        assert f"{i}-{i % 4}" not in found
+        assert all(each == expected[int(name[-1])] for name, each in found.items())
+    scheduler = llm_engine._client._core.scheduler
+    scheduler.check_integrity()
+    assert scheduler.make_stats().kv_cache_usage == 0
+
+
+# ---------------------------------------------------------------------------------------------------- whatever guesses
+
+
+def test_the_model_itself_guesses_everything_right(make_llm: MakeLLM) -> None:
+    prompts = [draw(random.Random(i), length) for i, length in enumerate((1, 15, 16, 17, 31, 32, 48, 100))]
+    llm = make_llm(speculative_config=guessing("same", 3), max_num_batched_tokens=40)
+    sampling = [SamplingParams(max_tokens=30, ignore_eos=True, temperature=t, seed=1) for t in (0, 0.7)]
+    for each in sampling:
+        run(llm, prompts, each)
+    guessed, right = acceptance(llm)
+    assert guessed == right > 8 * 2 * 15
+
+
+def test_prompts_that_fill_their_blocks_all_at_once(make_llm: MakeLLM) -> None:
+    """None of them has a slot for the draft model's next token, and more prompts come with the next step."""
+    prompts = [draw(random.Random(i), 16) for i in range(24)]
+    greedy = SamplingParams(max_tokens=20, **GREEDY)
+    llm = make_llm(max_num_batched_tokens=64, max_num_seqs=8, speculative_config=guessing("same", 3))
+    assert tokens(run(llm, prompts, greedy)) == tokens(run(make_llm(), prompts, greedy))
+    guessed, right = acceptance(llm)
+    assert guessed == right > 0
+
+
+@pytest.mark.parametrize("first", [{"structured_outputs": StructuredOutputsParams(regex="[a-z]{3,9}")}, {"n": 1}])
+def test_a_draft_model_has_what_others_find_in_the_cache(make_llm: MakeLLM, first: dict[str, Any]) -> None:
+    """The request that was there before asked for no guesses, or ended before the draft model came to its prompt."""
+    llm = make_llm(speculative_config=guessing("same", 3))
+    prompt = draw(random.Random(3), 64)
+    run(llm, [prompt], SamplingParams(max_tokens=4 if "n" not in first else 1, temperature=0, **first))
+    before = acceptance(llm)
+    output = run(llm, [[*prompt, 9]], SamplingParams(max_tokens=30, **GREEDY))[0]
+    assert output.num_cached_tokens == 64
+    guessed, right = (now - then for now, then in zip(acceptance(llm), before, strict=True))
+    assert guessed == right > 0
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        larger,
+        shorter,
+        lambda: drafts("gpt2"),
+        lambda: drafts("qwen2-layer-types"),
+        lambda: drafts("llama-mqa-biases"),
+    ],
+    ids=["larger vocabulary", "shorter", "learned positions", "windows", "other heads"],
+)
+def test_a_draft_model_may_be_another_kind(make_llm: MakeLLM, draft: Callable[[], Path]) -> None:
+    prompts = [draw(random.Random(i), length) for i, length in enumerate((1, 16, 40, 62, 63, 64, 65, 90))]
+    greedy = SamplingParams(max_tokens=40, logprobs=1, **GREEDY)
+    speculative = {"model": str(draft()), "num_speculative_tokens": 3}
+    llm = make_llm(speculative_config=speculative, max_num_batched_tokens=40)
+    check_close(run(llm, prompts, greedy), run(make_llm(), prompts, greedy))
+    assert acceptance(llm)[0] > 0
+
+
+def guesses(llm: LLM, prompt: list[int]) -> list[tuple[int, list[int]]]:
+    """After each step of a request: how many tokens it has, and the guesses at what follows."""
+    llm.llm_engine.add_request("watched", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=30, **GREEDY))
+    found = []
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+        found += [(len(r.token_ids), r.draft_token_ids) for r in llm.llm_engine._client._core.scheduler._running]
+    return found
+
+
+def test_nothing_is_guessed_behind_the_last_position_of_a_draft_model(make_llm: MakeLLM) -> None:
+    llm = make_llm(speculative_config={"model": str(shorter()), "num_speculative_tokens": 5})
+    found = guesses(llm, draw(random.Random(0), 52))
+    assert all(length + len(drafts) <= 65 for length, drafts in found if drafts)
+    assert any(length + len(drafts) == 65 for length, drafts in found)
+    assert max(length for length, _ in found) > 70
+
+
+def test_tokens_that_only_the_draft_model_has_are_never_guessed(make_llm: MakeLLM) -> None:
+    llm = make_llm(speculative_config={"model": str(larger()), "num_speculative_tokens": 5})
+    found = [token for _, drafts in guesses(llm, draw(random.Random(0), 20)) for token in drafts]
+    assert len(found) > 50 and max(found) < VOCAB_SIZE
+
+
+def test_a_draft_model_with_fewer_tokens_than_the_model(make_llm: MakeLLM) -> None:
+    large = drafts("llama-odd-vocabulary-tied")
+    prompts = [[5, 6, 322, 320, 9] * 5, [321] * 7]
+    sampling = SamplingParams(max_tokens=40, temperature=0, logit_bias={321: 8.0, 322: 8.0}, ignore_eos=True)
+    found = []
+    for speculative in (None, guessing("same"), {"model": str(large), "num_speculative_tokens": 3}):
+        found.append(tokens(run(make_llm(model=large, speculative_config=speculative), prompts, sampling)))
+    assert found[0] == found[1] == found[2]
+    assert {321, 322} & set(found[0][0] + found[0][1])
+
+
+# ------------------------------------------------------------------------------------------------------ what goes wrong
+
+
+def spoiled_at(monkeypatch: pytest.MonkeyPatch, length: int, value: float) -> None:
+    """Spoils the logits behind the first `length` tokens of row 0."""
+    sample = Sampler.sample
+
+    def spoiled(self: Sampler, logits: torch.Tensor, rows: np.ndarray, *args: Any, **settings: Any) -> Any:
+        ends = settings.get("ends")
+        ends = args[1].num_tokens[rows] if ends is None else ends
+        at = np.flatnonzero((rows == 0) & (ends == length))
+        if len(at):
+            logits = logits.clone()
+            logits[at] = value
+        return sample(self, logits, rows, *args, **settings)
+
+    monkeypatch.setattr(Sampler, "sample", spoiled)
+
+
+@pytest.mark.parametrize("kind", ["same", "ngram"])
+@pytest.mark.parametrize("length", [12, 14, 16])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")], ids=["not a number", "nothing to sample"])
+def test_logits_that_are_no_numbers_fail_where_they_stand(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, kind: str, length: int, value: float
+) -> None:
+    prompts = [[7, 8, 9] * 4, [5, 6] * 5]
+    greedy = [SamplingParams(max_tokens=20, logprobs=0, output_kind=k, **GREEDY) for k in (0, 2)]
+    plain, llm = make_llm(), make_llm(speculative_config=guessing(kind, 8))
+    whole = tokens(run(plain, prompts, greedy))
+    spoiled_at(monkeypatch, length, value)
+    told_by = []
+    for each in (plain, llm):
+        first, second = run(each, prompts, greedy)
+        told_by.append((list(first.outputs[0].token_ids), first.outputs[0].finish_reason, first.outputs[0].error))
+        assert list(second.outputs[0].token_ids) == whole[1]
+    assert told_by[0] == told_by[1]
+    assert told_by[0][1] == "error"
+
+    # The tokens before the place stand: who ends there ends well.
+    if length > 12:
+        ending = SamplingParams(max_tokens=20, temperature=0, stop_token_ids=[whole[0][length - 13]])
+        a, b = (run(each, [prompts[0]], ending)[0].outputs[0] for each in (plain, llm))
+        assert (list(a.token_ids), a.finish_reason) == (list(b.token_ids), b.finish_reason)
+        assert b.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_slept_guesses_as_before(make_llm: MakeLLM, level: int) -> None:
+    llm = make_llm(speculative_config=guessing("same", 3))
+    prompts = [draw(random.Random(i), 33) for i in range(3)]
+    greedy = SamplingParams(max_tokens=20, **GREEDY)
+    expected = tokens(run(llm, prompts, greedy))
+    before = acceptance(llm)
+    llm.sleep(level)
+    for tag in ("weights", "kv_cache"):
+        llm.wake_up([tag])
+    assert tokens(run(llm, prompts, greedy)) == expected
+    guessed, right = (now - then for now, then in zip(acceptance(llm), before, strict=True))
+    assert guessed == right > 0
+
+
+# ---------------------------------------------------------------------------------------------------- wherever it runs
+
+WHICH, NUM_TOKENS = (0, 5, 6, 8, 10, 11, 15), 24
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-gqa",
+        "gemma3",
+        pytest.param("gpt2", marks=pytest.mark.exhaustive),
+        pytest.param("opt", marks=pytest.mark.exhaustive),
+        pytest.param("qwen2-layer-types", marks=pytest.mark.exhaustive),
+        pytest.param("gemma2", marks=pytest.mark.exhaustive),
+        pytest.param("mistral-window", marks=pytest.mark.exhaustive),
+    ],
+)
+@pytest.mark.parametrize("kind", ["ngram", "same"])
+def test_tokens_are_those_of_transformers(name: str, kind: str) -> None:
+    expected = parity.oracle(name, WHICH, NUM_TOKENS)
+    speculative = NGRAM if kind == "ngram" else {"model": str(expected.folder), "num_speculative_tokens": 5}
+    with engine(expected.folder, speculative_config=speculative, max_num_batched_tokens=32) as llm:
+        for _ in range(2):
+            parity.check(expected, parity.generate(llm, expected.prompts, max_tokens=NUM_TOKENS))
+        guessed, right = acceptance(llm)
+    assert guessed >= right and (kind == "ngram" or guessed == right > 0)
+
+
+LAYOUTS = [(kind, *layout) for kind in ("ngram", "near") for layout in ((2, 1), (1, 2), (2, 2))]
+SHORT = [("near", 2, 2), ("ngram", 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor", "pipeline", "backend"),
+    [
+        *(pytest.param(*each, THREADS, marks=[pytest.mark.exhaustive] * (each not in SHORT)) for each in LAYOUTS),
+        *(pytest.param(*each, "mp", marks=pytest.mark.exhaustive) for each in LAYOUTS),
+    ],
+)
+def test_several_workers_agree(make_llm: MakeLLM, kind: str, tensor: int, pipeline: int, backend: str) -> None:
+    prompts, params = requests(seed=9)
+    expected = make_llm().generate(prompts, params, use_tqdm=False)
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    llm = make_llm(
+        **sizes, distributed_executor_backend=backend, speculative_config=guessing(kind), max_num_batched_tokens=32
+    )
+    check_close(llm.generate(prompts, params, use_tqdm=False), expected)
+    assert acceptance(llm)[1] > 0
+
+
+def test_pieces_of_a_stream_make_the_whole(checkpoint: Path) -> None:
+    prompts = [[5, 6, 7] * 6, draw(random.Random(0), 30), draw(random.Random(1), 16)]
+    settings = [
+        {"max_tokens": 40},
+        {"max_tokens": 33, "temperature": 0.5, "seed": 2},
+        {"stop": ["e"], "max_tokens": 60},
+    ]
+    asked = [params(**each) for each in settings]
+
+    async def all_of(llm: Any, kind: RequestOutputKind) -> list[tuple[list[int], str]]:
+        def one(i: int) -> Any:
+            wanted = params(output_kind=kind, **settings[i])
+            return joined(llm.generate({"prompt_token_ids": prompts[i]}, wanted, f"{kind}-{i}"))
+
+        return list(await asyncio.gather(*map(one, range(3))))
+
+    with engine(checkpoint) as llm:
+        expected = [(list(o.outputs[0].token_ids), o.outputs[0].text) for o in run(llm, prompts, asked)]
+    with async_engine(checkpoint, speculative_config=guessing("near")) as llm:
+        assert asyncio.run(all_of(llm, RequestOutputKind.DELTA)) == expected

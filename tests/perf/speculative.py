@@ -1,0 +1,196 @@
+"""What guessing tokens ahead gives: acceptance and tokens per second, beside the engine that guesses nothing.
+
+    python tests/perf/speculative.py [--padded] [--model demo] [--draft FOLDER] [--runs 3] [--threads 1]
+
+One stream at a time, float32. The work: stories (nothing to copy), and stories that are already in the prompt, as where
+a text is quoted or edited. Each greedily and at temperature 0.8. The engines take turns in one process; medians. Every
+engine's tokens are compared with those of the first: a difference ends the run.
+
+Without `--draft` and for the demo model, a draft model of one layer is trained first, from the demo's corpus and with
+its tokenizer, which takes a minute. `--draft demo` guesses with the model itself: all guesses are right and nothing is
+gained, which shows what a pass of the draft costs.
+
+`--padded` makes the demo model's MLPs 24 times as wide, with zeros: it gives the same tokens, and reads 36 million
+weights for each step, as a model would for which guessing is meant.
+
+Beside the speed-up stands its bound, the tokens that a step has given: no engine is faster by more, whatever guessing
+costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mvllm import LLM, SamplingParams
+from mvllm.config.hub import find_model
+from mvllm.messages.requests import SchedulerStats
+
+BEGINNINGS = (
+    "Once upon a time",
+    "One day, a fox",
+    "There was a little bear who",
+    "In a small house by the sea",
+    "Anna had a",
+    "The old owl",
+)
+TOKENS = 128
+DRAFT_STEPS = 600
+PADDING = 24
+
+
+def train_draft(folder: Path) -> None:
+    """A model of one layer with the demo model's tokenizer, trained from its corpus."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    from mvllm.demo import train
+
+    tokenizer = AutoTokenizer.from_pretrained(Path(train.__file__).parent / "model")
+    torch.manual_seed(train.SEED)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=1024,
+            tie_word_embeddings=True,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=None,
+        )
+    )
+    model.set_attn_implementation("eager")
+    folder.mkdir()
+    train.train(model, tokenizer, folder, DRAFT_STEPS, 5.0)
+    train.save_model(model, tokenizer, folder)
+
+
+def pad(folder: Path) -> None:
+    """The demo model with wider MLPs, whose new weights are zeros."""
+    from safetensors.torch import load_file, save_file
+
+    demo = Path(find_model("demo", revision=None, token=None, trust_remote_code=False, with_weights=True))
+    shutil.copytree(demo, folder, dirs_exist_ok=True)
+    config = json.loads((demo / "config.json").read_text())
+    width = PADDING * config["intermediate_size"]
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": width}))
+    weights = load_file(demo / "model.safetensors")
+    for name, weight in weights.items():
+        dim = {"gate_proj": 0, "up_proj": 0, "down_proj": 1}.get(name.split(".")[-2])
+        if dim is not None:
+            shape = list(weight.shape)
+            shape[dim] = width - shape[dim]
+            weights[name] = torch.cat((weight, torch.zeros(shape, dtype=weight.dtype)), dim)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def prompts_of(llm: LLM, copied: bool) -> list[list[int]]:
+    """The beginnings of stories; behind the stories that follow from them, if `copied`."""
+    tokenizer = llm.get_tokenizer()
+    begun = [tokenizer.encode(text) for text in BEGINNINGS]
+    if not copied:
+        return begun
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    told = llm.generate([{"prompt_token_ids": ids} for ids in begun], params, use_tqdm=False)
+    return [ids + list(output.outputs[0].token_ids) + ids for ids, output in zip(begun, told, strict=True)]
+
+
+def run(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> tuple[list[list[int]], float]:
+    """The tokens that follow each prompt, one prompt at a time, and the seconds."""
+    llm.reset_prefix_cache()
+    start, tokens = time.perf_counter(), []
+    for ids in prompts:
+        (output,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+        tokens.append(list(output.outputs[0].token_ids))
+    return tokens, time.perf_counter() - start
+
+
+def difference(after: SchedulerStats, before: SchedulerStats) -> tuple[int, int, int]:
+    """Guesses, their tokens, and those that were right."""
+    return (
+        after.num_drafts - before.num_drafts,
+        after.num_draft_tokens - before.num_draft_tokens,
+        after.num_accepted_tokens - before.num_accepted_tokens,
+    )
+
+
+def stats_of(llm: LLM) -> SchedulerStats:
+    """The engine's counters as of now."""
+    return llm.llm_engine.stats or SchedulerStats()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--padded", action="store_true", help="the demo model at the cost of a larger one")
+    parser.add_argument("--draft", help="a draft model's folder")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2, 4], help="tokens of a guess")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+
+    with tempfile.TemporaryDirectory() as folder:
+        model, draft = args.model, args.draft
+        if draft is None and model == "demo":
+            train_draft(Path(folder) / "draft")
+            draft = str(Path(folder) / "draft")
+        if args.padded:
+            model = str(Path(folder) / "padded")
+            pad(Path(model))
+        ways: dict[str, dict[str, Any] | None] = {"nothing": None}
+        for count in args.tokens:
+            ways[f"n-grams, {count}"] = {"method": "ngram", "num_speculative_tokens": count}
+        for count in args.tokens if draft is not None else ():
+            ways[f"draft model, {count}"] = {"model": draft, "num_speculative_tokens": count}
+        settings: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 256 << 20}
+        engines = {
+            way: LLM(model, speculative_config=config, use_tqdm_on_load=False, **settings)
+            for way, config in ways.items()
+        }
+        print(f"{'work':22} {'guessing':16} {'right':>7} {'tokens per step':>16} {'speed-up':>9}")
+        for copied in (False, True):
+            prompts = prompts_of(engines["nothing"], copied)
+            for temperature in (0.0, 0.8):
+                params = SamplingParams(
+                    temperature=temperature, seed=1, max_tokens=TOKENS, ignore_eos=True, detokenize=False
+                )
+                measure(engines, prompts, params, args.runs, f"{'copied' if copied else 'stories'}, T {temperature}")
+
+
+def measure(engines: dict[str, LLM], prompts: list[list[int]], params: SamplingParams, runs: int, work: str) -> None:
+    """Prints the rows of one work."""
+    seconds: dict[str, list[float]] = {way: [] for way in engines}
+    expected, rows = None, {}
+    for _ in range(runs + 1):  # the first is not counted: it records the steps
+        for way, llm in engines.items():
+            before = stats_of(llm)
+            tokens, taken = run(llm, prompts, params)
+            seconds[way].append(taken)
+            rows[way] = difference(stats_of(llm), before)
+            expected = expected or tokens
+            if tokens != expected:
+                sys.exit(f"{work}: guessing with {way} has changed the tokens.")
+    plain = statistics.median(seconds["nothing"][1:])
+    generated = sum(map(len, expected or ()))
+    for way, (_, guessed, right) in rows.items():
+        share = f"{right / guessed:.0%}" if guessed else "-"
+        per_step = generated / (generated - right)
+        speed_up = plain / statistics.median(seconds[way][1:])
+        print(f"{work:22} {way:16} {share:>7} {per_step:16.2f} {speed_up:8.2f}x")
+
+
+if __name__ == "__main__":
+    main()

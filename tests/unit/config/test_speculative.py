@@ -1,0 +1,159 @@
+"""Settings of guessing, as users write them, and what they are told about those that cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mvllm.config.engine_args import EngineArgs
+from mvllm.config.speculative import MOST_SPECULATIVE_TOKENS, SpeculativeConfig
+from mvllm.errors import ConfigError, ModelError
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 2000,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+SMALL = {"num_attention_heads": 2, "num_hidden_layers": 1, "max_position_embeddings": 32}
+
+
+def write(folder: Path, **config: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG | config))
+    return folder
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return write(tmp_path / "target")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return write(tmp_path / "small", **SMALL)
+
+
+def read(target: Path, settings: Any, **more: Any) -> SpeculativeConfig | None:
+    args = EngineArgs.from_kwargs(
+        model=str(target), skip_tokenizer_init=True, speculative_config=settings, load_format="dummy", **more
+    )
+    return args.create_engine_config().speculative
+
+
+def refusal(target: Path, settings: Any, **more: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(target, settings, **more)
+    return str(caught.value)
+
+
+def test_nothing_is_guessed_by_default(target: Path) -> None:
+    assert read(target, None) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "bounds"),
+    [
+        ({}, (2, 4)),
+        ({"method": "ngram"}, (2, 4)),
+        ({"prompt_lookup_max": 1}, (1, 1)),
+        ({"prompt_lookup_min": 3}, (3, 4)),
+        ({"prompt_lookup_min": 64, "prompt_lookup_max": 64}, (64, 64)),
+    ],
+)
+def test_n_grams_have_bounds(target: Path, settings: dict[str, Any], bounds: tuple[int, int]) -> None:
+    found = read(target, {"num_speculative_tokens": 5, **settings})
+    assert found == SpeculativeConfig("ngram", 5, *bounds)
+    assert found is not None and found.num_lookahead_tokens == 0
+
+
+def test_a_draft_model_is_read_by_its_own_files(target: Path, small: Path) -> None:
+    settings = {"model": str(small), "num_speculative_tokens": 3}
+    found = read(target, settings, max_model_len=48, hf_overrides={"num_hidden_layers": 1, "num_attention_heads": 8})
+    assert found is not None and found.model is not None and found.method == "draft_model"
+    assert (found.model.num_heads, found.model.num_layers, found.model.max_model_len) == (2, 1, 32)
+    assert found.num_lookahead_tokens == 3
+    named = read(target, {**settings, "method": "draft_model"})
+    assert named is not None and named.model is not None and named.model.path == found.model.path
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"method": "medusa", "num_speculative_tokens": 2}, ["one of 'ngram', 'draft_model'", "found 'medusa'"]),
+        ({"method": ["ngram"], "num_speculative_tokens": 2}, ["one of 'ngram', 'draft_model'", "found ['ngram']"]),
+        ({"method": None, "num_speculative_tokens": 2}, ["found None"]),
+        ({"method": "ngram"}, ["num_speculative_tokens is missing", "for instance 4"]),
+        ({"num_speculative_tokens": 0}, ["num_speculative_tokens must be an integer from 1 to 64", "found 0"]),
+        ({"num_speculative_tokens": MOST_SPECULATIVE_TOKENS + 1}, ["from 1 to 64", "found 65"]),
+        ({"num_speculative_tokens": True}, ["must be an integer", "found True"]),
+        ({"num_speculative_tokens": "4"}, ["must be an integer", "found '4'"]),
+        ({"num_speculative_tokens": 2.0}, ["must be an integer", "found 2.0"]),
+        ({"num_speculative_tokens": 2, "prompt_lookup_max": 0}, ["prompt_lookup_max must be", "found 0"]),
+        ({"num_speculative_tokens": 2, "prompt_lookup_min": 65}, ["prompt_lookup_min must be", "found 65"]),
+        (
+            {"num_speculative_tokens": 2, "prompt_lookup_min": 5},
+            ["prompt_lookup_min is 5", "prompt_lookup_max (4)", "Lower the one or raise the other"],
+        ),
+        ({"num_speculative_tokens": 2, "tokens": 3}, ["there are the settings method, num_sp", "found 'tokens'"]),
+        ({"num_speculative_tokens": 2, 3: 3}, ["found 3"]),
+        ({"method": "draft_model", "num_speculative_tokens": 2}, ["model must be a text, found None"]),
+        ({"model": 7, "num_speculative_tokens": 2}, ["model must be a text, found 7"]),
+        ("ngram", ["speculative_config must be a JSON object", "found 'ngram'"]),
+        ([], ["speculative_config must be a JSON object"]),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_in_the_users_words(target: Path, settings: Any, parts: list[str]) -> None:
+    message = refusal(target, settings)
+    assert "speculative_config" in message
+    for part in parts:
+        assert part in message
+
+
+def test_settings_of_the_other_method_are_refused(target: Path, small: Path) -> None:
+    both = {"method": "ngram", "model": str(small), "num_speculative_tokens": 2}
+    assert "found 'model'" in refusal(target, both)
+    both = {"model": str(small), "prompt_lookup_max": 2, "num_speculative_tokens": 2}
+    assert "found 'prompt_lookup_max'" in refusal(target, both)
+    typed = {"model": str(small), "num_speculative_tokens": 2, "revision": 3}
+    assert "revision must be a text, found 3" in refusal(target, typed)
+    typed = {"model": str(small), "num_speculative_tokens": 2, "quantization": 3}
+    assert "quantization must be a text, found 3" in refusal(target, typed)
+
+
+def test_models_of_two_tokenizers_do_not_go_together(target: Path, tmp_path: Path) -> None:
+    near = write(tmp_path / "near", vocab_size=2000 + 1024)
+    assert read(target, {"model": str(near), "num_speculative_tokens": 2}) is not None
+    far = write(tmp_path / "far", vocab_size=2000 + 1025)
+    message = refusal(target, {"model": str(far), "num_speculative_tokens": 2})
+    assert "has 3025 tokens, the model's 2000" in message and "the same tokenizer" in message
+
+
+def test_models_that_generate_nothing_neither_guess_nor_are_guessed_for(target: Path, tmp_path: Path) -> None:
+    encoder = write(tmp_path / "encoder", architectures=["BertModel"], model_type="bert")
+    message = refusal(target, {"model": str(encoder), "num_speculative_tokens": 2})
+    assert f"{encoder} generates no tokens; a draft model has to" in message
+    message = refusal(encoder, {"num_speculative_tokens": 2})
+    assert "the model generates no tokens. Leave it out" in message
+
+
+def test_a_draft_model_that_is_not_there_is_named(target: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="nowhere"):
+        read(target, {"model": str(tmp_path / "nowhere"), "num_speculative_tokens": 2})
+
+
+def test_the_heads_of_both_models_are_shared_out(target: Path, tmp_path: Path) -> None:
+    odd = write(tmp_path / "odd", num_attention_heads=1, num_hidden_layers=1)
+    settings = {"model": str(odd), "num_speculative_tokens": 2}
+    message = refusal(target, settings, tensor_parallel_size=2)
+    assert f"does not divide {odd}'s 1 attention heads" in message
+    # It is whole on the last stage: that it has fewer layers than there are stages is nothing.
+    assert read(target, settings, pipeline_parallel_size=2) is not None

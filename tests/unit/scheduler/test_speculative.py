@@ -1,0 +1,339 @@
+"""Guesses, right or wrong, in any traffic: each request gets the tokens that it would get alone, and nobody pays."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mvllm.messages.requests import FinishReason
+from mvllm.messages.sampling_params import RequestOutputKind
+from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from tests.unit.scheduler.builders import Engine, make_request, make_scheduler
+from tests.unit.scheduler.fake_runner import expected_tokens, fingerprints, logprobs_of, next_token
+from tests.unit.scheduler.test_grammars import Countdown
+from tests.unit.scheduler.test_random_traffic import MAX_MODEL_LEN, Limits, actions, check_result, limits
+
+
+def following(tokens: list[int], count: int) -> list[int]:
+    """What the fake runner samples behind `tokens`."""
+    found = list(tokens)
+    for _ in range(count):
+        found.append(next_token(fingerprints(found)[-1]))
+    return found[len(tokens) :]
+
+
+def guesser(num_tokens: int, seed: int) -> Callable[[list[int]], list[int]]:
+    """Guesses of up to `num_tokens` tokens, of which a random number of the first are right."""
+    dice = random.Random(seed)
+
+    def guess(tokens: list[int]) -> list[int]:
+        drafts = following(tokens, dice.randint(0, num_tokens))
+        right = dice.choice([0, len(drafts), dice.randint(0, len(drafts))])
+        return drafts[:right] + [dice.randrange(50) for _ in drafts[right:]]
+
+    return guess
+
+
+def make_engine(
+    num_tokens: int = 3,
+    *,
+    guess: Callable[[list[int]], list[int]] | None = None,
+    num_lookahead: int = 0,
+    depth: int = 1,
+    **config: object,
+) -> Engine:
+    """An engine whose runner guesses right unless told otherwise."""
+    scheduler = make_scheduler(
+        num_speculative_tokens=num_tokens, num_lookahead_tokens=num_lookahead, num_stages=depth, **config
+    )
+    engine = Engine(scheduler, depth=depth)
+    engine.runner.guess = guess or (lambda tokens: following(tokens, num_tokens))
+    return engine
+
+
+@dataclasses.dataclass
+class Guessing:
+    """How tokens are guessed, and by how much the worker may write ahead."""
+
+    num_tokens: int
+    is_by_model: bool
+    seed: int
+
+    def make_engine(self, limits: Limits) -> Engine:
+        given = {name: value for name, value in vars(limits).items() if name not in ("depth", "num_stages")}
+        if not limits.enable_chunked_prefill:
+            given["max_num_batched_tokens"] = max(limits.max_num_batched_tokens, MAX_MODEL_LEN)
+        if self.is_by_model:
+            given["windows"] = (None,)
+        return make_engine(
+            self.num_tokens,
+            guess=guesser(self.num_tokens, self.seed),
+            num_lookahead=self.num_tokens if self.is_by_model else 0,
+            depth=limits.num_stages,
+            max_model_len=MAX_MODEL_LEN,
+            **given,
+        )
+
+
+guessing = st.builds(Guessing, st.integers(1, 6), st.booleans(), st.integers(0, 1000))
+
+
+@settings(deadline=None, max_examples=200)
+@given(limits, guessing, actions)
+def test_any_traffic_gives_the_tokens_of_each_request_alone(limits, guessing, actions):
+    engine, added, aborted = guessing.make_engine(limits), {}, set()
+    for action, argument in actions:
+        name = f"r{argument}" if isinstance(argument, int) else ""
+        if action == "add":
+            request = make_request(**argument, request_id=f"r{len(added)}")
+            added[request.request_id] = request
+            engine.add(request)
+        elif action == "step":
+            for _ in range(argument):
+                engine.step()
+        elif action == "abort":
+            if name in added and engine.results[name].finish_reason is None:
+                aborted.add(name)
+            engine.scheduler.abort_requests([name])
+            engine.scheduler.check_integrity()
+        elif action == "fail":
+            engine.runner.failing.add(name)
+    engine.run()
+    any_failed = bool(engine.runner.failing & added.keys())
+    for name, request in added.items():
+        check_result(engine, request, limits, ended_early=name in aborted, may_fail=any_failed)
+    assert engine.scheduler.make_stats().kv_cache_usage == 0.0
+
+    engine.runner.failing.clear()
+    for request in added.values():  # again, on what the cache holds now: nothing that was guessed may be in it
+        request.request_id += "-again"
+        engine.run(request)
+        check_result(engine, request, limits, ended_early=False, may_fail=False)
+    engine.step()
+    assert not engine.runner.rows
+
+
+@pytest.mark.parametrize(("depth", "num_lookahead"), [(1, 0), (1, 4), (3, 4)])
+def test_hundreds_of_requests_leave_no_block_row_or_request_behind(depth, num_lookahead):
+    dice = random.Random(depth)
+    engine = make_engine(
+        4,
+        guess=guesser(4, seed=depth),
+        num_lookahead=num_lookahead,
+        depth=depth,
+        num_blocks=12,
+        block_size=4,
+        max_num_seqs=8,
+        max_num_batched_tokens=24,
+        max_model_len=MAX_MODEL_LEN,
+    )
+    requests = []
+    while len(requests) < 600:
+        for _ in range(dice.randrange(4)):
+            prompt = [dice.randrange(2)] * dice.randrange(1, 12) + [dice.randrange(9)]
+            request = make_request(prompt, max_tokens=dice.randrange(1, 14), eos=[3], logprobs=dice.choice([None, 1]))
+            requests.append(request)
+            engine.add(request)
+        for _ in range(dice.randrange(5)):
+            engine.step()
+    engine.run()
+    for request in requests:
+        result, expected = engine.results[request.request_id], alone(request)
+        assert result.token_ids == expected
+        if request.sampling_params.logprobs is not None:
+            assert result.logprobs == [logprobs_of(token) for token in expected]
+    stats = engine.scheduler.make_stats()
+    assert stats.num_preemptions > 0 and 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+    engine.step()
+    engine.run()
+    assert not engine.runner.rows and not engine.scheduler._batches
+
+
+def alone(request):
+    return expected_tokens(request.prompt_token_ids, request.sampling_params, request.eos_token_ids, MAX_MODEL_LEN)
+
+
+def steps_of(engine: Engine, *requests) -> list[SchedulerOutput]:
+    """The plans until the requests are served; each with something in it."""
+    engine.add(*requests)
+    plans = []
+    while engine.scheduler.has_requests():
+        plans.append(engine.step())
+    return plans
+
+
+# ------------------------------------------------------------------------------------------------ how far a guess goes
+
+
+def test_right_guesses_bring_their_tokens_and_one_more_in_a_step():
+    engine = make_engine(3)
+    plans = steps_of(engine, make_request(6, request_id="a", max_tokens=9))
+    assert [plan.num_scheduled_tokens for plan in plans] == [[6], [4], [4]]
+    assert [len(output.new_token_ids) for output in engine.results["a"].outputs] == [1, 4, 4]
+    stats = engine.scheduler.make_stats()
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.accepted_at) == (2, 6, [2, 2, 2])
+
+
+def test_wrong_guesses_bring_one_token_as_without_them():
+    engine = make_engine(3, guess=lambda tokens: [token + 1 for token in following(tokens, 3)])
+    plans = steps_of(engine, make_request(6, request_id="a", max_tokens=5))
+    assert [plan.num_scheduled_tokens for plan in plans] == [[6], [4], [3], [2], [1]]
+    assert [len(output.new_token_ids) for output in engine.results["a"].outputs] == [1] * 5
+    stats = engine.scheduler.make_stats()
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.accepted_at) == (3, 6, [0, 0, 0])
+
+
+def test_guesses_count_up_to_the_first_wrong_one():
+    engine = make_engine(3, guess=lambda tokens: [*following(tokens, 1), 99, *following(tokens, 3)[2:]])
+    steps_of(engine, make_request(6, request_id="a", max_tokens=9))
+    assert [len(output.new_token_ids) for output in engine.results["a"].outputs] == [1, 2, 2, 2, 2]
+    stats = engine.scheduler.make_stats()
+    assert stats.accepted_at == [4, 0, 0]
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 12))
+def test_no_guess_is_checked_behind_the_last_token(max_tokens):
+    engine = make_engine(4, max_model_len=14)
+    request = make_request(6, request_id="a", max_tokens=max_tokens)
+    longest = min(max_tokens, 8)
+    for plan in steps_of(engine, request):
+        known = 6 + len(engine.results["a"].token_ids)  # by now
+        assert all(len(drafts) < longest for drafts in plan.draft_token_ids.values())
+        assert known <= 14
+    result = engine.results["a"]
+    assert result.finish_reason is FinishReason.LENGTH and len(result.token_ids) == longest
+    assert engine.runner.num_computed["a"] == 6 + longest - 1  # each token once, the last never
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+@pytest.mark.parametrize("at", range(7))
+def test_a_stop_token_ends_a_run_wherever_it_stands(kind, at):
+    prompt = [1, 6, 7]
+    tokens = following(prompt, 8)
+    assert len(set(tokens)) == 8
+    stopping = {"stop_token_ids": [tokens[at]], "max_tokens": 20, "logprobs": 1, "output_kind": kind}
+    engine = make_engine(7)
+    [result] = engine.run(make_request(prompt, **stopping))
+    assert (result.token_ids, result.finish_reason) == (tokens[: at + 1], FinishReason.STOP)
+    assert result.outputs[-1].stop_reason == tokens[at]
+    assert result.logprobs == [logprobs_of(token) for token in tokens[: at + 1]]
+
+
+def test_an_end_of_sequence_within_min_tokens_of_a_run_ends_nothing():
+    prompt = [1, 6, 7]
+    tokens = following(prompt, 8)
+    engine = make_engine(7)
+    [result] = engine.run(make_request(prompt, eos=[tokens[2], tokens[5]], min_tokens=5, max_tokens=20))
+    assert (result.token_ids, result.finish_reason) == (tokens[:6], FinishReason.STOP)
+    assert result.outputs[-1].stop_reason is None
+
+
+# ------------------------------------------------------------------------------------------- what guesses may not take
+
+
+def test_guesses_take_what_the_budget_leaves_when_all_others_have_their_token():
+    engine = make_engine(8, max_num_batched_tokens=6, max_num_seqs=4)
+    requests = [make_request(1, max_tokens=12) for _ in range(4)]
+    engine.add(*requests)
+    engine.step()
+    plan = engine.step()
+    assert plan.num_scheduled_tokens == [3, 1, 1, 1] and list(plan.draft_token_ids) == [0]
+    engine.run()
+    assert [engine.results[request.request_id].token_ids for request in requests] == [alone(r) for r in requests]
+
+
+def test_a_guess_that_finds_no_block_is_dropped():
+    guessing, plain = make_engine(4, num_blocks=3), make_engine(4, num_blocks=3, guess=lambda tokens: [])
+    for engine in (guessing, plain):
+        requests = [make_request(3, request_id="a", max_tokens=6), make_request(3, request_id="b", max_tokens=6)]
+        engine.run(*requests)
+        assert [engine.results[r.request_id].token_ids for r in requests] == [alone(r) for r in requests]
+    assert guessing.scheduler.make_stats().num_preemptions <= plain.scheduler.make_stats().num_preemptions
+
+
+@pytest.mark.parametrize("num_lookahead", [0, 5])
+def test_no_guess_gets_a_block_in_the_step_of_a_preemption(num_lookahead):
+    engine = make_engine(5, num_lookahead=num_lookahead, num_blocks=10, block_size=2, max_num_seqs=5)
+    engine.add(*[make_request(4, max_tokens=12) for _ in range(5)])
+    scheduler = engine.scheduler
+    num_before = num_seen = 0
+    while scheduler.has_requests():
+        held = {request: request.table.num_slots for request in scheduler._running}
+        plan = scheduler.schedule()
+        num_preemptions = scheduler.make_stats().num_preemptions
+        if num_preemptions > num_before:
+            num_seen += 1
+            for request in scheduler._running:
+                if request.table.num_slots > held[request]:
+                    assert request.table.num_slots - 2 < len(request.token_ids), "a block that no known token needs"
+        num_before = num_preemptions
+        engine.in_flight.append((plan, engine.runner.execute(plan)))
+        engine.collect()
+    assert num_seen
+
+
+def test_a_request_with_a_preempted_neighbour_guesses_again_when_it_resumes():
+    engine = make_engine(3, num_blocks=5, block_size=4, max_num_seqs=2)
+    requests = [make_request(6, request_id="a", max_tokens=10), make_request(6, request_id="b", max_tokens=10)]
+    results = engine.run(*requests)
+    assert [result.token_ids for result in results] == [alone(request) for request in requests]
+    assert engine.scheduler.make_stats().num_preemptions > 0
+
+
+def test_blocks_of_wrong_guesses_are_not_found_by_others():
+    """A wrong guess fills a block; a request whose prompt is known tokens and that guess must compute it itself."""
+    prompt = [5, 6, 7]
+    wrong = [(token + 1) % 50 for token in following(prompt, 8)]
+    engine = make_engine(6, guess=lambda tokens: wrong[:6], block_size=4)
+    first = following(prompt, 1)
+    engine.run(make_request(prompt, max_tokens=8))
+    [result] = engine.run(make_request([*prompt, *first, *wrong[:6]], max_tokens=3))
+    assert result.num_cached_tokens == 4  # the prompt and the first token
+    assert result.token_ids == following([*prompt, *first, *wrong[:6]], 3)
+
+
+def test_blocks_of_right_guesses_are_found_by_others():
+    prompt = [5, 6, 7]
+    tokens = following(prompt, 14)
+    engine = make_engine(6, block_size=4)
+    engine.run(make_request(prompt, max_tokens=14))
+    [result] = engine.run(make_request([*prompt, *tokens], max_tokens=3))
+    assert result.num_cached_tokens == 16
+    assert result.token_ids == following([*prompt, *tokens], 3)
+
+
+def test_guesses_for_a_request_that_is_gone_are_dropped():
+    engine = make_engine(3)
+    stays, new = make_request(6, max_tokens=9), make_request(6, max_tokens=9)
+    engine.add(make_request(6, request_id="gone"), stays)
+    plan = engine.scheduler.schedule()
+    output = engine.runner.execute(plan)
+    assert set(output.draft_token_ids) == {0, 1}
+    engine.scheduler.abort_requests(["gone"])
+    for each in engine.scheduler.update_from_output(plan, output).outputs:
+        engine.results[each.request_id].add(each)
+    engine.add(new)  # takes the row
+    plan = engine.step()
+    assert len(plan.draft_token_ids) == 1
+    engine.run()
+    for request in (stays, new):
+        assert engine.results[request.request_id].token_ids == alone(request)
+
+
+def test_a_request_with_a_grammar_has_no_guess_checked():
+    """Workers make none for it; should one come, what may follow it is not known yet."""
+    engine = make_engine(3)
+    scheduler = engine.scheduler
+    scheduler.add_request(make_request(request_id="formed", structured_outputs={"regex": "a"}, max_tokens=9))
+    scheduler.start_grammar("formed", Countdown(4))
+    plan = scheduler.schedule()
+    output = ModelRunnerOutput(plan.step, [7], draft_token_ids={0: [7, 7, 7]})
+    scheduler.update_from_output(plan, output)
+    plan = scheduler.schedule()
+    assert (plan.draft_token_ids, plan.num_scheduled_tokens) == ({}, [1])

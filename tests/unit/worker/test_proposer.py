@@ -1,0 +1,61 @@
+"""What n-grams guess: the tokens that followed when the last ones came before."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mvllm.sampling.state import TokenHistory
+from mvllm.worker.proposer import NgramProposer
+
+
+def propose(*sequences: list[int], num_tokens: int = 3, shortest: int = 2, longest: int = 4) -> list[list[int]]:
+    history = TokenHistory(len(sequences) + 1, 64)
+    for row, tokens in enumerate(sequences, start=1):
+        history.set_row(row, tokens, 1)
+        history.guess(row, [1, 2, 3, 1, 2, 3])  # of a step before: no token of the row
+    proposer = NgramProposer(history, num_tokens=num_tokens, shortest=shortest, longest=longest)
+    return proposer.propose(np.arange(1, len(sequences) + 1), np.array([0]))
+
+
+def by_hand(tokens: list[int], num_tokens: int, shortest: int, longest: int) -> list[int]:
+    """The slow way: the longest suffix first, and of its places the latest."""
+    for length in range(min(longest, len(tokens) - 1), shortest - 1, -1):
+        for begin in range(len(tokens) - length - 1, -1, -1):
+            if tokens[begin : begin + length] == tokens[-length:]:
+                known = tokens[begin + length :]
+                while len(known) < num_tokens:
+                    known = known + known
+                return known[:num_tokens]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([1, 2, 3, 4, 5, 9, 2, 3], [4, 5, 9]),
+        ([1, 2, 3, 4, 5, 9, 8, 3], []),  # one token found again is not two
+        ([1, 2, 5, 9, 1, 2, 6, 9, 1, 2], [6, 9, 1]),  # the latest
+        ([7, 1, 2, 5, 9, 1, 2, 6, 7, 1, 2], [5, 9, 1]),  # but rather where more agrees
+        ([5, 5, 5], [5, 5, 5]),
+        ([3, 4, 3, 4], [3, 4, 3]),  # goes on as it did
+        ([3], []),
+        ([3, 3], []),
+    ],
+)
+def test_it_goes_on_as_it_did(tokens: list[int], expected: list[int]) -> None:
+    assert propose(tokens) == [expected]
+
+
+def test_each_row_has_its_own() -> None:
+    assert propose([1, 2, 3, 1, 2], [4, 5], [6, 7, 8, 6, 7], num_tokens=1) == [[3], [], [8]]
+
+
+def test_every_sequence_gives_what_it_gives_by_hand() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(600):
+        tokens = rng.integers(0, rng.integers(2, 5), size=rng.integers(1, 30)).tolist()
+        num_tokens, shortest = (int(rng.integers(1, each)) for each in (9, 4))
+        longest = shortest + int(rng.integers(0, 4))
+        expected = by_hand(tokens, num_tokens, shortest, longest)
+        assert propose(tokens, num_tokens=num_tokens, shortest=shortest, longest=longest) == [expected], tokens
