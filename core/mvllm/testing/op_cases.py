@@ -10,6 +10,7 @@ import torch
 
 from mvllm.ops.catalogue import SCHEMAS
 from mvllm.ops.dtypes import torch_dtype
+from mvllm.ops.float8_linear import Float8Inputs, Float8Weight
 from mvllm.ops.quantized_linear import QuantizedWeight
 
 ROWS = (1, 3, 17)
@@ -47,6 +48,8 @@ def exact(trial: OpTrial) -> Any:
         return _exact_quantized(*trial.make())
     if trial.op == "quantized_linear_silu_and_mul":
         return SCHEMAS["silu_and_mul"].reference(_exact_quantized(*trial.make()))
+    if trial.op == "float8_linear":
+        return _exact_float8(*trial.make())
     arguments = [_wide(argument) for argument in trial.make()]
     if trial.op in ("moe", "clamped_moe"):
         place = list(SCHEMAS[trial.op].parameters).index("expert_weights")
@@ -120,6 +123,74 @@ def _quantized_linear(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                     ),
                     weight=1,
                 )
+
+
+_FLOAT8: tuple[tuple[int | None, int | None, Float8Inputs], ...] = (  # block_rows, block_columns; None for all
+    (None, None, "dynamic"),
+    (None, None, "static"),
+    (1, None, "dynamic"),
+    (40, None, "static"),  # matrices of their own, one below the other
+    (1, None, "floats"),
+    (32, 32, "dynamic"),
+    (128, 128, "dynamic"),
+    (32, 64, "floats"),
+)
+
+
+def _float8_linear(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+    for rows in ROWS:
+        for in_features, out_features in ((64, 96), (384, 320), (80, 33)):  # blocks that do not fit, rows that do not
+            for block_rows, block_columns, inputs in _FLOAT8:
+                facts = {
+                    "in_features": in_features,
+                    "out_features": out_features,
+                    "bias": rows == 3,
+                    "block_rows": min(block_rows or out_features, out_features),
+                    "block_columns": min(block_columns or in_features, in_features),
+                    "inputs": inputs,
+                }
+                yield OpTrial(
+                    op,
+                    facts,
+                    lambda rows=rows, facts=facts: (  # type: ignore[misc]
+                        _inputs_of_any_float8(dtype, rows, facts),
+                        _float8_weight(facts),
+                        _random(dtype, facts["out_features"], seed=2) if facts["bias"] else None,
+                    ),
+                    weight=1,
+                )
+
+
+def _inputs_of_any_float8(dtype: torch.dtype, rows: int, facts: dict[str, Any]) -> torch.Tensor:
+    """Powers of two, which stay what they are in any 8-bit float, whatever its range and however scales are found."""
+    shape = rows, facts["in_features"]
+    if facts["inputs"] == "floats":
+        return _random(dtype, *shape)
+    generator = torch.Generator().manual_seed(0)
+    size = 2.0 ** -torch.randint(0, 7, shape, generator=generator)
+    return (size * torch.randint(-1, 2, shape, generator=generator)).to(dtype)
+
+
+def _float8_weight(facts: dict[str, Any]) -> Float8Weight:
+    shape, block = (facts["out_features"], facts["in_features"]), (facts["block_rows"], facts["block_columns"])
+    groups = [-(-size // part) for size, part in zip(shape, block, strict=True)]
+    scales = torch.rand(*groups, generator=torch.Generator().manual_seed(3)) + 0.5
+    return Float8Weight(
+        _random(torch.float32, *shape, seed=1, scale=100).to(torch.float8_e4m3fn).view(torch.uint8),
+        scales / (100 * shape[1] ** 0.5),
+        *block,
+        facts["inputs"],
+        torch.tensor([2.0**-6]) if facts["inputs"] == "static" else None,
+    )
+
+
+def _exact_float8(x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """The definition in float64, of inputs that rounding leaves alone."""
+    scales = weight.scales.double()
+    for dim, size in enumerate((weight.block_rows, weight.block_columns)):
+        scales = scales.index_select(dim, torch.arange(weight.shape[dim]) // size)
+    product = x.double() @ (weight.codes.view(torch.float8_e4m3fn).double() * scales).T
+    return product if bias is None else product + bias.double()
 
 
 def _gated_linear(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
@@ -364,6 +435,7 @@ _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpTrial]]] = {
     "linear": _linear,
     "quantized_linear": _quantized_linear,
     "quantized_linear_silu_and_mul": _quantized_linear,
+    "float8_linear": _float8_linear,
     "linear_silu_and_mul": _gated_linear,
     "embedding": _embedding,
     "rms_norm": _norms,
