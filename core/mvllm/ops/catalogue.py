@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mvllm.ops.activation import ACTIVATIONS
 from mvllm.ops.argmax import ARGMAX
+from mvllm.ops.draw import FILTERED_DRAW
 from mvllm.ops.embedding import EMBEDDING
 from mvllm.ops.float8_linear import FLOAT8_LINEAR
 from mvllm.ops.linear import LINEAR, LINEAR_SILU_AND_MUL
@@ -31,6 +32,7 @@ SCHEMAS: dict[str, OpSchema] = {
         MOE,
         CLAMPED_MOE,
         ARGMAX,
+        FILTERED_DRAW,
         *ACTIVATIONS,
     )
 }

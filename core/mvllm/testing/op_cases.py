@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mvllm.ops.catalogue import SCHEMAS
+from mvllm.ops.draw import draw_block, filtered_draw
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.float8_linear import Float8Inputs, Float8Weight
 from mvllm.ops.quantized_linear import QuantizedWeight
@@ -420,6 +421,50 @@ def _argmax(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
             )
 
 
+_DRAWS = (  # temperature, min_p, top_k (None where it is off), top_p
+    (1.0, 0.0, None, 1.0),
+    (0.5, 0.0, 1, 1.0),
+    (1.0, 0.0, 7, 1.0),
+    (1.0, 0.0, None, 0.8),
+    (2.0, 0.01, None, 1.0),
+    (0.7, 0.02, 20, 0.6),
+    (1.0, 0.0, 40, 0.05),
+)
+
+
+def _filtered_draw(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+    for rows in ROWS:
+        for size in (64, 300, 1000):
+            yield OpTrial(op, {"size": size}, lambda rows=rows, size=size: _draw_arguments(rows, size))  # type: ignore[misc]
+
+
+def _draw_arguments(rows: int, size: int) -> tuple[Any, ...]:
+    """Rows of all kinds, with numbers that are nowhere near the boundary of another token."""
+    generator = torch.Generator().manual_seed(size)
+    temperature, min_p, top_k, top_p = (
+        torch.tensor([size if value is None else value for value in column])
+        for column in zip(*(_DRAWS[row % len(_DRAWS)] for row in range(rows)), strict=True)
+    )
+    logits = _random(torch.float32, rows, size, seed=rows, scale=2)
+    logits[:, 5] = -torch.inf
+    filters = [logits, logits.amax(dim=1), 1 / temperature, temperature * min_p.log(), top_k.long(), top_p]
+    uniforms = torch.rand(2, rows, generator=generator) * 0.999
+    for _ in range(100):
+        unclear = torch.zeros(rows, dtype=torch.bool)
+        wide = [_wide(argument) for argument in filters]
+        tokens = [
+            filtered_draw(*wide[:3], wide[3] - 1e-4 * sign, wide[4], (wide[5] + 1e-5 * sign).clamp(max=1.0),
+                          *(uniforms.double() + 1e-4 * torch.tensor([[sign], [other]])).clamp(min=0), draw_block(size))
+            for sign in (-1, 1) for other in (-1, 1)
+        ]  # fmt: skip
+        for other in tokens[1:]:
+            unclear |= other != tokens[0]
+        if not unclear.any():
+            break
+        uniforms[:, unclear] = torch.rand(2, int(unclear.sum()), generator=generator) * 0.999
+    return *filters, *uniforms, draw_block(size)
+
+
 def _activations(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
     halves = 2 if op.endswith("_and_mul") else 1
     for rows in ROWS:
@@ -445,5 +490,6 @@ _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpTrial]]] = {
     "moe": _moe,
     "clamped_moe": _clamped_moe,
     "argmax": _argmax,
+    "filtered_draw": _filtered_draw,
     "add_lora": _add_lora,
 }

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,7 +38,7 @@ from mvllm.models.registry import resolve_model_class
 from mvllm.models.weights import load_weights
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.installed import installed_providers
-from mvllm.ops.registry import OpTable
+from mvllm.ops.registry import REFERENCE, OpTable
 from mvllm.platform.ask import ask, ask_attention_backend
 from mvllm.platform.attention import AttentionBackend, AttentionMetadata, AttentionSpec, KVCache
 from mvllm.platform.graphs import CompileBackend
@@ -112,7 +113,8 @@ class ModelRunner:
         self._draft: DraftModel | None = None
         self._proposer: Proposer | None = None
         self._num_speculative = 0 if config.speculative is None else config.speculative.num_speculative_tokens
-        self._sampler = Sampler()
+        self._make_sampler: Callable[..., Sampler] = Sampler
+        self._sampler = self._make_sampler()
         self._run_model: Callable[..., torch.Tensor] = self._call_model
         self._device_tokens: DeviceTokens | None = None
         self._pipeline = Pipeline(
@@ -146,8 +148,13 @@ class ModelRunner:
             raise ModelError(
                 f"{type(self.model).__name__}, which is to classify prompts, sets no `scores` as its head."
             )
-        self._argmax = context.op("argmax", size=config.vocab_size).function
-        self._sampler = Sampler(argmax=self._argmax)
+        drawn = context.op("filtered_draw", size=config.vocab_size)
+        self._make_sampler = partial(
+            Sampler,
+            argmax=context.op("argmax", size=config.vocab_size).function,
+            filtered_draw=None if drawn.provider == REFERENCE else drawn.function,
+        )
+        self._sampler = self._make_sampler()
         self._layers = self.model.attention_layers()
         draft = None if self._config.speculative is None else self._config.speculative.model
         if draft is not None and self._pipeline.is_last:  # which has all of it
@@ -247,7 +254,7 @@ class ModelRunner:
         self._prompt_logprobs = PromptLogprobs(self.rows, self._runtime, sizes)
         if on_device:
             self._device_tokens = DeviceTokens(self._runtime, self.rows.history)
-            self._sampler = Sampler(self._inputs.staging, self._argmax)
+            self._sampler = self._make_sampler(self._inputs.staging)
         self._compile_models()
 
     def sleep(self, *, drop_weights: bool) -> None:
@@ -454,7 +461,7 @@ class ModelRunner:
         for row in range(num_rows):
             history.set_row(row, [0], 1)
             state.set_row(row, params, eos_token_ids=[], request_id="profile", num_prompt_tokens=1)
-        sampler = Sampler(argmax=self._argmax)
+        sampler = self._make_sampler()
         # As steps will: where none may wait for the device, a whole batch goes through the filters at a time.
         sampler.may_look = not keeps_tokens_on_device(self._config, self._platform.capabilities)
         sampler.sample(logits, np.arange(num_rows), state, history)
@@ -593,7 +600,7 @@ class ModelRunner:
                 with_prompt_lens=self._draft.model.uses_prompt_lens,
             ),
             plans=self._all_plans,
-            sampler=Sampler(argmax=self._argmax),
+            sampler=self._make_sampler(),
             num_tokens=config.num_speculative_tokens,
             compile=self._compiled,
         )

@@ -66,8 +66,13 @@ class TorchGpuPlatform(Platform):
 
     @property
     def float8(self) -> str:
-        """Torch's name of the format in which a cache in float8 is stored."""
+        """Torch's name of the format in which caches and weights in float8 are stored."""
         return "float8_e4m3fn"
+
+    @property
+    def multiplies_float8(self) -> bool:
+        """Whether all devices have products of that format. Opens none."""
+        return False
 
     def worker_variables(self) -> Mapping[str, str]:
         """Variables that every worker gets."""
@@ -153,7 +158,7 @@ class TorchGpuPlatform(Platform):
         except ImportError as e:
             logger.warning("Operations run in plain torch: their kernels cannot be imported (%s).", e)
             return ()
-        return providers()
+        return providers(self.float8, multiplies_float8=self.multiplies_float8)
 
     def graphs(self, device: torch.device) -> GraphBackend:
         from mvllm_torch_gpu.graphs import DeviceGraphs
