@@ -59,7 +59,7 @@ from mvllm.worker.device_tokens import DeviceTokens
 from mvllm.worker.draft_model import DraftModel, DraftModelProposer
 from mvllm.worker.layer_groups import layer_windows, named_windows, place_layers
 from mvllm.worker.lora import LoRAAdapters
-from mvllm.worker.out_of_memory import naming_limits, out_of_memory_as
+from mvllm.worker.out_of_memory import all_ranks_gave_up, naming_limits, out_of_memory_as
 from mvllm.worker.pipeline import Pipeline
 from mvllm.worker.prompt_logprobs import PromptLogprobs
 from mvllm.worker.proposer import NgramProposer, Proposer
@@ -73,6 +73,9 @@ if TYPE_CHECKING:
     from mvllm.models.causal_lm import CausalLM
 
 logger = get_logger(__name__)
+
+_AGREEMENT_SHARE = 10
+"""Ranks that find no memory wait for each other this part of what a step may take at most."""
 
 
 class ModelRunner:
@@ -314,10 +317,10 @@ class ModelRunner:
             return ModelRunnerOutput(step=plan.step)
         failure = ""
         try:
-            with naming_limits(self._config.scheduler):
+            with naming_limits(self._config.scheduler, self._runtime):
                 output = self._run_step(plan)
         except StepMemoryError as e:
-            if self._tp.world_size * self._pp.world_size > 1:
+            if not self._all_gave_up(plan):
                 raise  # the others wait for this rank's part
             failure = str(e)
         if failure:  # whose frames, and what they held, are gone by now
@@ -340,6 +343,15 @@ class ModelRunner:
         self._pipeline.send_hidden(hidden)
         self._pipeline.expect(plan.step, inputs.rows, inputs.sampling)
         return ModelRunnerOutput(step=plan.step)
+
+    def _all_gave_up(self, plan: SchedulerOutput) -> bool:
+        """Whether all ranks have failed in this step, so that none waits for another. Not asked of stages: those before
+        this one have handed it on and are elsewhere.
+        """
+        if self._pp.world_size > 1:
+            return False
+        seconds = self._config.parallel.step_timeout / _AGREEMENT_SHARE
+        return all_ranks_gave_up(self._tp, self._runtime, plan.step, seconds)
 
     def _give_up(self, plan: SchedulerOutput, reason: str) -> ModelRunnerOutput | None:
         """What there is to tell of a step that has failed for all of its rows; the engine goes on without these."""
@@ -380,7 +392,7 @@ class ModelRunner:
         )
         num_tokens = len(inputs.token_ids)
         adapters = None if self._adapters is None else self._adapters.largest_batch(num_tokens)
-        with naming_limits(scheduler):
+        with naming_limits(scheduler, self._runtime):
             hidden = self._forward(inputs, self._pipeline.placeholder(num_tokens), adapters)
             if self._pipeline.is_last and self._config.model.kind.generates:
                 lines = inputs.logits_at.repeat(1 + self._num_speculative)[:num_tokens]

@@ -37,7 +37,7 @@ def generate(tmp_path, monkeypatch):
         HostedPlatform.graphs_made.clear()
         options = {**SETTINGS, "kv_cache_memory_bytes": 1 << 20, **settings}
         with LLM(str(folder), platform=platform, **options) as llm:
-            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+            outputs = llm.generate(PROMPTS[: len(params)], params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     return run
@@ -99,7 +99,10 @@ def test_a_step_without_memory_fails_its_requests_with_the_limits_and_the_engine
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
 
 
-DRAWN = [SamplingParams(max_tokens=5, seed=i, temperature=0.8 + 0.2 * i, top_k=9, top_p=0.9) for i in range(3)]
+def drawn(requests, tokens):
+    """Parameters of requests that draw. The interpreter takes a while for each token."""
+    settings = {"max_tokens": tokens, "top_k": 9, "top_p": 0.9, "ignore_eos": True}
+    return [SamplingParams(seed=i, temperature=0.8 + 0.2 * i, **settings) for i in range(requests)]
 
 
 def noting(provider, calls):
@@ -112,22 +115,23 @@ def noting(provider, calls):
     return dataclasses.replace(provider, function=call)
 
 
+@pytest.mark.parametrize("size", [(1, 2), pytest.param((3, 5), marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("scheme", "float8"),
     [("ct-blocks", "float8_e4m3fnuz"), ("ct-channel", "float8_e4m3fn"), ("fp8-static", "float8_e4m3fn")],
 )
 def test_kernels_that_keep_bytes_and_draw_give_the_tokens_of_the_references(
-    scheme, float8, generate, tmp_path, monkeypatch
+    scheme, float8, size, generate, tmp_path, monkeypatch
 ):
     """A checkpoint that leaves inputs alone, whose tokens every platform gives, and the two ways to round inputs."""
     folder, calls = make_float8(scheme, tmp_path).quantized, []
     rounded = OpProvider("float8_linear", "reference's", SCHEMAS["float8_linear"].reference)
     plain = {"enforce_eager": True, "async_scheduling": False, "skip_tokenizer_init": True}
     monkeypatch.setattr(HostedPlatform, "provided", (rounded,))
-    expected = generate(folder, "cpu" if scheme == "ct-blocks" else "hosted", params=DRAWN, **plain)
+    expected = generate(folder, "cpu" if scheme == "ct-blocks" else "hosted", params=drawn(*size), **plain)
     kernels = [p for p in providers(float8) if p.op in ("float8_linear", "filtered_draw")]
     monkeypatch.setattr(HostedPlatform, "provided", tuple(noting(p, calls) for p in kernels))
-    assert generate(folder, "hosted", params=DRAWN, **plain) == expected
+    assert generate(folder, "hosted", params=drawn(*size), **plain) == expected
     assert {"float8_linear", "filtered_draw"} == set(calls)
 
 
