@@ -290,6 +290,9 @@ _ALL = (
 
 CLAUSES: dict[str, Clause] = {clause.id: clause for clause in _ALL}
 
+DEVICE_FREE = frozenset(i for i in CLAUSES if i[:3] in ("PLG", "PRB", "CFG")) | {"SHP-01"}
+"""What can be examined where no device is: nothing that these clauses are about opens one."""
+
 
 def claims(capabilities: Capabilities, needs: str | None) -> bool:
     """Whether `capabilities` (a Capabilities) claim what a clause or a test needs."""
