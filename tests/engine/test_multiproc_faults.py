@@ -205,5 +205,7 @@ def test_a_step_that_finds_no_memory_on_any_rank_fails_its_requests_and_the_engi
     llm = make("oom@execute:rank=-1,step=2")
     for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False):
         assert output.outputs[0].finish_reason == "error"
-        assert re.search(r"A step does not fit .*: injected.*Lower max_num_batched_tokens", str(output.outputs[0].error))
+        assert re.search(
+            r"A step does not fit .*: injected.*Lower max_num_batched_tokens", str(output.outputs[0].error)
+        )
     assert run(llm) == run(make(tensor_parallel_size=1))

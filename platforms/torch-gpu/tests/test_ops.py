@@ -21,7 +21,15 @@ PROVIDERS = {provider.op: provider for provider in providers()}
 
 
 def test_what_every_layer_needs_is_provided():
-    assert {"float8_linear", "filtered_draw", "rms_norm", "fused_add_rms_norm", "rotary_embedding", "silu_and_mul", "argmax"} <= PROVIDERS.keys()
+    assert {
+        "float8_linear",
+        "filtered_draw",
+        "rms_norm",
+        "fused_add_rms_norm",
+        "rotary_embedding",
+        "silu_and_mul",
+        "argmax",
+    } <= PROVIDERS.keys()
 
 
 @pytest.mark.parametrize("op", PROVIDERS)
