@@ -2,10 +2,10 @@
 
 A rank that has no memory in the middle of a step leaves the others in a collective that it will never join, unless they
 have none either: ranks that share layers do the same work in the same order, and mostly fail in the same place. So a
-rank that fails asks the others whether they have failed in the same step, and waits for their answers, but not for long:
-one that computes, or waits for this one, does not answer. When all have, what they had submitted to their devices has to
-come to its end, which they tell each other as well: every sum among them is then complete, and the next step begins on
-all of them at the same place.
+rank that fails asks the others whether they have failed in the same step, and waits for their answers, but not for
+long: one that computes, or waits for this one, does not answer. When all have, what they had submitted to their devices
+has to come to its end, which they tell each other as well: every sum among them is then complete, and the next step
+begins on all of them at the same place.
 
     rank 0   step 7 ── no memory ── "7 failed" ─┐         ┌─ synchronize ── "7 over" ─┐        ┌─ step 8
     rank 1   step 7 ──── no memory ─ "7 failed" ┴─ both ──┴─ synchronize ─── "7 over" ┴─ both ─┴─ step 8
@@ -92,7 +92,11 @@ def _all_say(group: GroupCoordinator, word: str, seconds: float) -> bool:
             group.cpu_group.send(word.encode(), *others)
             for rank in others:
                 heard.append(group.cpu_group.receive(rank).decode(errors="replace"))
-        except Exception as e:  # of whatever carries the bytes: a rank that has gone has not failed like this one
+        except (
+            RuntimeError,
+            OSError,
+            ValueError,
+        ) as e:  # of whatever carries the bytes: a rank that has gone has not failed like this one
             logger.debug("Another rank cannot be asked: %s", e)
 
     thread = threading.Thread(target=talk, name="mvllm-memory-agreement", daemon=True)

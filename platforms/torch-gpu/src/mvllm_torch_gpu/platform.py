@@ -99,7 +99,11 @@ class TorchGpuPlatform(Platform):
         )
 
     def plan(self, config: EngineConfig) -> Plan | Refusals:
-        self.settings.compile_mode(), self.settings.direct_sums()  # what means nothing is told now, not by a worker
+        (
+            self.settings.compile_mode(),
+            self.settings.direct_sums(),
+            self.settings.attention(),
+        )  # what means nothing is told now, not by a worker
         refusals = [
             Refusal(field, f"{name} is not supported on this platform", f"Use one of: auto, {', '.join(supported)}.")
             for field, name, supported in (
@@ -146,11 +150,33 @@ class TorchGpuPlatform(Platform):
             return ReferenceAttention(spec)
         problems = TritonAttention.validate(spec)
         if not problems:
-            return TritonAttention(spec, float8=self.float8)
+            return self._fastest_attention(spec)
         if ReferenceAttention.validate(spec):
             raise PlatformError(f"{none}: {'; '.join(problems)}.")
         logger.warning("Attention runs in plain torch, which is many times slower: %s.", "; ".join(problems))
         return ReferenceAttention(spec)
+
+    def _fastest_attention(self, spec: AttentionSpec) -> AttentionBackend:
+        """The Triton kernels, which take the layer, and what is installed beside them.
+
+        Raises:
+            PlatformError: The user has named a library that does not take the layer.
+        """
+        from mvllm_torch_gpu.attention import TritonAttention
+        from mvllm_torch_gpu.attention_libraries import LIBRARIES, libraries_for
+        from mvllm_torch_gpu.chosen_attention import TRITON, ChosenAttention
+
+        asked = self.settings.attention()
+        if asked == TRITON:
+            return TritonAttention(spec, float8=self.float8)
+        forced = asked in {library.name for library in LIBRARIES}
+        found, reasons = libraries_for(spec, (asked,) if forced else tuple(library.name for library in LIBRARIES))
+        if forced and not found:
+            variable = f"{self.settings.prefix}_ATTENTION"
+            raise PlatformError(f"{variable}={asked}: {'; '.join(reasons)}. Unset {variable}, or set it to {TRITON}.")
+        if not found:
+            return TritonAttention(spec, float8=self.float8)
+        return ChosenAttention(spec, found, forced=forced, float8=self.float8)
 
     def ops(self) -> Sequence[OpProvider]:
         try:
