@@ -14,7 +14,8 @@ from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.registry import REFERENCE, OpTable
 from mvllm.plugin_api import DeviceRuntime, Float8Weight, OpCase, OpProvider, QuantizedWeight
 from mvllm.testing.marks import clause, not_claimed
-from mvllm.testing.op_cases import OpTrial, exact, tolerance, trials
+from mvllm.testing.op_cases import exact, tolerance, trials
+from mvllm.testing.op_trial import OpTrial
 from mvllm.testing.subject import Examinee
 
 OPS = sorted(SCHEMAS)
