@@ -24,7 +24,7 @@ TOLERANCES = {"float16": (0.1, 0.06), "bfloat16": (0.6, 0.4)}
 QUICK = ("llama-gqa",)
 WITH_EXPERTS = 0.95  # share of the tokens that must be within the tolerances
 NUM_TOKENS = 32
-SIDE_BY_SIDE = 6  # processes: nothing is timed, and each compiles kernels
+SIDE_BY_SIDE = 8  # processes: nothing is timed, and each compiles kernels
 WHICH = (0, 1, 3, 5, 7, 10, 12, 15)  # prompts: short, long, at the edges of blocks
 QUICK_WHICH = (0, 7)
 
