@@ -90,7 +90,7 @@ class Tables:
         self._made: dict[tuple[int, int], torch.Tensor] = {}
 
     def width(self, pages: int, block_size: int) -> int:
-        """Blocks that a table has room for where a step's has `pages`: TABLE_TOKENS' worth, or 8, 64, ... times that."""
+        """Blocks that a table has room for where a step's has `pages`: TABLE_TOKENS' worth, or 8, 64, ... times it."""
         width = max(1, self._tokens // block_size)
         while width < pages:
             width *= 8
