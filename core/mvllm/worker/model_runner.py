@@ -293,6 +293,20 @@ class ModelRunner:
                 raise
             self._compile_models()
 
+    def close(self) -> None:
+        """Lets go of the model, the KV cache, and what replays both. Idempotent.
+
+        The worker leaves its groups afterwards: a captured step holds their communicators.
+        """
+        self._run_model = _closed  # nor may the method, which holds this object: nobody waits for garbage to be found
+        self._proposer = self._draft = self._adapters = None
+        for layer in self._layers:
+            layer.kv_cache = None
+        self._layers = []
+        if self._has_model:
+            self._has_model = False
+            del self.model
+
     def _drop_model(self) -> None:
         self._layers = []
         self._adapters = None
@@ -682,6 +696,10 @@ class ModelRunner:
         assert inputs.sample_rows is not None
         self._device_tokens.keep(sampled, inputs.sample_rows)
         return sampled
+
+
+def _closed(*arguments: object) -> torch.Tensor:
+    raise AssertionError("the worker was shut down")
 
 
 def _counted(first: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -27,6 +27,9 @@ from mvllm_cpu.runtime import CPURuntime
 from mvllm_cuda.platform import CUDAPlatform
 from mvllm_torch_gpu.captured_steps import CapturedSteps
 
+MOST_TOKENS = 1 << 10
+"""Of a sequence in a captured step: `paged_attention` below looks at all that a table has room for."""
+
 HostGraphs = importlib.import_module("platforms.torch-gpu.tests.host_graphs").HostGraphs
 
 
@@ -77,7 +80,7 @@ class HostedPlatform(CUDAPlatform):
     def compiler(self) -> CapturedSteps:
         graphs = HostGraphs()
         self.graphs_made.append(graphs)
-        return CapturedSteps(lambda: graphs, "host")
+        return CapturedSteps(lambda: graphs, "host", table_tokens=MOST_TOKENS)
 
 
 def paged_attention(

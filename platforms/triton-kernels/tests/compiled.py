@@ -103,7 +103,8 @@ def _caught(function: JITFunction, args: tuple[Any, ...], options: dict[str, Any
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = f"*{_TYPES[value.dtype]}"
-            aligned[(place,)] = [["tt.divisibility", 16]]
+            if not parameter.do_not_specialize:
+                aligned[(place,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             signature[name] = "fp32"
         elif value == 1 and not parameter.do_not_specialize:
