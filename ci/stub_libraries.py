@@ -3,8 +3,8 @@
 
 torch_xla's last release stands on a torch whose wheel was built for NVIDIA's devices. Importing it loads a dozen of their
 libraries, 2.6 GB of wheels, though nothing of them runs on XLA's devices. The loader only asks that they are there and
-define the symbols that torch names. So here they are, a few hundred kilobytes in all: every function returns 100, which
-is "no device" in CUDA's words.
+define the symbols that torch names. So here they are, a few hundred kilobytes in all: every function returns 100,
+which is "no device" in CUDA's words, and those that word an error return a text.
 
 They lie beside torch's own libraries, where these look last: installed real ones are found before them. For an
 environment of tests only: whoever has the devices installs what torch requires.
@@ -27,6 +27,8 @@ TOOLS = ("gcc", "objdump", "nm")
 ROOT_LIBRARY = "libtorch_python.so"  # what `import torch` loads; all else is reached from here
 MADE = "made-as-stubs.txt"
 SYSTEM = re.compile(r"lib(?:c|m|dl|rt|pthread|util|stdc\+\+|gcc_s)\.so[.0-9]*|ld-linux.*")
+
+WORDS = re.compile(r"String|ErrorName")  # in the names of functions that return a text
 
 
 class NoStubs(Exception):
@@ -143,7 +145,9 @@ def build(name: str, symbols: Iterable[tuple[str, str]], scratch: Path, folder: 
     """Compiles one library that defines `symbols`."""
     ordered = sorted(symbols)
     source, script = scratch / f"{name}.c", scratch / f"{name}.map"
-    source.write_text("".join(f"long {symbol}(void) {{ return 100; }}\n" for symbol, _ in ordered))
+    bodies = ('return (long)"a stub"' if WORDS.search(symbol) else "return 100" for symbol, _ in ordered)
+    lines = (f"long {symbol}(void) {{ {body}; }}\n" for (symbol, _), body in zip(ordered, bodies, strict=True))
+    source.write_text("".join(lines))
     versions: dict[str, list[str]] = {}
     for symbol, version in ordered:
         versions.setdefault(version, []).append(symbol)
