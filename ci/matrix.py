@@ -32,7 +32,7 @@ CLIENTS = ROOT / "ci" / "constraints" / "clients.txt"
 LANES = ROOT / "build" / "lanes"
 NOT_RUN = 77
 HOSTED = ("ubuntu-latest",)
-DOES = ("gate", "tests", "brain", "conform", "template", "clients")
+DOES = ("gate", "tests", "brain", "conform", "xla", "template", "clients")
 
 
 class TableError(Exception):
@@ -53,6 +53,11 @@ class Lane:
     needs: tuple[str, ...] = ()
     runner: tuple[str, ...] = HOSTED
     until: str = ""
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Where the packages are, without the extras that are asked of them."""
+        return tuple(package.partition("[")[0] for package in self.packages)
 
     @property
     def needs_hardware(self) -> bool:
@@ -91,7 +96,7 @@ def why_not(lane: Lane) -> str:
     """Why this machine cannot run a lane; empty when it can."""
     if lane.until:
         return lane.until
-    if absent := [package for package in lane.packages if not (ROOT / package / "pyproject.toml").is_file()]:
+    if absent := [folder for folder in lane.folders if not (ROOT / folder / "pyproject.toml").is_file()]:
         return f"there is no {' and no '.join(absent)} in this repository yet"
     if lane.needs and not any(glob.glob(pattern) for pattern in lane.needs):
         return f"this machine has no {lane.device} device (looked for {', '.join(lane.needs)})"
@@ -118,7 +123,11 @@ def run_lane(lane: Lane, *, start: Callable[..., int] | None = None) -> int:
         return NOT_RUN
     for command in commands_of(lane):
         print(f"$ {shlex.join(command)}", flush=True)
-        if status := start(command, cwd=ROOT):
+        status = start(command, cwd=ROOT)
+        if status == NOT_RUN:
+            print(f"{lane.name}: NOT RUN: see above", flush=True)
+            return NOT_RUN
+        if status:
             print(f"{lane.name}: FAILED (exit status {status})", flush=True)
             return 1
     print(f"{lane.name}: passed", flush=True)
@@ -137,6 +146,8 @@ def commands_of(lane: Lane) -> list[list[str]]:
     interpreter = find_python(lane.python) or f"python{lane.python}"
     if lane.does == "gate":
         return [[interpreter, "ci/dev.py", "test", "--all"]]
+    if lane.does == "xla":
+        return [[interpreter, "ci/dev.py", "conform", "tpu"]]
     folder = LANES / lane.name
     python, mvllm = str(folder / "bin" / "python"), str(folder / "bin" / "mvllm")
     if lane.does == "clients":  # theirs is not the environment that the server and the tests run in
@@ -171,7 +182,7 @@ def commands_of(lane: Lane) -> list[list[str]]:
         if lane.does == "template":
             found.append([mvllm, "plugin", "new", lane.device, "--dir", str(written)])
             found.append([*pip, str(written)])
-        waivers = ROOT / lane.packages[0] / "waivers.toml" if lane.packages else written / "waivers.toml"
+        waivers = ROOT / lane.folders[0] / "waivers.toml" if lane.folders else written / "waivers.toml"
         if lane.does == "template" or waivers.is_file():
             conformance += ["--waivers", str(waivers)]
         found += [[python, "-c", f"import os; os.makedirs({str(reports)!r}, exist_ok=True)"], conformance]

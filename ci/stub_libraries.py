@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Empty libraries in place of those that a torch was linked with and never calls: python3 ci/stub_libraries.py TORCH_LIB
+"""Empty libraries in place of those that a torch was linked with and never calls.
 
-torch_xla's last release stands on a torch whose wheel was built for NVIDIA's devices. Importing it loads a dozen of their
-libraries, 2.6 GB of wheels, though nothing of them runs on XLA's devices. The loader only asks that they are there and
-define the symbols that torch names. So here they are, a few hundred kilobytes in all: every function returns 100,
-which is "no device" in CUDA's words, and those that word an error return a text.
+    python3 ci/stub_libraries.py .venv-tpu/lib/python3.11/site-packages/torch/lib
+
+torch_xla's last release stands on a torch whose wheel was built for NVIDIA's devices. Importing it loads a dozen of
+their libraries, 2.6 GB of wheels, though nothing of them runs on XLA's devices. The loader only asks that they are
+there and define the symbols that torch names. So here they are, a few hundred kilobytes in all: every function returns
+100, which is "no device" in CUDA's words, and those that word an error return a text.
 
 They lie beside torch's own libraries, where these look last: installed real ones are found before them. For an
 environment of tests only: whoever has the devices installs what torch requires.

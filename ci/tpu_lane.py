@@ -4,9 +4,9 @@
     python3 ci/dev.py conform tpu    the conformance suite with one device and with two, and the parity of families
     python3 ci/dev.py test           the gate, with a smoke part of it
 
-What stands between torch and XLA wants a torch of its own (ci/constraints/tpu.txt), so nothing of this can run in .venv.
-XLA compiles for the host as it does for a TPU, and the host's processor can pose as several devices: whatever depends on
-what XLA computes, on its static shapes and on its collectives is examined for real. What depends on the chip is not.
+What stands between torch and XLA wants a torch of its own (ci/constraints/tpu.txt): nothing of this can run in .venv.
+XLA compiles for the host as it does for a TPU, and the host's processor can pose as several devices. Whatever depends
+on what XLA computes, on static shapes and on collectives is examined for real; what depends on the chip is not.
 
 Where the environment cannot be made, for want of the network, a compiler, disk or this Python's wheels, the lane is NOT
 RUN, with the reason, and ends with 77: neither passed nor failed. A test that fails in it fails the lane.
@@ -63,14 +63,14 @@ def why_not() -> str:
     if sys.platform != "linux":
         return f"torch_xla has wheels for Linux only; this is {sys.platform}"
     if absent := stub_libraries.missing_tools():
-        return f"this machine has no {' and no '.join(absent)}, and torch's libraries need stubs (see ci/stub_libraries.py)"
+        return f"this machine has no {' and no '.join(absent)}, which ci/stub_libraries.py needs"
     if (free := shutil.disk_usage(ROOT).free) < NUM_BYTES:
         return f"it takes {NUM_BYTES / 1e9:.0f} GB of disk to make its environment, and {free / 1e9:.1f} GB are free"
     return ""
 
 
 def setup(patience: float = PATIENCE) -> None:
-    """Makes .venv-tpu, or makes it again where its inputs changed; does nothing (in milliseconds) when it is up to date.
+    """Makes .venv-tpu, or makes it again where its inputs changed; does nothing (in milliseconds) otherwise.
 
     Args:
         patience: Seconds that this may take.
@@ -112,7 +112,7 @@ def install(steps: Steps) -> None:
     steps.run("mvllm and mvllm-tpu", [*pip, "--no-build-isolation", "-e", ROOT, "-e", PLATFORM])
 
 
-# ------------------------------------------------------------------------------------------------------------- what runs
+# ------------------------------------------------------------------------------------------------------------ what runs
 
 
 @dataclass(frozen=True)
@@ -189,5 +189,7 @@ def run(parts: Sequence[Part], patience: float = PATIENCE, run_command: Run = st
         if status := run_command(part.command, variables):
             failed.append(f"{part.title} (exit status {status})")
     titles = "; ".join(part.title for part in parts)
-    print(f"\ntpu: FAILED: {'; '.join(failed)}" if failed else f"\ntpu: passed on XLA's CPU device: {titles}", flush=True)
+    print(
+        f"\ntpu: FAILED: {'; '.join(failed)}" if failed else f"\ntpu: passed on XLA's CPU device: {titles}", flush=True
+    )
     return 1 if failed else 0

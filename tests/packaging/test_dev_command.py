@@ -279,6 +279,7 @@ def test_conform_runs_the_suite_on_the_platform_named(dev, monkeypatch):
 def test_the_exhaustive_are_left_out_unless_all_are_asked_for(dev, monkeypatch):
     dev.setup()
     passes = []
+    monkeypatch.setattr(dev.tpu_lane, "run", lambda parts, patience: 0)
     monkeypatch.setattr(
         dev, "stream_pytest", lambda arguments, extra: passes.append(arguments) or (0, "1 passed in 1s")
     )
@@ -293,6 +294,27 @@ def test_the_exhaustive_are_left_out_unless_all_are_asked_for(dev, monkeypatch):
         first, second, apart = passes
         for folder in dev.INTERPRETED:
             assert f"--ignore-glob={folder}/*" in first and f"--ignore-glob={folder}/*" in second and folder in apart
+
+
+@pytest.mark.parametrize(("lane", "gate"), [(0, 0), (77, 0), (1, 1)], ids=["passed", "not run", "failed"])
+def test_the_gate_ends_with_a_part_of_the_lane_tpu_and_fails_if_that_ran_and_failed(dev, monkeypatch, lane, gate):
+    dev.setup()
+    monkeypatch.setattr(dev, "stream_pytest", lambda arguments, extra: (0, "1 passed in 1s"))
+    started = []
+    monkeypatch.setattr(dev.tpu_lane, "run", lambda parts, patience: started.append(parts) or lane)
+    assert dev.main(["test"]) == gate
+    assert started == [dev.tpu_lane.smoke()]
+    for part in (["--fast"], ["ci/dev.py"], ["-k", "scheduler"]):
+        assert dev.main(["test", *part]) == 0
+    assert len(started) == 1, "whoever asks for some tests gets those"
+
+
+def test_the_platform_tpu_is_examined_in_an_environment_of_its_own(dev, monkeypatch):
+    started = []
+    monkeypatch.setattr(dev.tpu_lane, "run", lambda parts: started.append(parts) or 77)
+    assert dev.main(["conform", "tpu", "--only", "ATT"]) == 77
+    assert started == [dev.tpu_lane.whole(["--only", "ATT"])]
+    assert dev.commands == [], "the other environment is not needed for it"
 
 
 def test_children_may_keep_what_they_compile(dev, monkeypatch):

@@ -37,7 +37,7 @@ def lane(**facts):
 
 class TestTable:
     def test_every_platform_of_the_repository_has_a_lane_that_examines_it(self):
-        examined = {package for one in LANES if one.does == "conform" for package in one.packages}
+        examined = {folder for one in LANES if one.does in ("conform", "xla") for folder in one.folders}
         assert {f"platforms/{path.name}" for path in (REPOSITORY / "platforms").iterdir()} <= examined
 
     def test_every_python_that_the_core_names_has_a_lane(self):
@@ -114,6 +114,23 @@ class TestRunningHere:
         assert "-m venv" in texts[0] and "torch==2.13.0" in texts[2] and "./platforms/cpu" in texts[3]
         assert "conformance --platform cpu" in texts[-1]
         assert "FAILED" in capsys.readouterr().out
+
+    def test_a_command_that_finds_it_cannot_run_leaves_the_lane_not_run(self, capsys):
+        assert matrix.run_lane(lane(does="xla"), start=lambda command, cwd: 77) == 77
+        printed = capsys.readouterr().out
+        assert "acme: NOT RUN" in printed and "passed" not in printed and "FAILED" not in printed
+
+    def test_a_lane_of_xla_is_run_by_the_command_that_makes_its_environment(self):
+        [xla] = [one for one in LANES if one.does == "xla"]
+        assert [command[1:] for command in matrix.commands_of(xla)] == [["ci/dev.py", "conform", "tpu"]]
+        assert not xla.needs, "XLA's CPU device is everywhere"
+        pins = (REPOSITORY / "ci/constraints/tpu.txt").read_text()
+        assert f"\ntorch=={xla.torch}\n" in pins, "the table says what is installed"
+
+    def test_extras_are_asked_of_a_package_and_are_no_part_of_its_folder(self):
+        texts = [" ".join(command) for command in matrix.commands_of(lane(packages=("platforms/cpu[fast]",)))]
+        assert [text for text in texts if "./platforms/cpu[fast]" in text]
+        assert matrix.why_not(lane(packages=("platforms/cpu[fast]",))) == ""
 
     def test_the_template_lane_examines_what_the_command_wrote(self):
         [template] = [one for one in LANES if one.does == "template"]
