@@ -37,6 +37,10 @@ class Runtime(ABC):
     lazy: ClassVar[bool]
     compiles: ClassVar[bool] = False
 
+    def problem(self, devices: Devices) -> str | None:
+        """Why it cannot open these devices; None where it can, as far as files and variables tell. Phase: any."""
+        return None
+
     @abstractmethod
     def variables(self, devices: Devices) -> Mapping[str, str]:
         """Variables that every worker gets. Phase: engine."""
