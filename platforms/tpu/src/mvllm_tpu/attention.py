@@ -11,6 +11,7 @@ and come to the device in one copy.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -90,11 +91,13 @@ class XlaAttention(AttentionBackend):
         slots = np.where(batch.slot_mapping < 0, NOWHERE, batch.slot_mapping).astype(np.int32)
         parts = (slots, tiles.place, tiles.request, tiles.first_token, tiles.first_position, tiles.length)
         packed = torch.from_numpy(np.concatenate(parts)).to(batch.block_table_device.device)
-        return XlaMetadata(tiles.shape, *packed.split([len(part) for part in parts]), batch.block_table_device)
+        ends = list(accumulate(len(part) for part in parts))  # slices: what torch_xla's split gives is no index
+        views = [packed[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+        return XlaMetadata(tiles.shape, *views, batch.block_table_device)
 
     def write_kv(self, kv: Cache, key: torch.Tensor, value: torch.Tensor, metadata: XlaMetadata) -> None:
         for cache, new in zip(kv, (key, value), strict=False):  # no second one where values lie in the keys
-            cache.flatten(0, 1).index_copy_(0, metadata.slots, new.to(cache.dtype))
+            cache.flatten(0, 1).index_copy_(0, metadata.slots.long(), new.to(cache.dtype))
 
     def forward(
         self, query: torch.Tensor, kv: Cache, metadata: XlaMetadata, sinks: torch.Tensor | None = None

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import AbstractContextManager
 
 import torch
 import torch_xla
@@ -115,6 +116,9 @@ class LazyRuntime(DeviceRuntime):
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
         xm.set_rng_state(seed, str(self.device))
+
+    def inference_mode(self) -> AbstractContextManager[object]:
+        return torch.no_grad()  # views of lazy tensors made outside cannot be taken within torch's inference mode
 
     def step_mark(self) -> None:
         torch_xla.sync()
