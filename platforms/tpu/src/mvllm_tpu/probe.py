@@ -23,7 +23,7 @@ def probe(root: Path | None = None) -> ProbeResult:
     except ConfigError as e:
         return ProbeResult(False, str(e), devices, "See the message: it says what may stand there.")
     if runtime is None:
-        reason = "Nothing here leads from torch to XLA: neither torch_xla nor torch_tpu is installed."
+        reason = "Nothing here leads from torch to XLA: torch_xla is not installed, nor is its successor torch_tpu."
         return ProbeResult(False, reason, devices, INSTALL)
     if problem := runtime.problem(found):
         return ProbeResult(False, f"{problem}.", devices, INSTALL)
