@@ -137,14 +137,20 @@ def whole(arguments: Sequence[str] = ()) -> list[Part]:
         named = f"{num_devices} {'device' if num_devices == 1 else 'devices'}"
         report = () if arguments else ("--report", str(REPORTS / f"conformance-{named.replace(' ', '-')}.json"))
         parts.append(Part(f"conformance, {named}", conformance(*report, *arguments), num_devices))
-    return parts if arguments else [*parts, Part("parity of Llama, Qwen3 and OPT", parity(*PARITY))]
+    if arguments:
+        return parts
+    return [
+        *parts,
+        Part("the platform's tests", tests("platforms/tpu/tests")),
+        Part("parity of Llama, Qwen3 and OPT", tests("--mvllm-platform", "tpu", *PARITY)),
+    ]
 
 
 def smoke() -> list[Part]:
     """What the gate has time for."""
     return [
         Part("conformance, thinned out", conformance("--quick", "--only", "PLG,PRB,CFG,DEV,ATT,RUN"), 1),
-        Part("parity of Llama", parity(PARITY[0], "-k", "chunks and gqa")),
+        Part("parity of Llama", tests("--mvllm-platform", "tpu", PARITY[0], "-k", "chunks and gqa")),
     ]
 
 
@@ -154,9 +160,9 @@ def conformance(*arguments: str) -> tuple[str, ...]:
     return ("mvllm", "conformance", "--platform", "tpu", *waivers, *arguments)
 
 
-def parity(*arguments: str) -> tuple[str, ...]:
-    """pytest, on files of tests/conformance/models: the only platform of this environment is the one examined."""
-    return ("pytest", "-q", "-p", "no:cacheprovider", "-m", "not exhaustive", "--mvllm-platform", "tpu", *arguments)
+def tests(*arguments: str) -> tuple[str, ...]:
+    """Tests of the repository: the only platform of this environment is the one that they examine."""
+    return ("pytest", "-q", "-p", "no:cacheprovider", "-m", "not exhaustive", *arguments)
 
 
 def start(command: Sequence[str], variables: dict[str, str]) -> int:

@@ -104,14 +104,15 @@ def test_an_environment_that_failed_is_tried_again(lane):
     assert "-m venv" in lane.commands[0]
 
 
-def test_all_runs_on_xlas_host_with_one_device_and_with_two_then_the_parity_of_three_families(lane, capsys):
+def test_all_runs_on_xlas_host_with_one_device_and_with_two_then_its_tests_and_parity(lane, capsys):
     assert lane.run(lane.whole(), run_command=lane.start_recorded) == 0
     assert {variables["PJRT_DEVICE"] for _, variables in lane.started} == {"CPU"}
     suites = [variables for command, variables in lane.started if "conformance" in command]
     assert [variables["CPU_NUM_DEVICES"] for variables in suites] == ["1", "2"]
     reports = {command[command.index("--report") + 1] for command, _ in lane.started if "--report" in command}
     assert len(reports) == 2, "neither run overwrites the other's report"
-    [parity] = [command for command, _ in lane.started if command[0] == "pytest"]
+    own, parity = [command for command, _ in lane.started if command[0] == "pytest"]
+    assert "platforms/tpu/tests" in own
     files = [word for word in parity if word.endswith(".py")]
     assert len(files) == 3 and all((REPOSITORY / file).is_file() for file in files)
     assert "passed" in capsys.readouterr().out
