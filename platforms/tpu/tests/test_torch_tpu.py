@@ -113,7 +113,7 @@ def test_memory_on_the_host_is_the_hosts(accelerator, monkeypatch):
 
 def test_what_does_not_fit_is_a_memory_error_that_says_how_much(accelerator):
     runtime = eager_runtime.EagerRuntime(CONTEXT)
-    with pytest.raises(MemoryError, match="takes 2.00 GiB"):
+    with pytest.raises(MemoryError, match=r"takes 2\.00 GiB"):
         runtime.empty((1 << 29,), torch.float32)
     assert runtime.empty((2, 3), torch.int32).shape == (2, 3)
 
@@ -132,7 +132,7 @@ def test_a_library_that_opens_nothing_is_an_error_of_the_platform(accelerator, m
         raise RuntimeError("no PJRT client")
 
     monkeypatch.setattr(eager_runtime, "_open", fail)
-    with pytest.raises(PlatformError, match="opens no device for rank 0: no PJRT client.*doctor"):
+    with pytest.raises(PlatformError, match=r"opens no device for rank 0: no PJRT client.*doctor"):
         eager_runtime.EagerRuntime(CONTEXT)
 
 

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from platforms.tpu.tests import host_devices
 
 if reason := host_devices.why_not():

@@ -1,6 +1,6 @@
 """Two ranks as threads of one process, each with one of XLA's two CPU devices: what XlaCommunicator gives them.
 
-PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python platforms/tpu/tests/xla_ranks.py
+    PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python platforms/tpu/tests/xla_ranks.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One device behind torch_tpu, bound to a worker.
 
-Operations are submitted one by one, in order, and the host does not wait for them. Memory is read from torch, which asks
-XLA's allocator; XLA's CPU device has none of its own, and there it is the host's.
+Operations are submitted one by one, in order, and the host does not wait for them. Memory is read from torch, which
+asks XLA's allocator; XLA's CPU device has none of its own, and there it is the host's.
 
 Run on XLA's CPU device only; not run on hardware.
 """
@@ -126,8 +126,7 @@ def _open(on_host: bool) -> torch.device:
     _loader.load()
     if on_host:
         _loader._init_device("tpu")  # `load` counts chips on the PCI bus: XLA's CPU device is on none
-    device = torch.device("tpu", torch.empty(0, device="tpu").device.index)
-    return device
+    return torch.device("tpu", torch.empty(0, device="tpu").device.index)
 
 
 def _accelerator() -> object:

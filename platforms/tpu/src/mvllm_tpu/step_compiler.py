@@ -14,7 +14,7 @@ from mvllm.plugin_api import CompileBackend
 from mvllm_tpu.compile_cache import version
 
 _MOST_SHAPES = 1 << 16
-"""More than there are: torch gives up on a function after a few shapes, and would then run it operation by operation."""
+"""More than there are: torch gives up on a function after a few shapes, and runs it operation by operation then."""
 
 
 class StepCompiler(CompileBackend):

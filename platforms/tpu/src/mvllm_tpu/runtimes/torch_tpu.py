@@ -39,8 +39,8 @@ class TorchTpu(Runtime):
     def problem(self, devices: Devices) -> str | None:
         if devices.on_host and not os.environ.get(LIBRARY_VARIABLE):
             return (
-                f"torch_tpu brings no CPU device of XLA's, and {LIBRARY_VARIABLE} names no library that does; torch_xla "
-                "brings one"
+                f"torch_tpu brings no CPU device of XLA's, and {LIBRARY_VARIABLE} names no library that does; "
+                "torch_xla brings one"
             )
         return None
 
