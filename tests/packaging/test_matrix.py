@@ -168,20 +168,31 @@ class TestWorkflow:
         assert list(jobs) == [*(one.name for one in LANES), "verdict"]
         for one in LANES:
             steps = jobs[one.name]["steps"]
-            assert {"run": f"python ci/matrix.py run {one.name}"} in steps
+            assert f"python ci/matrix.py run {one.name}" in [step.get("run") for step in steps]
             assert {"python-version": one.python} in [step.get("with") for step in steps]
             assert ("if" in jobs[one.name]) == bool(one.needs), "a job without hardware always runs"
 
     def test_the_verdict_waits_for_every_lane_and_runs_whatever_became_of_them(self):
         job = yaml.safe_load((WORKFLOWS / "ci.yml").read_text())["jobs"]["verdict"]
         assert job["needs"] == [one.name for one in LANES] and job["if"] == "always()"
-        assert set(job["steps"][-1]["env"]) == {matrix.variable_of(one) for one in LANES}
+        told = {matrix.variable_of(one, what) for one in LANES for what in ("RESULT", "NOT_RUN")}
+        assert set(job["steps"][-1]["env"]) == told
 
     def test_a_skipped_hardware_lane_is_not_run_and_never_passed(self):
         lanes = [lane(), lane(name="far", needs=("/dev/far",), runner=("self-hosted", "far"))]
         text, status = matrix.verdict(lanes, {"acme": "success", "far": "skipped"})
         [near, far] = text.splitlines()[2:]
         assert status == 0 and "passed" in near and "not run" in far and "passed" not in far
+
+    def test_a_lane_that_found_out_itself_that_it_cannot_run_is_not_run_and_says_why(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("GITHUB_OUTPUT", str(tmp_path / "outputs"))
+        assert matrix.run_lane(lane(until="the vendor ships in spring")) == 77
+        name, _, reason = (tmp_path / "outputs").read_text().strip().partition("=")
+        job = yaml.safe_load((WORKFLOWS / "ci.yml").read_text())["jobs"]["tpu"]
+        assert job["outputs"] == {name: f"${{{{ steps.{job['steps'][-2]['id']}.outputs.{name} }}}}"}
+        text, status = matrix.verdict([lane()], {"acme": "failure"}, {"acme": reason})
+        assert "not run: the vendor ships in spring" in text and "failed" not in text
+        assert status == 1, "nobody takes it for a lane that has passed"
 
     @pytest.mark.parametrize("result", ["failure", "cancelled", "skipped", ""])
     def test_anything_but_success_of_a_lane_that_needs_nothing_fails_the_whole(self, result):
