@@ -250,8 +250,8 @@ _ALL = (
     ),
     Clause(
         "SHP-03",
-        "Where the device counts compilations (`num_compilations`), none comes after the warm-up, whatever requests ask "
-        "of temperature, top-k, top-p and min-p.",
+        "Where the device counts compilations (`num_compilations`), none comes after the warm-up, whatever requests "
+        "ask of temperature, top-k, top-p and min-p.",
         "static_shapes",
     ),
     Clause(

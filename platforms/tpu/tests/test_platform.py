@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mvllm.plugin_api import ConfigError, ParallelConfig, PlatformError
 from mvllm.platform.phases import Phase, enter_phase
+from mvllm.plugin_api import ConfigError, ParallelConfig, PlatformError
 from mvllm_tpu import compile_cache, machine, runtimes
 from mvllm_tpu.platform import make_platform
 
