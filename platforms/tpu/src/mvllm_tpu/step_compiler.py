@@ -22,10 +22,9 @@ class StepCompiler(CompileBackend):
 
     def compile(self, function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
         """A program for each shape: XLA knows no others, so `dynamic` changes nothing."""
-        compiled: Callable[..., Any] = torch.compile(
-            function, backend="tpu", dynamic=False, recompile_limit=_MOST_SHAPES, isolate_recompiles=True
-        )
-        return compiled
+        compile_with: Callable[..., Callable[..., Any]] = torch.compile  # its annotations lack the limit
+        limits = {"recompile_limit": _MOST_SHAPES, "isolate_recompiles": True}
+        return compile_with(function, backend="tpu", dynamic=False, **limits)
 
     def cache_key(self) -> str:
         """Versions of what compiles."""

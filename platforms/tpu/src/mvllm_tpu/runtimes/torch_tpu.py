@@ -35,6 +35,7 @@ class TorchTpu(Runtime):
     name: ClassVar[str] = "torch_tpu"
     lazy: ClassVar[bool] = False
     compiles: ClassVar[bool] = True
+    fork_safe: ClassVar[bool] = False  # the child of a process that had torch has been seen to hang
 
     def problem(self, devices: Devices) -> str | None:
         if devices.on_host and not os.environ.get(LIBRARY_VARIABLE):
