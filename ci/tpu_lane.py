@@ -149,8 +149,11 @@ def whole(arguments: Sequence[str] = ()) -> list[Part]:
 def smoke() -> list[Part]:
     """What the gate has time for."""
     return [
-        Part("conformance, thinned out", conformance("--quick", "--only", "PLG,PRB,CFG,DEV,ATT,RUN"), 1),
-        Part("parity of Llama", tests("--mvllm-platform", "tpu", PARITY[0], "-k", "chunks and gqa")),
+        Part("conformance, thinned out, of few families", conformance("--quick", "--only", "PLG,PRB,CFG,ATT,RUN")),
+        Part(
+            "parity of a small Llama",
+            tests(f"{PLATFORM}/tests/test_on_xlas_cpu_device.py", "-k", "transformers and llama"),
+        ),
     ]
 
 
