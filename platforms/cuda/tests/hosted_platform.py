@@ -19,6 +19,7 @@ from mvllm.plugin_api import (
     DeviceRuntime,
     FinishedHostCopy,
     HostCopy,
+    OpProvider,
     PlatformSpec,
     WorkerContext,
 )
@@ -56,9 +57,11 @@ class HostedPlatform(CUDAPlatform):
 
     Attributes:
         graphs_made: Those of all engines so far.
+        provided: Its operations: none, unless a test puts some here, since interpreted kernels take their time.
     """
 
     graphs_made: ClassVar[list[Any]] = []
+    provided: ClassVar[tuple[OpProvider, ...]] = ()
 
     @property
     def spec(self) -> PlatformSpec:
@@ -71,8 +74,8 @@ class HostedPlatform(CUDAPlatform):
     def init_device(self, ctx: WorkerContext) -> DeviceRuntime:
         return HostedRuntime(ctx)
 
-    def ops(self) -> tuple[()]:
-        return ()
+    def ops(self) -> tuple[OpProvider, ...]:
+        return self.provided
 
     def compiler(self) -> CapturedSteps:
         graphs = HostGraphs()
