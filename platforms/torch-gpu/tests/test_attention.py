@@ -18,6 +18,7 @@ importlib.import_module("platforms.torch-gpu.tests.interpreted")
 
 from mvllm_torch_gpu.attention import BLOCK_SIZES, TritonAttention  # noqa: E402
 from mvllm_torch_gpu.platform import TorchGpuPlatform  # noqa: E402
+from mvllm_torch_gpu.settings import Settings  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")  # of the interpreter, about poison
 
@@ -32,6 +33,7 @@ class SomePlatform(TorchGpuPlatform):
     """One whose devices compute in another float8."""
 
     title, package, float8 = "Some", "mvllm-some", "float8_e4m3fnuz"
+    settings = Settings("MVLLM_SOME", "some")
     spec = init_device = uses_host_memory = None
 
 
