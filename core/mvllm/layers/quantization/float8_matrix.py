@@ -69,7 +69,7 @@ class Float8Matrix(QuantizedMatrix):
     def __init__(self, ctx: BuildContext, layout: MatrixLayout, format: Float8Format) -> None:
         super().__init__()
         self.layout, self.format = layout, format
-        self._dtype, self._device = ctx.dtype, ctx.device
+        self._dtype, self._device, self._place = ctx.dtype, ctx.device, ctx.place
         self._op = ctx.op("linear", in_features=layout.num_columns, out_features=layout.out_features, bias=layout.bias)
         self.stored = nn.ModuleList(self._stage(part) for part in layout.parts)
 
@@ -91,7 +91,7 @@ class Float8Matrix(QuantizedMatrix):
             for start in range(0, len(codes), rows_at_once):
                 piece = slice(start, start + rows_at_once)
                 weight[part.destination][piece] = codes[piece].float() * columns.spread(of_rows[piece], 1)
-        placed = nn.Parameter(weight.to(self._device), requires_grad=False)
+        placed = nn.Parameter(self._place(weight.to(self._device), self.layout.partition), requires_grad=False)
         return self._op.function, placed if self._op.prepare is None else self._op.prepare(placed.data)
 
     def _blocks(self, part: Part) -> tuple[_Blocks, _Blocks]:
