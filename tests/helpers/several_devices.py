@@ -90,7 +90,7 @@ class Spread(torch.Tensor):
             if func in _OF_PARTS:
                 return _OF_PARTS[func](*args, **kwargs)
             name = getattr(func, "__name__", str(func))
-            if name in ("__get__", "__set__", "requires_grad_", "__hash__", "dim", "size", "numel", "element_size"):
+            if name in _OF_SHAPE:
                 return func(*args, **kwargs)
         return func(*_whole(args, name), **{key: _whole(value, name) for key, value in kwargs.items()})
 
@@ -165,6 +165,10 @@ _OF_PARTS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__getitem__: _getitem,
     torch.Tensor.detach: _detach,
 }
+
+
+_OF_SHAPE = {"__get__", "__set__", "requires_grad_", "__hash__", "dim", "size", "stride", "numel", "element_size"}
+"""What may be asked of a tensor without its values."""
 
 
 def hold(tensor: torch.Tensor) -> torch.Tensor:

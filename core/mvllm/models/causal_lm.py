@@ -174,13 +174,19 @@ class CausalLM(nn.Module, ABC):
         return iter(range(self.stage.first, self.stage.stop))
 
     def _prepare(self, module: nn.Module) -> None:
-        if self._spreads and hasattr(module, "weight_targets"):
-            partitions: Mapping[str, int] = getattr(module, "partitions", {})
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                if parameter not in self._placed:  # a tied head has the embedding's own
-                    placed = self._place(parameter.data, partitions.get(name))
-                    self._placed[parameter] = nn.Parameter(placed, requires_grad=False)
-                setattr(module, name, self._placed[parameter])
+        if self._spreads:
+            self._spread(module)
         prepare = getattr(module, "prepare_weights", None)
         if prepare is not None:
             prepare()
+
+    def _spread(self, module: nn.Module) -> None:
+        """Has the devices of this worker share the parameters of a module, as it says in `partitions`."""
+        partitions: Mapping[str, int] = getattr(module, "partitions", {})
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in self._placed:
+                if not hasattr(module, "weight_targets"):  # belongs to another one, or is not loaded from a checkpoint
+                    continue
+                placed = self._place(parameter.data, partitions.get(name))
+                self._placed[parameter] = nn.Parameter(placed, requires_grad=False)
+            setattr(module, name, self._placed[parameter])
