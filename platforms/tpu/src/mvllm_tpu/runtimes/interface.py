@@ -31,11 +31,13 @@ class Runtime(ABC):
         name: The library's, as Python imports it.
         lazy: As in Capabilities: operations are recorded, and run at `DeviceRuntime.step_mark`.
         compiles: Whether `compiler` gives something: Capabilities.compile.
+        spreads: Whether one worker can drive several devices.
     """
 
     name: ClassVar[str]
     lazy: ClassVar[bool]
     compiles: ClassVar[bool] = False
+    spreads: ClassVar[bool] = False
 
     @abstractmethod
     def variables(self, devices: Devices) -> Mapping[str, str]:
