@@ -212,7 +212,8 @@ class SeveralRuntime(DeviceRuntime):
     def place(self, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
         if fault() == "place":
             return tensor
-        if dim is None or fault() == "copies":
+        large = tensor.shape != (24, 48)  # other than what the clause about tensors tries
+        if dim is None or fault() == "copies" or (fault() == "weights" and large):
             return Spread([hold(tensor.clone()) for _ in range(self.num_devices)], None)
         assert tensor.shape[dim] % self.num_devices == 0, f"{tuple(tensor.shape)} is not cut evenly along {dim}"
         parts = [hold(part.clone()) for part in tensor.chunk(self.num_devices, dim)]
