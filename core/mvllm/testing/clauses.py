@@ -115,6 +115,12 @@ _ALL = (
     ),
     Clause(
         "DEV-08",
+        "Within `inference_mode`, tensors that were made outside of it are viewed and written, and nothing is recorded "
+        "for gradients.",
+        "torch_device",
+    ),
+    Clause(
+        "DEV-09",
         "Where a worker drives several devices, `place` gives each an equal part of a tensor along a dimension, in "
         "order, or all of it; `parts` says what each has.",
         "devices_per_process",
@@ -258,6 +264,12 @@ _ALL = (
     Clause(
         "SHP-02",
         "After `warm_up`, every step has sizes among the buckets, and the compiler is not called again.",
+    ),
+    Clause(
+        "SHP-03",
+        "Where the device counts compilations (`num_compilations`), none comes after the warm-up, whatever requests ask "
+        "of temperature, top-k, top-p and min-p.",
+        "static_shapes",
     ),
     Clause(
         "GRF-01",

@@ -1,4 +1,4 @@
-"""DEV-08, MEM-04, KVL-06, RUN-03: one worker that drives several devices spreads over them what it holds.
+"""DEV-09, MEM-04, KVL-06, RUN-03: one worker that drives several devices spreads over them what it holds.
 
 Each is asked of a worker in a process of its own: how many devices a process has is often settled once.
 """
@@ -20,7 +20,7 @@ def check(subject: Examinee, what: str, zoo: Zoo | None = None) -> None:
     assert not error, error
 
 
-@clause("DEV-08")
+@clause("DEV-09")
 def test_tensors_are_spread_over_the_devices(subject: Examinee) -> None:
     check(subject, "place")
 

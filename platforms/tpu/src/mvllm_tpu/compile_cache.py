@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from mvllm.plugin_api import get_logger
+from mvllm_tpu import machine
 
 logger = get_logger("mvllm.tpu.compile_cache")
 
@@ -45,6 +46,9 @@ def use() -> None:
     global _done
     where = folder()
     if where is None or _done:
+        return
+    if machine.find().on_host:
+        logger.info("%s is not used: XLA's CPU device cannot load programs that were compiled before.", VARIABLE)
         return
     import torch_xla.runtime as xr
 
