@@ -1,4 +1,4 @@
-"""Clauses about workers of several devices: a platform of the tests that has them keeps them, and breaks them when told."""
+"""Clauses about workers of several devices: a platform of the tests keeps them, and breaks them when it is told to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def examine(folder: Path, fault: str, clauses: tuple[str, ...]) -> dict[str, str
     """What the suite says about each clause, in the order of the contract's page."""
     path = os.pathsep.join([*several_platform_path(folder), *(entry for entry in sys.path if entry)])
     report = folder / "report.json"
-    command = [*"-m mvllm.entrypoints.cli.main conformance --quick --platform several".split()]
+    command = [*["-m", "mvllm.entrypoints.cli.main", "conformance", "--quick", "--platform", "several"]]
     done = subprocess.run(
         [sys.executable, *command, "--only", ",".join(clauses), "--report", str(report)],
         env={**os.environ, "PYTHONPATH": path, VARIABLE: "2", FAULT: fault},

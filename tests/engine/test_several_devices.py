@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mvllm import LLM
-from mvllm.errors import ConfigError, MvllmError, PlatformError
 from tests.engine.test_multiproc_parity import check_under_pressure
 from tests.helpers import parity, several_devices
 from tests.helpers.plugins import prepend, several_platform_path
-from tests.helpers.several_plugin import FAULT, VARIABLE
+from tests.helpers.several_plugin import VARIABLE
 from tests.helpers.thread_executor import ThreadExecutor
 
 Drive = Callable[[int], None]
@@ -59,9 +57,7 @@ def test_workers_of_several_devices_share_layers_and_stages(
 ) -> None:
     drive(devices)
     threads = f"{ThreadExecutor.__module__}.{ThreadExecutor.__name__}"
-    check_under_pressure(
-        name, tensor, pipeline, devices, platform="several", distributed_executor_backend=threads
-    )
+    check_under_pressure(name, tensor, pipeline, devices, platform="several", distributed_executor_backend=threads)
     assert several_devices.GATHERED == []
 
 

@@ -1,11 +1,11 @@
 """How many devices each worker drives, and what core's worker can do with them.
 
-    tensor_parallel_size = 4, pipeline_parallel_size = 2, two devices per worker
+tensor_parallel_size = 4, pipeline_parallel_size = 2, two devices per worker
 
-    ranks      0 1 | 2 3     4 5 | 6 7        one for each device
-    workers     0  |  1       2  |  3         what the executor starts: groups are made of these
-    tp groups    (0, 1)        (2, 3)
-    pp groups    (0, 2) and (1, 3)
+ranks      0 1 | 2 3     4 5 | 6 7        one for each device
+workers     0  |  1       2  |  3         what the executor starts: groups are made of these
+tp groups    (0, 1)        (2, 3)
+pp groups    (0, 2) and (1, 3)
 """
 
 from __future__ import annotations

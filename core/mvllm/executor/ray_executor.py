@@ -22,8 +22,8 @@ import msgspec
 from mvllm.config.engine_config import EngineConfig, replace_field
 from mvllm.errors import ConfigError, PlatformError
 from mvllm.executor.config_codec import encode_config
-from mvllm.executor.devices import devices_per_worker
 from mvllm.executor.descriptor_door import DescriptorDoor, Parcel
+from mvllm.executor.devices import devices_per_worker
 from mvllm.executor.engine_queues import EngineQueues
 from mvllm.executor.message_queue import MessageReader, MessageWriter
 from mvllm.executor.process_tools import search_path, unnamed_file

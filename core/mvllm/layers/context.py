@@ -68,8 +68,8 @@ class BuildContext:
     def shares(self) -> tuple[Share, ...]:
         """The share in each layer of each device of this worker. They lie side by side.
 
-            tensor_parallel_size = 4, 2 workers with 2 devices each      worker   0   |   1
-                                                                         share  0   1 | 2   3
+        tensor_parallel_size = 4, 2 workers with 2 devices each      worker   0   |   1
+                                                                     share  0   1 | 2   3
         """
         first, of = self.tp.rank_in_group * self.num_devices, self.tp.world_size * self.num_devices
         return tuple(Share(first + i, of) for i in range(self.num_devices))

@@ -85,8 +85,8 @@ class DeviceRuntime(ABC):
 
     Phase: worker; every method, from the worker's thread. One instance per worker, returned by `Platform.init_device`.
 
-    Where a worker drives several devices, all of them are one device to core: it computes with whole tensors, and says of
-    each weight how the devices share it (`place`). How the work is divided, and what the devices tell each other for
+    Where a worker drives several devices, all of them are one device to core: it computes with whole tensors, and says
+    of each weight how the devices share it (`place`). How the work is divided, and what the devices tell each other for
     that, is the platform's: its compiler's, for instance, which finds it from where the weights lie.
 
     Attributes:

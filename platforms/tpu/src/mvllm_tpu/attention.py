@@ -148,9 +148,7 @@ class XlaAttention(AttentionBackend):
             float32 [n, size, heads, value_size].
         """
         spec, num_tiles = self.spec, len(query)
-        parts = [
-            cache.index_select(0, tables.flatten()).view(num_tiles, -1, *cache.shape[2:]).float() for cache in kv
-        ]
+        parts = [cache.index_select(0, tables.flatten()).view(num_tiles, -1, *cache.shape[2:]).float() for cache in kv]
         key, value = parts[0], parts[-1][..., : spec.value_size]
         key_at = torch.arange(key.shape[1], device=query.device, dtype=torch.int32)
         # What no query of the tile sees may hold anything, NaN too, and 0 x NaN is NaN.
