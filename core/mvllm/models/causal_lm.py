@@ -106,8 +106,8 @@ class CausalLM(nn.Module, ABC):
         return targets
 
     def tensor_loaded(self, name: str) -> None:
-        """Once all tensors of a module are loaded: spreads its weights over the devices, where there are several, and lets
-        op providers turn them into the form they want.
+        """Once all tensors of a module are loaded: spreads its weights over the devices, where there are several, and
+        lets op providers turn them into the form they want.
 
         That is not left to the end, so that no more than one layer is in memory in two forms.
 

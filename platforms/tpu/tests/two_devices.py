@@ -44,7 +44,8 @@ def check(family: str, folder: Path) -> None:
         warm = num_compilations()
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
         for _ in range(2):  # the second time, prompts are in the cache
-            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in expected.prompts], params, use_tqdm=False)
+            asked = [{"prompt_token_ids": prompt} for prompt in expected.prompts]
+            outputs = llm.generate(asked, params, use_tqdm=False)
             assert [list(output.outputs[0].token_ids) for output in outputs] == expected.tokens
         assert num_compilations() == warm, f"{num_compilations() - warm} programs were compiled after the warm-up"
     assert bound, "nothing was placed"

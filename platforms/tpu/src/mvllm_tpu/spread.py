@@ -1,8 +1,8 @@
 """Several devices behind one worker: torch_xla's SPMD mode, where a tensor lies on all devices of a mesh.
 
 The process has one device then, a virtual one. A tensor on it says how the devices share it; one that says nothing is
-on each of them, whole. Programs are written as for one device: XLA divides the work by where weights and KV cache lie, and
-puts in what the devices have to tell each other.
+on each of them, whole. Programs are written as for one device: XLA divides the work by where weights and KV cache lie,
+and puts in what the devices have to tell each other.
 
     weight [8, 4], place(0)      device 0: rows 0-3      device 1: rows 4-7
     step's inputs, norms         on both
