@@ -14,7 +14,7 @@ from mvllm.testing.suite.test_several_devices import *  # noqa: F403
 from tests.helpers.plugins import several_platform_path
 from tests.helpers.several_plugin import FAULT, VARIABLE
 
-CLAUSES = ("DEV-09", "MEM-04", "KVL-06", "RUN-03", "E2E-02")
+CLAUSES = ("DEV-09", "MEM-05", "KVL-06", "RUN-03", "E2E-02")
 
 
 def examine(folder: Path, fault: str, clauses: tuple[str, ...]) -> dict[str, str]:
@@ -48,7 +48,7 @@ def test_a_platform_with_several_devices_per_worker_keeps_the_clauses(tmp_path: 
         ("place", "DEV-09"),
         pytest.param("copies", "DEV-09", marks=pytest.mark.exhaustive),
         pytest.param("order", "DEV-09", marks=pytest.mark.exhaustive),
-        pytest.param("memory", "MEM-04", marks=pytest.mark.exhaustive),
+        pytest.param("memory", "MEM-05", marks=pytest.mark.exhaustive),
         pytest.param("cache", "KVL-06", marks=pytest.mark.exhaustive),
         pytest.param("weights", "RUN-03", marks=pytest.mark.exhaustive),
     ],

@@ -149,9 +149,9 @@ class CausalLM(nn.Module, ABC):
         prepared = self._prepared
         for module in list(self.modules()):
             if module not in prepared:
-                prepared.add(module)
                 self._prepare(module)
         self._placed.clear()
+        prepared.clear()  # the model is among them, and would hold itself
 
     @property
     def ties_head(self) -> bool:

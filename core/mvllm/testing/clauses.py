@@ -139,6 +139,12 @@ _ALL = (
     ),
     Clause(
         "MEM-04",
+        "`is_out_of_memory` knows the error of a tensor that torch cannot make on the device for want of memory, and "
+        "no other.",
+        "torch_device",
+    ),
+    Clause(
+        "MEM-05",
         "Where a worker drives several devices, `memory()` counts all of them; memory that is the host's, once.",
         "devices_per_process",
     ),
@@ -267,8 +273,8 @@ _ALL = (
     ),
     Clause(
         "SHP-03",
-        "Where the device counts compilations (`num_compilations`), none comes after the warm-up, whatever requests ask "
-        "of temperature, top-k, top-p and min-p.",
+        "Where the device counts compilations (`num_compilations`), none comes after the warm-up, whatever requests "
+        "ask of temperature, top-k, top-p and min-p.",
         "static_shapes",
     ),
     Clause(
@@ -323,6 +329,9 @@ _ALL = (
 )
 
 CLAUSES: dict[str, Clause] = {clause.id: clause for clause in _ALL}
+
+DEVICE_FREE = frozenset(i for i in CLAUSES if i[:3] in ("PLG", "PRB", "CFG")) | {"SHP-01"}
+"""What can be examined where no device is: nothing that these clauses are about opens one."""
 
 
 def claims(capabilities: Capabilities, needs: str | None) -> bool:

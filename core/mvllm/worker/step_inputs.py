@@ -30,7 +30,6 @@ from mvllm.platform.shapes import ShapePolicy
 from mvllm.platform.staging import StepStaging
 from mvllm.worker.rows import RowTable
 
-
 _Buffer = TypeVar("_Buffer", np.ndarray, torch.Tensor)
 
 
@@ -70,7 +69,13 @@ class _Packing:
         return [buffer[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
     def layouts(
-        self, parts: list[np.ndarray], views: list[torch.Tensor], *, block_size: int, max_query_len: int, max_seq_len: int
+        self,
+        parts: list[np.ndarray],
+        views: list[torch.Tensor],
+        *,
+        block_size: int,
+        max_query_len: int,
+        max_seq_len: int,
     ) -> list[BatchLayout]:
         """One for each group: the parts on the host, and on the device."""
         shape = (self.requests, self.pages)

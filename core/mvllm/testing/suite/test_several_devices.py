@@ -1,4 +1,4 @@
-"""DEV-09, MEM-04, KVL-06, RUN-03: one worker that drives several devices spreads over them what it holds.
+"""DEV-09, MEM-05, KVL-06, RUN-03: one worker that drives several devices spreads over them what it holds.
 
 Each is asked of a worker in a process of its own: how many devices a process has is often settled once.
 """
@@ -25,7 +25,7 @@ def test_tensors_are_spread_over_the_devices(subject: Examinee) -> None:
     check(subject, "place")
 
 
-@clause("MEM-04")
+@clause("MEM-05")
 def test_the_memory_of_all_devices_counts(subject: Examinee) -> None:
     if why := why_not_devices(subject, 2):
         not_claimed(why)
