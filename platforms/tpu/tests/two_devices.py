@@ -1,6 +1,6 @@
 """An engine whose one worker drives two of XLA's CPU devices: a program, since a process has one way to see devices.
 
-    PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python platforms/tpu/tests/two_devices.py FAMILY FOLDER
+PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python platforms/tpu/tests/two_devices.py FAMILY FOLDER
 """
 
 from __future__ import annotations
