@@ -53,6 +53,13 @@ def check_topology(config: EngineConfig, platform: Platform, topology: LaunchTop
             "devices each. That is a mistake of its topology(): update the platform, or choose sizes whose product is "
             f"{num_workers * topology.devices_per_worker}."
         )
+    most = platform.capabilities.devices_per_process
+    if most is not None and num_devices > most:
+        raise PlatformError(
+            f"{asked}, and the topology() of the platform {name!r} has each worker drive {num_devices} devices, but the "
+            f"platform claims at most {most} (devices_per_process). Update the platform, or set tensor_parallel_size to "
+            f"{most}."
+        )
     if parallel.tensor_parallel_size % num_devices:
         raise ConfigError(
             f"{asked}, and each worker of the platform {name!r} drives {num_devices} devices, which share layers: it "

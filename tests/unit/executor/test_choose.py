@@ -144,7 +144,7 @@ def of(num_workers: int, devices: int, **capabilities: object) -> FakePlatform:
             return None
 
     made = Several()
-    made.capabilities = replace(made.capabilities, devices_per_process=None, **capabilities)
+    made.capabilities = replace(made.capabilities, **{"devices_per_process": None, **capabilities})
     return made
 
 
@@ -168,3 +168,8 @@ def test_workers_of_several_devices_need_collectives_among_them_only():
 def test_a_topology_without_the_devices_that_were_asked_for_is_the_platforms_error(workers, devices):
     with pytest.raises(PlatformError, match=f"makes 4 ranks, for which .* has {workers} workers of {devices} devices"):
         make_executor(config("uni", tp=4), of(workers, devices))
+
+
+def test_more_devices_than_the_platform_claims_are_refused():
+    with pytest.raises(PlatformError, match=r"each worker drive 4 devices, but the platform claims at most 2"):
+        make_executor(config(tp=4), of(1, 4, devices_per_process=2))

@@ -5,8 +5,16 @@ Each is asked of a worker in a process of its own: how many devices a process ha
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
+
+from mvllm.config.engine_args import EngineArgs
+from mvllm.executor.devices import check_topology
+from mvllm.platform.phases import Phase, enter_phase
+from mvllm.plugin_api import LaunchTopology, PlatformError
 from mvllm.testing.marks import clause, not_claimed
-from mvllm.testing.ranks import of_several_devices, why_not_devices
+from mvllm.testing.ranks import of_several_devices, parallel_config, why_not_devices
 from mvllm.testing.subject import Examinee
 from mvllm.testing.zoo import Zoo
 
@@ -49,3 +57,13 @@ def test_the_cache_is_spread_over_the_devices(subject: Examinee) -> None:
 @clause("RUN-03")
 def test_weights_are_spread_over_the_devices(subject: Examinee, free_device: None, zoo: Zoo) -> None:
     check(subject, "weights", zoo)
+
+
+@clause("DEV-09", "MEM-05", "KVL-06", "RUN-03", refusal=True)
+def test_a_worker_of_several_devices_that_are_not_claimed_is_refused(subject: Examinee) -> None:
+    if subject.platform.worker_class() is not None:
+        not_claimed("it has a worker class of its own, which drives what it likes")
+    config = EngineArgs.from_kwargs(model="demo").create_engine_config()
+    config = dataclasses.replace(config, parallel=parallel_config(tensor=2))
+    with enter_phase(Phase.ENGINE), pytest.raises(PlatformError, match="devices_per_process"):
+        check_topology(config, subject.platform, LaunchTopology(1, 2, ("uni",)))
