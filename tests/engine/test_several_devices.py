@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from tests.engine.test_multiproc_parity import check_under_pressure
 from tests.helpers import parity, several_devices
@@ -15,6 +17,15 @@ from tests.helpers.several_plugin import VARIABLE
 from tests.helpers.thread_executor import ThreadExecutor
 
 Drive = Callable[[int], None]
+
+
+def some(cases: Mapping[str, tuple[Any, ...]], *kept: str) -> list[ParameterSet]:
+    """The cases; those of other checkpoints are run with all tests only."""
+    return [
+        pytest.param(*case, id=name, marks=() if case[0] in kept else pytest.mark.exhaustive)
+        for name, case in cases.items()
+    ]
+
 
 PARTS = {
     "one embedding serves as head; heads, gates and vocabulary are cut": ("llama-mha-tied", 2),
@@ -37,7 +48,7 @@ def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Drive:
     return lambda count: monkeypatch.setenv(VARIABLE, str(count))
 
 
-@pytest.mark.parametrize(("name", "devices"), PARTS.values(), ids=PARTS.keys())
+@pytest.mark.parametrize(("name", "devices"), some(PARTS, "llama-mqa-biases", "qwen2-odd-vocabulary", "gpt2"))
 def test_a_model_on_several_devices_gives_the_tokens_of_transformers(drive: Drive, name: str, devices: int) -> None:
     drive(devices)
     check_under_pressure(name, devices, 1, devices, platform="several")
@@ -51,7 +62,7 @@ BOTH_WAYS = {
 }
 
 
-@pytest.mark.parametrize(("name", "tensor", "pipeline", "devices"), BOTH_WAYS.values(), ids=BOTH_WAYS.keys())
+@pytest.mark.parametrize(("name", "tensor", "pipeline", "devices"), some(BOTH_WAYS, "qwen2"))
 def test_workers_of_several_devices_share_layers_and_stages(
     drive: Drive, name: str, tensor: int, pipeline: int, devices: int
 ) -> None:
@@ -61,6 +72,7 @@ def test_workers_of_several_devices_share_layers_and_stages(
     assert several_devices.GATHERED == []
 
 
+@pytest.mark.exhaustive
 def test_two_processes_of_two_devices_answer_as_one(drive: Drive) -> None:
     drive(2)
     check_under_pressure("llama-gqa", 4, 1, 2, platform="several")
@@ -75,7 +87,7 @@ OTHERS: dict[str, tuple[str, bool, dict[str, object]]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "stays_cut", "settings"), OTHERS.values(), ids=OTHERS.keys())
+@pytest.mark.parametrize(("name", "stays_cut", "settings"), some(OTHERS, "gptoss", "deepseek2"))
 def test_two_devices_give_the_tokens_of_one(
     drive: Drive, name: str, stays_cut: bool, settings: dict[str, object]
 ) -> None:

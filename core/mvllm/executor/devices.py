@@ -56,9 +56,9 @@ def check_topology(config: EngineConfig, platform: Platform, topology: LaunchTop
     most = platform.capabilities.devices_per_process
     if most is not None and num_devices > most:
         raise PlatformError(
-            f"{asked}, and the topology() of the platform {name!r} has each worker drive {num_devices} devices, but the "
-            f"platform claims at most {most} (devices_per_process). Update the platform, or set tensor_parallel_size to "
-            f"{most}."
+            f"{asked}, and the topology() of the platform {name!r} has each worker drive {num_devices} devices, but it "
+            f"claims at most {most} (devices_per_process). That is a mistake of the platform: a tensor_parallel_size of "
+            f"{most} avoids it."
         )
     if parallel.tensor_parallel_size % num_devices:
         raise ConfigError(
