@@ -57,7 +57,7 @@ def check_topology(config: EngineConfig, platform: Platform, topology: LaunchTop
     if most is not None and num_devices > most:
         raise PlatformError(
             f"{asked}, and the topology() of the platform {name!r} has each worker drive {num_devices} devices, but it "
-            f"claims at most {most} (devices_per_process). That is a mistake of the platform: a tensor_parallel_size of "
+            f"claims at most {most} (devices_per_process). That is a mistake of the platform: tensor_parallel_size="
             f"{most} avoids it."
         )
     if parallel.tensor_parallel_size % num_devices:
