@@ -71,7 +71,7 @@ class TPUPlatform(Platform):
             compile=runtime is not None and runtime.compiles,
             static_shapes=True,
             unified_memory=machine.find().on_host,
-            fork_safe=True,
+            fork_safe=runtime is None or runtime.fork_safe,
             devices_per_process=None if runtime is not None and runtime.spreads else 1,
             collectives=COLLECTIVES,
             prefix_caching=True,

@@ -11,6 +11,7 @@ SPEC = PlatformSpec(
     probe="mvllm_tpu.probe:probe",
     factory="mvllm_tpu.platform:make_platform",
     torch_floor="2.6",
+    torch_backend="tpu",  # torch_tpu's name in torch; torch_xla takes none
     priority=10,
 )
 

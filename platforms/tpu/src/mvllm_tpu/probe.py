@@ -23,12 +23,15 @@ def probe(root: Path | None = None) -> ProbeResult:
     except ConfigError as e:
         return ProbeResult(False, str(e), devices, "See the message: it says what may stand there.")
     if runtime is None:
-        return ProbeResult(False, "Nothing here leads from torch to XLA: torch_xla is not installed.", devices, INSTALL)
+        reason = "Nothing here leads from torch to XLA: torch_xla is not installed, nor is its successor torch_tpu."
+        return ProbeResult(False, reason, devices, INSTALL)
+    if problem := runtime.problem(found):
+        return ProbeResult(False, f"{problem}.", devices, INSTALL)
     count = f"{len(devices)} x " if len(devices) > 1 else ""
     return ProbeResult(True, f"{count}{devices[0].name}, through {runtime.name}", devices)
 
 
 INSTALL = (
     "Make an environment for it, since torch_xla wants the torch of its own version: "
-    "pip install mvllm 'mvllm-tpu[torch-xla]'"
+    "pip install mvllm 'mvllm-tpu[torch-xla]', or 'mvllm-tpu[torch-tpu]' for its successor"
 )

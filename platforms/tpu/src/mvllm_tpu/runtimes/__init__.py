@@ -14,7 +14,10 @@ from mvllm_tpu.runtimes.interface import Runtime
 
 VARIABLE = "MVLLM_TPU_RUNTIME"
 
-KNOWN = {"torch_xla": "mvllm_tpu.runtimes.torch_xla:TorchXla"}
+KNOWN = {
+    "torch_xla": "mvllm_tpu.runtimes.torch_xla:TorchXla",
+    "torch_tpu": "mvllm_tpu.runtimes.torch_tpu:TorchTpu",
+}
 """`module:class` by the name of the library, the preferred one first."""
 
 

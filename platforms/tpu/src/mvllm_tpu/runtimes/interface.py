@@ -32,12 +32,18 @@ class Runtime(ABC):
         lazy: As in Capabilities: operations are recorded, and run at `DeviceRuntime.step_mark`.
         compiles: Whether `compiler` gives something: Capabilities.compile.
         spreads: Whether one worker can drive several devices.
+        fork_safe: As in Capabilities.
     """
 
     name: ClassVar[str]
     lazy: ClassVar[bool]
     compiles: ClassVar[bool] = False
     spreads: ClassVar[bool] = False
+    fork_safe: ClassVar[bool] = True
+
+    def problem(self, devices: Devices) -> str | None:
+        """Why it cannot open these devices; None where it can, as far as files and variables tell. Phase: any."""
+        return None
 
     @abstractmethod
     def variables(self, devices: Devices) -> Mapping[str, str]:
