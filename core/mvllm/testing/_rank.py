@@ -351,7 +351,7 @@ def main(order: dict[str, Any]) -> int:
         init_method=order["init_method"],
         num_devices=order["num_devices"],
     )
-    world = World(choose_platform(order["platform"]).platform, context, order["dtypes"], order["folder"])
+    world = World(choose_platform(order["platform"]).platform, context, order["dtypes"], order["checkpoint"])
     for name in order["what"]:
         if name in COLLECTIVES and (name not in world.platform.capabilities.collectives or context.world_size == 1):
             continue

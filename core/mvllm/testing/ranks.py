@@ -69,7 +69,7 @@ def run_ranks(
     *,
     local_ranks: list[int] | None = None,
     num_devices: int = 1,
-    folder: Path | None = None,
+    checkpoint: Path | None = None,
 ) -> list[RankResult]:
     """Starts the ranks of one world and returns what they say, in rank order.
 
@@ -78,7 +78,7 @@ def run_ranks(
         what: What each tries, in this order; names of `_rank.TRIALS`.
         local_ranks: Start these ranks only, each on its own: they meet nobody.
         num_devices: Devices that each drives.
-        folder: A checkpoint, for those that load one.
+        checkpoint: A folder, for those that load one.
     """
     topology = topology_of(examinee, parallel_config(tensor=world_size * num_devices))
     meeting = None if local_ranks is not None or world_size == 1 else f"tcp://127.0.0.1:{_free_port()}"
@@ -95,7 +95,7 @@ def run_ranks(
                 "dtypes": examinee.capabilities.dtypes,
                 "what": what,
                 "num_devices": num_devices,
-                "folder": str(folder or ""),
+                "checkpoint": str(checkpoint or ""),
             }
             output = Path(folder) / f"rank{rank}"
             with output.open("wb") as sink:
@@ -133,9 +133,11 @@ def _collect(started: list[tuple[subprocess.Popen[bytes], Path]]) -> list[RankRe
     return results
 
 
-def of_several_devices(examinee: Examinee, what: str, num_devices: int = 2, folder: Path | None = None) -> RankResult:
+def of_several_devices(
+    examinee: Examinee, what: str, num_devices: int = 2, checkpoint: Path | None = None
+) -> RankResult:
     """A worker that drives so many devices, having bound them and tried one thing of `_rank.OF_SEVERAL_DEVICES`."""
-    [result] = run_ranks(examinee, 1, ["bind", what], num_devices=num_devices, folder=folder)
+    [result] = run_ranks(examinee, 1, ["bind", what], num_devices=num_devices, checkpoint=checkpoint)
     return result
 
 

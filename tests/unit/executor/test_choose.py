@@ -171,5 +171,5 @@ def test_a_topology_without_the_devices_that_were_asked_for_is_the_platforms_err
 
 
 def test_more_devices_than_the_platform_claims_are_refused():
-    with pytest.raises(PlatformError, match=r"each worker drive 4 devices, but the platform claims at most 2"):
+    with pytest.raises(PlatformError, match=r"each worker drive 4 devices, but it claims at most 2"):
         make_executor(config(tp=4), of(1, 4, devices_per_process=2))

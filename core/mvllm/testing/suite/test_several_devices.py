@@ -23,8 +23,8 @@ def check(subject: Examinee, what: str, zoo: Zoo | None = None) -> None:
     """Two devices try it."""
     if why := why_not_devices(subject, 2):
         not_claimed(why)
-    folder = None if zoo is None else zoo.checkpoint("llama")
-    error = of_several_devices(subject, what, folder=folder).error_of(what)
+    checkpoint = None if zoo is None else zoo.checkpoint("llama")
+    error = of_several_devices(subject, what, checkpoint=checkpoint).error_of(what)
     assert not error, error
 
 
