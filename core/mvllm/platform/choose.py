@@ -37,12 +37,14 @@ class ChosenPlatform:
         return f"{self.source.name}, from {self.source}"
 
 
-def choose_platform(name: str | None = None) -> ChosenPlatform:
+def choose_platform(name: str | None = None, *, available_only: bool = True) -> ChosenPlatform:
     """The platform to run on.
 
     Args:
         name: What the user asked for; the default is the environment variable `MVLLM_PLATFORM`. With a name, only that
             plugin is imported.
+        available_only: Whether one that is asked for must be available. Without that it can be asked for its plans, and
+            nothing can run on it.
 
     Raises:
         PlatformError: None or several can be used, the one asked for is not there or not usable, or, without a name,
@@ -51,7 +53,7 @@ def choose_platform(name: str | None = None) -> ChosenPlatform:
     """
     name = name or os.environ.get(ENVIRONMENT_VARIABLE) or None
     candidates = discover(only=name)
-    chosen = _named(name, candidates) if name else _single(candidates)
+    chosen = _named(name, candidates, available_only) if name else _single(candidates)
     return ChosenPlatform(_build(chosen), chosen.source)
 
 
@@ -78,7 +80,7 @@ def describe(candidate: Candidate) -> str:
     return "\n".join(lines)
 
 
-def _named(name: str, candidates: Sequence[Candidate]) -> Candidate:
+def _named(name: str, candidates: Sequence[Candidate], available_only: bool) -> Candidate:
     if not candidates:
         installed = ", ".join(sorted({s.name for s in find_sources()})) or "none"
         raise PlatformError(
@@ -86,7 +88,7 @@ def _named(name: str, candidates: Sequence[Candidate]) -> Candidate:
             f"Run: pip install mvllm-{name}, or choose an installed one with --platform."
         )
     candidate = candidates[0]
-    if candidate.failure or not candidate.available:
+    if candidate.failure or (available_only and not candidate.available):
         error = candidate.failure.error if candidate.failure else None
         message = f"The platform {name!r} was asked for, but it cannot be used:\n{describe(candidate)}"
         raise (type(error) if isinstance(error, PlatformError) else PlatformError)(message) from error

@@ -132,6 +132,12 @@ _ALL = (
         "torch_device",
     ),
     Clause(
+        "MEM-04",
+        "`is_out_of_memory` knows the error of a tensor that torch cannot make on the device for want of memory, and "
+        "no other.",
+        "torch_device",
+    ),
+    Clause(
         "KVL-01",
         "`kv_layout` names at least one block size, and the bytes one token takes in one layer.",
         "torch_device",
@@ -301,6 +307,9 @@ _ALL = (
 )
 
 CLAUSES: dict[str, Clause] = {clause.id: clause for clause in _ALL}
+
+DEVICE_FREE = frozenset(i for i in CLAUSES if i[:3] in ("PLG", "PRB", "CFG")) | {"SHP-01"}
+"""What can be examined where no device is: nothing that these clauses are about opens one."""
 
 
 def claims(capabilities: Capabilities, needs: str | None) -> bool:

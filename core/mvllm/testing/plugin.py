@@ -12,7 +12,7 @@ clause are left alone, so it may stand beside a vendor's own.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,9 @@ import pytest
 
 from mvllm.errors import MvllmError
 from mvllm.platform.phases import Phase, enter_phase
-from mvllm.testing.clauses import CLAUSES, FAMILIES, claims
+from mvllm.testing.clauses import CLAUSES, DEVICE_FREE, FAMILIES, claims
 from mvllm.testing.marks import EXHAUSTIVE_MARKER, MARKER, NOT_APPLICABLE, NOT_CLAIMED, NOT_RUN
-from mvllm.testing.report import REFUSED, Outcome, Report, Status
+from mvllm.testing.report import REFUSED, WITHOUT_DEVICE, Outcome, Report, Status
 from mvllm.testing.subject import Examinee, find_examinee
 from mvllm.testing.waivers import Waiver, read_waivers
 from mvllm.version import __version__
@@ -36,6 +36,9 @@ pytest.register_assert_rewrite("mvllm.testing.suite", "mvllm.testing.zoo", "mvll
 
 PROPERTY = "mvllm-conformance"
 """Under this name a test's report carries its clauses, also from a worker of xdist."""
+
+OPENING = frozenset({"bound_device", "free_device"})
+"""Fixtures of tests that open the device, or leave it to a process of theirs."""
 
 
 class Run:
@@ -54,7 +57,7 @@ class Run:
     def examinee(self) -> Examinee:
         if self._examinee is None:
             try:
-                self._examinee = find_examinee(self.option("platform"))
+                self._examinee = find_examinee(self.option("platform"), self.without_device)
             except MvllmError as e:
                 raise pytest.UsageError(str(e)) from e
         return self._examinee
@@ -75,6 +78,10 @@ class Run:
         return tuple(part.strip().upper() for part in (self.option("only") or "").split(",") if part.strip())
 
     @property
+    def without_device(self) -> bool:
+        return bool(self.option("without_device"))
+
+    @property
     def quick(self) -> bool:
         return bool(self.option("quick"))
 
@@ -88,7 +95,7 @@ class Run:
             core_contract=".".join(map(str, CONTRACT)),
             outcomes=sorted(self.outcomes.values(), key=lambda o: (min(o.clauses), o.test)),
             waivers=self.waivers,
-            only=(*self.only, *narrowed),
+            only=(*self.only, *([WITHOUT_DEVICE] if self.without_device else []), *narrowed),
             quick=self.quick,
         )
 
@@ -119,6 +126,10 @@ def _run(config: pytest.Config) -> Run:
     return config.stash[_RUN]
 
 
+def _fixtures(item: pytest.Item) -> Sequence[str]:
+    return getattr(item, "fixturenames", ())
+
+
 def _name(nodeid: str) -> str:
     """A test's own name, whatever file it was imported into."""
     return nodeid.partition("::")[2]
@@ -139,6 +150,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--mvllm-report", metavar="PATH", help="Write a JSON report, and a badge (SVG) beside it.")
     add("--mvllm-waivers", metavar="PATH", help="Known exceptions, with reasons and links (TOML).")
     add("--mvllm-only", metavar="IDS", help="Families or clauses to examine, for instance ATT,COM-03.")
+    add("--mvllm-without-device", action="store_true", default=None, help="Examine only what opens no device.")
     add("--mvllm-quick", action="store_true", default=None, help="Thin out the grids. Proves no conformance.")
 
 
@@ -198,6 +210,8 @@ def _prepare(item: pytest.Item, marker: pytest.Mark, run: Run) -> bool:
         ids = applicable or ids
     if unclaimed and not refusal:
         item.add_marker(pytest.mark.skip(reason=NOT_CLAIMED + ", ".join(unclaimed)))
+    elif run.without_device and (not DEVICE_FREE.issuperset(marker.args) or OPENING.intersection(_fixtures(item))):
+        item.add_marker(pytest.mark.skip(reason=NOT_RUN + WITHOUT_DEVICE))
     waiver = next((w for w in run.waivers if w.covers(ids, _name(item.nodeid))), None)
     if waiver is not None:
         item.add_marker(pytest.mark.xfail(reason=f"{waiver.reason} {waiver.link}", strict=False))

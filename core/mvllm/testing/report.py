@@ -26,6 +26,9 @@ SCHEMA = 1
 REFUSED = "refused, as it should be"
 """Reason of a test that was run because something is not claimed, and found the refusal that there should be."""
 
+WITHOUT_DEVICE = "without a device"
+"""Among what a run was limited to: only clauses whose subject opens no device were examined."""
+
 
 class Status(Enum):
     """Of a test, and of a clause."""

@@ -26,6 +26,7 @@ class Settings:
         only: Families or clauses, separated by commas.
         quick: Thin out the grids.
         further: Arguments for pytest.
+        without_device: Examine only what opens no device.
     """
 
     platform: str | None = None
@@ -34,6 +35,7 @@ class Settings:
     only: str | None = None
     quick: bool = False
     further: Sequence[str] = ()
+    without_device: bool = False
 
 
 def arguments(settings: Settings) -> list[str]:
@@ -51,7 +53,8 @@ def arguments(settings: Settings) -> list[str]:
         value = getattr(settings, name)
         if value is not None:
             found += [f"--mvllm-{name}", str(value if name in ("platform", "only") else Path(value).absolute())]
-    return [*found, *(["--mvllm-quick"] if settings.quick else []), *settings.further]
+    flags = {"--mvllm-quick": settings.quick, "--mvllm-without-device": settings.without_device}
+    return [*found, *(flag for flag, given in flags.items() if given), *settings.further]
 
 
 def run(settings: Settings) -> int:

@@ -20,10 +20,12 @@ class Examinee:
 
     Attributes:
         name: What users type.
+        without_device: Only what needs no device is examined, whether the probe finds one or not.
         environment: This process' variables before it had probed anything.
     """
 
     name: str
+    without_device: bool = False
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ), repr=False, compare=False)
     _cache: dict[str, Platform] = field(default_factory=dict)
 
@@ -41,7 +43,8 @@ class Examinee:
             PlatformError, ContractError: It cannot be had.
         """
         if self.name not in self._cache:
-            self._cache[self.name] = choose_platform(self.name).platform
+            chosen = choose_platform(self.name, available_only=not self.without_device)
+            self._cache[self.name] = chosen.platform
         return self._cache[self.name]
 
     @functools.cached_property
@@ -92,17 +95,17 @@ class Examinee:
         )
 
 
-def find_examinee(name: str | None) -> Examinee:
+def find_examinee(name: str | None, without_device: bool = False) -> Examinee:
     """The platform asked for, or the only one there is.
 
     Raises:
         MvllmError: Nobody said which, and it is not obvious.
     """
     if name is not None:
-        return Examinee(name)
+        return Examinee(name, without_device)
     environment = dict(os.environ)
     try:
-        return Examinee(choose_platform().source.name, environment)
+        return Examinee(choose_platform().source.name, without_device, environment)
     except MvllmError as e:
         raise PlatformError(f"Say which platform to examine with --mvllm-platform NAME. {e}") from e
 

@@ -121,6 +121,22 @@ def test_a_run_can_be_limited(run):
     assert "ATT-01" not in statuses(quick)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])  # the second is not available on most machines
+def test_without_a_device_only_what_opens_none_is_examined(run, tmp_path, platform):
+    (tmp_path / "test_some.py").write_text(
+        "from mvllm.testing.marks import clause\n"
+        "@clause('CFG-03')\ndef test_free(subject): assert subject.platform.capabilities.dtypes\n"
+        "@clause('CFG-05')\ndef test_opening(bound_device): assert False\n"
+        "@clause('ATT-03')\ndef test_of_the_device(subject): assert False\n"
+        "@clause('E2E-01')\ndef test_of_the_engine(free_device): assert False\n"
+    )
+    done, report = run("--mvllm-platform", platform, "--mvllm-without-device")
+    assert done.returncode == 0, done.stdout
+    assert statuses(report) == {"CFG-03": "passed"}
+    assert {test["reason"] for test in report["tests"] if test["status"] == "not run"} == {"without a device"}
+    assert not report["conformant"] and report["only"] == ["without a device"]
+
+
 def test_a_clause_newer_than_the_plugins_contract_does_not_apply(run, tmp_path):
     (tmp_path / "conftest.py").write_text(
         "import dataclasses\nfrom mvllm.testing import clauses\n"

@@ -13,6 +13,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--waivers", metavar="PATH", type=Path, help="Known exceptions, with reasons and links (TOML).")
     parser.add_argument("--only", metavar="IDS", help="Families or clauses to examine, for instance ATT,COM-03.")
     parser.add_argument("--quick", action="store_true", help="Thin out the grids. Proves no conformance.")
+    parser.add_argument(
+        "--without-device",
+        action="store_true",
+        help="Examine only what opens no device, where there is none. Proves no conformance.",
+    )
     parser.add_argument("--clauses", action="store_true", help="Print the clauses, and run nothing.")
     parser.add_argument(
         "--show", metavar="PATH", type=Path, help="Print a report that was written before, as Markdown."
@@ -37,4 +42,14 @@ def run(args: argparse.Namespace) -> int:
     if args.show is not None:
         print(report.from_json(args.show).markdown(), end="")
         return 0
-    return run_suite(Settings(args.platform, args.report, args.waivers, args.only, args.quick, tuple(args.further)))
+    return run_suite(
+        Settings(
+            args.platform,
+            args.report,
+            args.waivers,
+            args.only,
+            args.quick,
+            tuple(args.further),
+            without_device=args.without_device,
+        )
+    )

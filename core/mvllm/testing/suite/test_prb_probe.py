@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from mvllm.testing.marks import clause
+from mvllm.testing.marks import clause, not_run
+from mvllm.testing.report import WITHOUT_DEVICE
 from mvllm.testing.subject import Examinee
 from mvllm.testing.suite.test_plg_plugin import look_at
 
@@ -18,6 +19,7 @@ PROBE_CPU_SECONDS = 1.0
 def probed(examinee: Examinee) -> dict[str, Any]:
     capabilities = examinee.capabilities
     claimed = not examinee.error and capabilities.fork_safe and capabilities.torch_device
+    claimed = claimed and not examinee.without_device
     return look_at(examinee, bind_after_fork=claimed)
 
 
@@ -46,7 +48,9 @@ def test_a_process_that_has_probed_can_be_forked_and_the_child_can_probe(probed:
 
 
 @clause("PRB-02", needs="fork_safe")
-def test_the_child_of_a_process_that_has_probed_can_use_the_device(probed: dict[str, Any]) -> None:
+def test_the_child_of_a_process_that_has_probed_can_use_the_device(examinee: Examinee, probed: dict[str, Any]) -> None:
+    if examinee.without_device:
+        not_run(WITHOUT_DEVICE)
     assert probed.get("bind_after_fork", "") == ""
 
 

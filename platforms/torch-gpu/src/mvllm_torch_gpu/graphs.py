@@ -38,6 +38,7 @@ class DeviceGraphs(GraphBackend):
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream(self._device)
         try:
             # Other threads (NCCL's watchdog is one) may ask the driver for things that a capture must not.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -45,7 +46,11 @@ class DeviceGraphs(GraphBackend):
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as e:
-            raise PlatformError(f"The step cannot be captured in a graph: {str(e).partition(chr(10))[0]}") from e
+            # What is said of the end of a capture that was broken off is not why.
+            reason = str(e.__context__ or e).partition("\n")[0]
+            raise PlatformError(f"The step cannot be captured in a graph: {reason}") from e
+        finally:
+            torch.cuda.set_stream(stream)  # a capture that fails at its end leaves its own stream in place
         self._bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
         return _Replay(graph, step)
 

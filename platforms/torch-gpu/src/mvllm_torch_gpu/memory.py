@@ -126,7 +126,8 @@ class DeviceMemory:
             allocated=torch.cuda.memory_allocated(self._device),
             peak_allocated=torch.cuda.max_memory_allocated(self._device),
             reserved=reserved,
-            outside=self._bound_bytes if mine is None else max(0, mine - reserved),
+            # Less than torch holds is another process's: one that has our number outside of our container.
+            outside=self._bound_bytes if mine is None or mine < reserved else mine - reserved,
             host_free=host_available() if self._unified else None,
         )
 
@@ -140,10 +141,19 @@ def host_available(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
             found = int(rest.split()[0]) * 1024
     try:
         limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
+        used = int((cgroup / "memory.current").read_text()) - _file_cache(cgroup)
     except (OSError, ValueError):
         return found
     return found if limit == "max" else max(0, min(found, int(limit) - used))
+
+
+def _file_cache(cgroup: Path) -> int:
+    """Bytes of files that a group counts as used, and gives up where programs want them: weights that were read."""
+    try:
+        lines = (cgroup / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
 
 
 def not_enough(what: str, figures: Figures, remedy: str) -> str:
