@@ -93,7 +93,7 @@ class XlaAttention(AttentionBackend):
         packed = torch.from_numpy(np.concatenate(parts)).to(batch.block_table_device.device)
         ends = list(accumulate(len(part) for part in parts))  # slices: what torch_xla's split gives is no index
         views = [packed[a:b] for a, b in zip([0, *ends], ends, strict=False)]
-        return XlaMetadata(tiles.shape, *views, block_table=batch.block_table_device)
+        return XlaMetadata(tiles.shape, *[*views, batch.block_table_device])
 
     def write_kv(self, kv: Cache, key: torch.Tensor, value: torch.Tensor, metadata: XlaMetadata) -> None:
         for cache, new in zip(kv, (key, value), strict=False):  # no second one where values lie in the keys
