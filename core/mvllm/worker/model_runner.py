@@ -18,7 +18,7 @@ import dataclasses
 import gc
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -77,21 +77,18 @@ logger = get_logger(__name__)
 _AGREEMENT_SHARE = 10
 """Ranks that find no memory wait for each other this part of what a step may take at most."""
 
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def _without_gradients(
-    method: Callable[Concatenate[ModelRunner, _Arguments], _Result],
-) -> Callable[Concatenate[ModelRunner, _Arguments], _Result]:
-    """Runs a method in the device's inference mode."""
+def _without_gradients(method: _Method) -> _Method:
+    """Runs a method of the runner in the device's inference mode."""
 
     @wraps(method)
-    def within(self: ModelRunner, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    def within(self: ModelRunner, *args: Any, **kwargs: Any) -> Any:
         with self._runtime.inference_mode():
             return method(self, *args, **kwargs)
 
-    return within
+    return cast(_Method, within)
 
 
 class ModelRunner:

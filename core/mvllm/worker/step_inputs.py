@@ -65,7 +65,7 @@ class _Packing:
 
     def parts(self, buffer: _Buffer) -> list[_Buffer]:
         """The parts of a buffer. Slices, as every device has them: what `split` gives is no index on some."""
-        ends = list(accumulate(self.sizes))
+        ends: list[int] = list(accumulate(self.sizes))
         return [buffer[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
     def layouts(

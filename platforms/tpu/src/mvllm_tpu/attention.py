@@ -92,8 +92,12 @@ class XlaAttention(AttentionBackend):
         parts = (slots, tiles.place, tiles.request, tiles.first_token, tiles.first_position, tiles.length)
         packed = torch.from_numpy(np.concatenate(parts)).to(batch.block_table_device.device)
         ends = list(accumulate(len(part) for part in parts))  # slices: what torch_xla's split gives is no index
-        views = [packed[a:b] for a, b in zip([0, *ends], ends, strict=False)]
-        return XlaMetadata(tiles.shape, *[*views, batch.block_table_device])
+        stored_at, place, request, first_token, first_position, length = (
+            packed[a:b] for a, b in zip([0, *ends], ends, strict=False)
+        )
+        return XlaMetadata(
+            tiles.shape, stored_at, place, request, first_token, first_position, length, batch.block_table_device
+        )
 
     def write_kv(self, kv: Cache, key: torch.Tensor, value: torch.Tensor, metadata: XlaMetadata) -> None:
         for cache, new in zip(kv, (key, value), strict=False):  # no second one where values lie in the keys
