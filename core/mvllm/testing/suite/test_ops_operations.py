@@ -45,8 +45,8 @@ def move(runtime: DeviceRuntime, arguments: tuple[Any, ...]) -> list[Any]:
             argument = runtime.to_device(argument.clone())
         elif isinstance(argument, QuantizedWeight | Float8Weight):
             names = [field.name for field in fields(argument)]
-            there = move(runtime, tuple(getattr(argument, name) for name in names))
-            argument = replace(argument, **dict(zip(names, there, strict=True)))
+            parts = move(runtime, tuple(getattr(argument, name) for name in names))
+            argument = replace(argument, **dict(zip(names, parts, strict=True)))
         moved.append(argument)
     return moved
 
