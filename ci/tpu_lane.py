@@ -91,7 +91,7 @@ def setup(patience: float = PATIENCE) -> None:
         try:
             install(Steps(LANE, total=5, ends=started + patience))
         except StepFailed as failure:
-            raise NotRun(f"its environment could not be made within {patience:.0f} s:\n{failure}") from failure
+            raise NotRun(f"its environment could not be made:\n{failure}") from failure
         LANE.write_stamp(wanted)
         print(f"Environment ready after {time.monotonic() - started:.0f} s", flush=True)
 
