@@ -1,4 +1,4 @@
-"""The part of a platform that is the same for every device behind `torch.cuda`.
+"""The part of a platform that is the same for every device behind a module of torch like `torch.cuda`.
 
 A maker's package derives from `TorchGpuPlatform` and adds what torch does not know: which devices there are and which
 of them are visible, whose memory is whose, and what to tell its users.
@@ -30,6 +30,7 @@ from mvllm.plugin_api import (
     ShapePolicy,
     get_logger,
 )
+from mvllm_torch_gpu.device_module import CUDA, DeviceModule
 from mvllm_torch_gpu.settings import Settings
 
 if TYPE_CHECKING:
@@ -52,12 +53,14 @@ class TorchGpuPlatform(Platform):
         package: The distribution to install.
         settings: Variables of this platform alone.
         device_variable: The variable that limits a process to some devices.
+        module: How torch drives such devices.
     """
 
     title: ClassVar[str]
     package: ClassVar[str]
     settings: ClassVar[Settings]
     device_variable: ClassVar[str]
+    module: ClassVar[DeviceModule] = CUDA
 
     @property
     @abstractmethod
@@ -158,12 +161,12 @@ class TorchGpuPlatform(Platform):
     def graphs(self, device: torch.device) -> GraphBackend:
         from mvllm_torch_gpu.graphs import DeviceGraphs
 
-        return DeviceGraphs(device)
+        return DeviceGraphs(device, self.module)
 
     def compiler(self) -> CompileBackend:
         from mvllm_torch_gpu.compiler import make_compiler
 
-        return make_compiler(self.settings.compile_mode())
+        return make_compiler(self.settings.compile_mode(), self.module)
 
     def shapes(self) -> ShapePolicy:
         from mvllm_torch_gpu import shapes
