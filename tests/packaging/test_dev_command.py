@@ -20,7 +20,7 @@ def frame(tmp_path):
     """A copy of what ci/dev.py reads, in a folder of its own."""
     compiled = ("platforms/cpu", "plugins/example-device")
     builds = [f"{folder}/{name}" for folder in compiled for name in ("pyproject.toml", "setup.py")]
-    builds += [f"platforms/{name}/pyproject.toml" for name in ("triton-kernels", "torch-gpu", "cuda", "rocm")]
+    builds += [f"platforms/{name}/pyproject.toml" for name in ("triton-kernels", "torch-gpu", "cuda", "rocm", "xpu")]
     for name in ("ci/dev.py", "ci/constraints/cpu.txt", "pyproject.toml", *builds):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)

@@ -22,9 +22,7 @@ from mvllm.plugin_api import GroupSpec, PlatformError, TorchCommunicator, get_lo
 
 logger = get_logger("mvllm.torch_gpu.communicator")
 
-_ADVICE = (
-    "Set NCCL_DEBUG=INFO to see what NCCL tries; between machines, NCCL_SOCKET_IFNAME names the network to use."
-)
+_ADVICE = "Set NCCL_DEBUG=INFO to see what NCCL tries; between machines, NCCL_SOCKET_IFNAME names the network to use."
 
 
 class SmallSums(Protocol):

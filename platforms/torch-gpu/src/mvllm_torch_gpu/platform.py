@@ -126,14 +126,12 @@ class TorchGpuPlatform(Platform):
         return NcclCommunicator(group, device, direct_sums=self.settings.direct_sums())
 
     def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
-        from mvllm.plugin_api import ReferenceAttention
-
         none = f"The {self.title} platform has no attention for this model"
         try:
             from mvllm_torch_gpu.attention import TritonAttention
         except ImportError as e:
-            problems = ReferenceAttention.validate(spec)
-            if problems:
+            found, problems = self._without_kernels(spec)
+            if found is None:
                 raise PlatformError(f"{none}: {'; '.join(problems)}.") from e
             logger.warning(
                 "Attention runs in plain torch, which is many times slower: its kernels cannot be imported (%s). Run: "
@@ -141,14 +139,30 @@ class TorchGpuPlatform(Platform):
                 e,
                 self.package,
             )
-            return ReferenceAttention(spec)
+            return found
         problems = TritonAttention.validate(spec)
         if not problems:
             return TritonAttention(spec, float8=self.float8)
-        if ReferenceAttention.validate(spec):
+        found, _ = self._without_kernels(spec)
+        if found is None:
             raise PlatformError(f"{none}: {'; '.join(problems)}.")
         logger.warning("Attention runs in plain torch, which is many times slower: %s.", "; ".join(problems))
-        return ReferenceAttention(spec)
+        return found
+
+    def attention_without_kernels(self) -> Sequence[type[AttentionBackend]]:
+        """Backends in plain torch, for what the kernels do not take; the first that takes a spec has it."""
+        from mvllm.plugin_api import ReferenceAttention
+
+        return (ReferenceAttention,)
+
+    def _without_kernels(self, spec: AttentionSpec) -> tuple[AttentionBackend | None, list[str]]:
+        """The first of these that takes a spec, or None and what the last has against it."""
+        problems: list[str] = []
+        for backend in self.attention_without_kernels():
+            problems = backend.validate(spec)
+            if not problems:
+                return backend(spec), []
+        return None, problems
 
     def ops(self) -> Sequence[OpProvider]:
         try:

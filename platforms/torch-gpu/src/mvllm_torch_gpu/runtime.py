@@ -211,7 +211,6 @@ class TorchGpuRuntime(DeviceRuntime):
             yield
 
 
-
 def too_few_devices(ctx: WorkerContext, count: int, library: str, shown: str) -> str:
     """What a worker says for which there is no device."""
     seen = f" ({shown})" if shown else ""
