@@ -1,0 +1,102 @@
+"""The tables of platforms say what the plugins claim today, and call shown what a report has seen to pass."""
+
+from __future__ import annotations
+
+import copy
+import tomllib
+from dataclasses import fields
+
+import pytest
+
+from mvllm.platform.choose import choose_platform
+from mvllm.plugin_api import Capabilities
+from mvllm.testing.clauses import CLAUSES
+from mvllm.testing.subject import Examinee
+from tests.unit.docs.platforms_page import (
+    CLAUSES_OF,
+    FURTHER,
+    PAGE,
+    ROOT,
+    WITHOUT_DEVICE,
+    is_shown,
+    read_records,
+    tables,
+    take_in,
+    with_tables,
+)
+
+COMMAND = "run: python -m tests.unit.docs.platforms_page"
+RECORDS = read_records()
+
+
+def entry_points() -> set[str]:
+    """Names of our platforms for hardware."""
+    found: set[str] = set()
+    for project in ROOT.glob("platforms/*/pyproject.toml"):
+        content = tomllib.loads(project.read_text(encoding="utf-8"))
+        found |= set(content["project"].get("entry-points", {}).get("mvllm.platforms", {}))
+    return found
+
+
+def test_the_page_is_that_of_the_records() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_tables(page, RECORDS) == page, COMMAND
+
+
+def test_every_platform_has_a_record_and_what_is_linked_is_there() -> None:
+    assert {record["platform"] for record in RECORDS.values()} == entry_points() | {"example"}
+    assert [path for found in FURTHER.values() for _, path in found if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_is_of_what_the_plugin_claims_today(name: str) -> None:
+    record = RECORDS[name]
+    today = Examinee(record["platform"], without_device=True).describe()
+    assert record["capabilities"] == today.capabilities, f"run the suite again, then {COMMAND} REPORT.json"
+    spec = choose_platform(record["platform"], available_only=False).platform.spec
+    assert record["plugin"]["contract"] == ".".join(map(str, spec.contract))
+    assert record["failed"] == 0 and record["command"] and bool(record["on"]) == (WITHOUT_DEVICE not in record["only"])
+
+
+def test_each_capability_has_clauses_that_stand_for_it() -> None:
+    assert set(CLAUSES_OF) == {field.name for field in fields(Capabilities)}
+    assert {clause for clauses in CLAUSES_OF.values() for clause in clauses} <= set(CLAUSES)
+
+
+# --- the machinery
+
+REPORT = {
+    "platform": "acme",
+    "plugin": {"distribution": "mvllm-acme", "version": "1.0", "contract": "1.0", "vendor": "Acme"},
+    "devices": ["A100", "A100"],
+    "only": [],
+    "capabilities": {"dtypes": "float32", "sinks": "True", "mla": "False", "max_head_size": "None"},
+    "clauses": {name: {"status": "passed", "tests": 2, "seconds": 1.0} for name in CLAUSES},
+    "tests": [{"test": "test_a", "status": "passed"}],
+    "waivers": [{"clause": "ATT-07", "reason": "slow sums"}],
+}
+
+
+def cells(record: dict[str, object]) -> dict[str, str]:
+    lines = tables({"acme": record})["capabilities"].splitlines()[2:]
+    return {name.strip(" `"): value.strip() for _, name, value, _ in (line.split("|") for line in lines)}
+
+
+def test_what_passed_is_shown_and_what_did_not_is_claimed() -> None:
+    record = take_in(REPORT, on="a device", command="mvllm conformance", date="2026-01-01")
+    assert cells(record)["sinks"] == "shown" and cells(record)["dtypes"] == "float32: shown"
+    assert cells(record)["mla"] == "–" and cells(record)["max_head_size"] == "any: shown"
+    waived = copy.deepcopy(REPORT)
+    waived["clauses"]["ATT-09"]["status"] = "waived"  # type: ignore[index, call-overload]
+    assert cells(take_in(waived, on="a device", command="c", date="d"))["sinks"] == "claimed"
+
+
+def test_nothing_is_shown_where_nothing_computed() -> None:
+    record = take_in(REPORT, on="", command="mvllm conformance", date="2026-01-01")
+    assert not any(is_shown(record, name) for name in CLAUSES_OF)
+    assert "**not run on hardware**" in tables({"acme": record})["platforms"]
+
+
+def test_devices_and_waivers_are_told() -> None:
+    shown = tables({"acme": take_in(REPORT, on="a device", command="c", date="2026-01-01")})
+    assert "a device, 2 devices" in shown["platforms"] and "- `acme` ATT-07: slow sums" in shown["waivers"]
