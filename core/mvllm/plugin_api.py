@@ -47,9 +47,11 @@ from mvllm.platform.worker_protocol import KVCacheNeeds, WorkerProtocol
 if TYPE_CHECKING:
     from mvllm.attention.reference import ReferenceAttention
     from mvllm.distributed.torch_communicator import TorchCommunicator
+    from mvllm.ops.float8_linear import Float8Weight
     from mvllm.ops.quantized_linear import QuantizedWeight
 
 _LAZY = {
+    "Float8Weight": "mvllm.ops.float8_linear",
     "QuantizedWeight": "mvllm.ops.quantized_linear",
     "ReferenceAttention": "mvllm.attention.reference",
     "TorchCommunicator": "mvllm.distributed.torch_communicator",
@@ -75,6 +77,7 @@ __all__ = [
     "EngineConfig",
     "Event",
     "FinishedHostCopy",
+    "Float8Weight",
     "GraphBackend",
     "GroupSpec",
     "HostCopy",

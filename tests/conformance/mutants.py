@@ -245,6 +245,21 @@ MUTANTS = (
         "        torch.ops.mvllm_example_device.reset_peak(self.device.index)\n",
         "",
     ),
+    Mutant(
+        "no allocator's error is known",
+        "MEM-04",
+        "runtime.py",
+        "    def synchronize(self)",
+        "    def is_out_of_memory(self, error: Exception) -> bool:\n        return isinstance(error, MemoryError)\n\n"
+        "    def synchronize(self)",
+    ),
+    Mutant(
+        "every error is one of memory",
+        "MEM-04",
+        "runtime.py",
+        "    def synchronize(self)",
+        "    def is_out_of_memory(self, error: Exception) -> bool:\n        return True\n\n    def synchronize(self)",
+    ),
     # The KV cache.
     Mutant(
         "a block size is named twice",

@@ -192,9 +192,20 @@ def test_a_rank_without_room_for_one_sequence_refuses_for_all(make: MakeLLM) -> 
         make(f"poor@memory:rank=1,free={16 << 20}", **WANTED)
 
 
-def test_a_step_that_finds_no_memory_ends_the_engine_with_the_reason(make: MakeLLM) -> None:
-    llm = make("oom@execute:rank=1,step=2")
+def test_a_step_that_finds_no_memory_on_one_rank_ends_the_engine_with_the_reason(make: MakeLLM) -> None:
+    """The other waits for its part: asked whether it has failed, too, it does not answer."""
+    llm = make("oom@execute:rank=1,step=2", step_timeout=20.0)
     with pytest.raises(
         EngineDeadError, match=r"Worker_TP1 .*execute_model of step 2: A step does not fit .*: injected"
     ):
         run(llm)
+
+
+def test_a_step_that_finds_no_memory_on_any_rank_fails_its_requests_and_the_engine_goes_on(make: MakeLLM) -> None:
+    llm = make("oom@execute:rank=-1,step=2")
+    for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False):
+        assert output.outputs[0].finish_reason == "error"
+        assert re.search(
+            r"A step does not fit .*: injected.*Lower max_num_batched_tokens", str(output.outputs[0].error)
+        )
+    assert run(llm) == run(make(tensor_parallel_size=1))

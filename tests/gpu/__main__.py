@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.gpu.installed import EVERYTHING, install, missing
 from tests.gpu.ledger import FAILED, NOT_RUN, Ledger, Row, table
-from tests.gpu.parts import PARTS, load
+from tests.gpu.parts import PARTS, Part, load
 from tests.gpu.runner import run_items
 from tests.gpu.settings import Settings
 
@@ -72,13 +72,20 @@ def main(arguments: list[str] | None = None) -> int:
             if obstacle and name != "environment":
                 ledger.add(Row(name, name, name, NOT_RUN, note=obstacle))
             else:
-                run_items(name, load(name).items(settings), settings, ledger)
+                part = load(name)
+                run_items(name, part.items(settings), settings, ledger, side_by_side(part, settings))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         ledger.write()
         rows = ledger.rows()
         print("\n" + table(rows), flush=True)
     return int(any(row.status == FAILED and row.at >= begin for row in rows))
+
+
+def side_by_side(part: Part, settings: Settings) -> int:
+    """How many processes share a part's items: as many as it wants, with two processors for each."""
+    wanted: int = getattr(part, "SIDE_BY_SIDE", 1)
+    return 1 if settings.quick or (os.cpu_count() or 1) < 2 * wanted else wanted
 
 
 def what_is_in_the_way(platform: str) -> str:

@@ -13,12 +13,14 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Generator, Sequence
+import traceback
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.gpu.ledger import MEASURED, Ledger, Row
+from tests.gpu.ledger import FAILED, MEASURED, Ledger, Row
 from tests.gpu.models import CONFIGS, Size, prepare_model
 from tests.gpu.settings import Item, Settings
 
@@ -167,34 +169,53 @@ def _engine(name: str, folder: Path, load_format: str, item: str, settings: Sett
     ) as llm:
         start = {"start_s": time.perf_counter() - begin}
         ledger.add(Row("bench", item, f"{name}: start", MEASURED, start, str(llm.llm_engine.cache_summary)))
-        for batch in plan.batches:
-            for _ in decoding_steps(llm, batch, plan.context, 4, size.vocab):
-                pass  # what is compiled late is compiled now
-            seconds, context = decode_seconds(llm, batch, plan, size.vocab)
-            floor = size.step_bytes(batch, context) / copied
-            figures = {
-                "step_ms": seconds * 1e3,
-                "tokens_s": batch / seconds,
-                "floor_ms": floor * 1e3,
-                "of_bandwidth": floor / seconds,
-            }
-            ledger.add(
-                Row("bench", item, f"{name}: decode, batch {batch}", MEASURED, figures, f"context {context:.0f}")
-            )
-        for length in plan.prompts:
-            seconds = prompt_seconds(llm, length, size.vocab)
-            rate = size.prompt_operations(length) / seconds
-            figures = {"ms": seconds * 1e3, "tokens_s": length / seconds, "of_matmul_rate": rate / multiplied}
-            ledger.add(Row("bench", item, f"{name}: prompt of {length}", MEASURED, figures))
-        measure_trace(llm, name, item, plan, size, settings, ledger)
-        requests = chat_requests(plan.requests, size.vocab, plan)
-        throughput(llm, requests[:16])  # what is compiled late is compiled now
-        figures = throughput(llm, requests)
-        ledger.add(Row("bench", item, f"{name}: offline throughput", MEASURED, figures))
-        prompts, length = alike_requests(plan, size.vocab)
-        figures = throughput(llm, [(prompt, length) for prompt in prompts])
-        note = f"{length} output tokens each"
-        ledger.add(Row("bench", item, f"{name}: the same as transformers", MEASURED, figures, note))
+        measures: list[tuple[str, Callable[[], tuple[dict[str, float], str]]]] = [
+            *((f"decode, batch {batch}", partial(_decode, llm, batch, plan, size, copied)) for batch in plan.batches),
+            *((f"prompt of {length}", partial(_prompt, llm, length, size, multiplied)) for length in plan.prompts),
+            ("offline throughput", partial(_offline, llm, plan, size)),
+            ("the same as transformers", partial(_same_as_peer, llm, plan, size)),
+            # The profiler stays in the process, and whatever comes after it could be slower.
+            (f"steps at batch {plan.trace_batch}", partial(measure_trace, llm, name, plan, size, settings)),
+        ]
+        for title, measure in measures:
+            try:
+                figures, note = measure()
+            except Exception as e:  # costs no other figure
+                traceback.print_exc()
+                ledger.add(Row("bench", item, f"{name}: {title}", FAILED, note=f"{type(e).__name__}: {e}"))
+            else:
+                ledger.add(Row("bench", item, f"{name}: {title}", MEASURED, figures, note))
+
+
+def _decode(llm: LLM, batch: int, plan: Plan, size: Size, copied: float) -> tuple[dict[str, float], str]:
+    for _ in decoding_steps(llm, batch, plan.context, 4, size.vocab):
+        pass  # what is compiled late is compiled now
+    seconds, context = decode_seconds(llm, batch, plan, size.vocab)
+    floor = size.step_bytes(batch, context) / copied
+    figures = {
+        "step_ms": seconds * 1e3,
+        "tokens_s": batch / seconds,
+        "floor_ms": floor * 1e3,
+        "of_bandwidth": floor / seconds,
+    }
+    return figures, f"context {context:.0f}"
+
+
+def _prompt(llm: LLM, length: int, size: Size, multiplied: float) -> tuple[dict[str, float], str]:
+    seconds = prompt_seconds(llm, length, size.vocab)
+    rate = size.prompt_operations(length) / seconds
+    return {"ms": seconds * 1e3, "tokens_s": length / seconds, "of_matmul_rate": rate / multiplied}, ""
+
+
+def _offline(llm: LLM, plan: Plan, size: Size) -> tuple[dict[str, float], str]:
+    requests = chat_requests(plan.requests, size.vocab, plan)
+    throughput(llm, requests[:16])  # what is compiled late is compiled now
+    return throughput(llm, requests), ""
+
+
+def _same_as_peer(llm: LLM, plan: Plan, size: Size) -> tuple[dict[str, float], str]:
+    prompts, length = alike_requests(plan, size.vocab)
+    return throughput(llm, [(prompt, length) for prompt in prompts]), f"{length} output tokens each"
 
 
 def decode_seconds(llm: LLM, batch: int, plan: Plan, vocab: int) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Runs items of one part in this process: `python -m tests.gpu.child PART SETTINGS ITEM ...`. See runner.py.
+"""Runs items of one part in this process: `python -m tests.gpu.child PART SETTINGS DONE ITEM ...`. See runner.py.
 
 Exit status 0 when every item is done, with or without failures among its rows; 3 when an error that nobody foresaw has
 left the process in a state that the rest had better not inherit.
@@ -33,7 +33,7 @@ def main() -> int:
     end_with_parent()
     name, settings = sys.argv[1], Settings.from_json(sys.argv[2])
     part, ledger = load(name), Ledger(settings.out)
-    for item in sys.argv[3:]:
+    for item in sys.argv[4:]:
         unforeseen = False
         try:
             part.run(item, settings, ledger)
@@ -44,7 +44,7 @@ def main() -> int:
             ledger.add(Row(name, item, item, FAILED, note=f"{type(e).__name__}: {e}"))
             traceback.print_exc()
             unforeseen = True
-        with (settings.out / "done.txt").open("a") as done:
+        with open(sys.argv[3], "a") as done:
             done.write(item + "\n")
         if unforeseen:
             return FRESH_PROCESS_NEEDED

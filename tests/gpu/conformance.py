@@ -14,7 +14,7 @@ from tests.gpu.ledger import FAILED, OK, Ledger, Row
 from tests.gpu.settings import Item, Settings
 
 QUICK_ONLY = "PLG,PRB,DEV,KVL"
-SIDE_BY_SIDE = 6  # pytest processes on one device
+SIDE_BY_SIDE = 8  # pytest processes on one device
 _RESULT = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b")
 
 

@@ -19,6 +19,7 @@ from tests.gpu.settings import Item, Settings
 MODELS = ("llama-gqa", "qwen3moe", "mistral-window")
 QUICK_MODELS = ("llama-gqa",)
 NUM_TOKENS = 48
+SIDE_BY_SIDE = 6  # processes: nothing is timed, and each compiles kernels
 QUICK_NUM_TOKENS = 12
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -39,14 +40,12 @@ def items(settings: Settings) -> list[Item]:
 def run(item: str, settings: Settings, ledger: Ledger) -> None:
     """One model in one dtype."""
     from tests.gpu import parity
-    from tests.helpers.model_zoo import make_checkpoint
+    from tests.gpu.zoo import zoo_checkpoint
     from tests.helpers.parity import prompts_of
     from tests.helpers.zoo_sparse import SPARSE
 
     name, _, dtype = item.partition(":")
-    folder = settings.scratch / "zoo" / name
-    if not (folder / "config.json").exists():
-        make_checkpoint(name, folder)
+    folder = zoo_checkpoint(name, settings)
     prompts = prompts_of(name, parity.QUICK_WHICH if settings.quick else None)
     baseline: list[list[int]] | None = None
     for way in [*WAYS, PLAIN_ATTENTION, *settings.also]:

@@ -76,6 +76,8 @@ def missing() -> dict[str, str]:
         name = _name(requirement)
         if not _can_import(name):
             found[name] = "serving" if name in SERVE_ONLY else EVERYTHING
+        elif name in SERVE_ONLY:
+            found |= dict.fromkeys(_lacks(name), "serving")
     for extra in EXTRAS:
         for requirement in project["optional-dependencies"][extra]:
             name = _name(requirement)
@@ -108,6 +110,15 @@ def _is_installed(name: str) -> bool:
 
 def _can_import(name: str) -> bool:
     return importlib.util.find_spec(MODULES.get(name, name.replace("-", "_"))) is not None
+
+
+def _lacks(name: str) -> list[str]:
+    """What a package needs and cannot import: wheels are unpacked without what they need."""
+    try:
+        importlib.import_module(MODULES.get(name, name.replace("-", "_")))
+    except ImportError as e:
+        return [e.name.partition(".")[0] if e.name else name]
+    return []
 
 
 def _name(requirement: str) -> str:

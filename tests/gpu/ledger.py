@@ -1,6 +1,6 @@
 """What a run has found so far. Every row is on the disk before the next one is looked for.
 
-    OUT/rows.jsonl     a row per line, only ever added to, by the parent and by its children in turn
+    OUT/rows.jsonl     a row per line, only ever added to, by the parent and by its children
     OUT/PART.json      the rows of one part
     OUT/table.md       all of them as one table, written anew with each row
 
@@ -10,6 +10,7 @@ So a run that is killed keeps what it has.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import time
@@ -59,6 +60,11 @@ class Ledger:
     def add(self, row: Row) -> None:
         """Keeps a row, prints it, and writes the files anew."""
         row = Row(row.part, row.item, row.name, row.status, dict(row.figures), one_line(row.note), time.time())
+        with (self.folder / "lock").open("a") as lock:  # children may run side by side
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._add(row)
+
+    def _add(self, row: Row) -> None:
         with self._file.open("a+b") as file:
             if file.tell() and self._file.read_bytes()[-1:] != b"\n":
                 file.write(b"\n")  # the line before was not written to its end

@@ -24,6 +24,7 @@ TOLERANCES = {"float16": (0.1, 0.06), "bfloat16": (0.6, 0.4)}
 QUICK = ("llama-gqa",)
 WITH_EXPERTS = 0.95  # share of the tokens that must be within the tolerances
 NUM_TOKENS = 32
+SIDE_BY_SIDE = 8  # processes: nothing is timed, and each compiles kernels
 WHICH = (0, 1, 3, 5, 7, 10, 12, 15)  # prompts: short, long, at the edges of blocks
 QUICK_WHICH = (0, 7)
 
@@ -41,12 +42,10 @@ def items(settings: Settings) -> list[Item]:
 
 def run(item: str, settings: Settings, ledger: Ledger) -> None:
     """One checkpoint in one dtype."""
-    from tests.helpers.model_zoo import make_checkpoint
+    from tests.gpu.zoo import zoo_checkpoint
 
     name, _, dtype = item.partition(":")
-    folder = settings.scratch / "zoo" / name
-    if not (folder / "config.json").exists():
-        make_checkpoint(name, folder)
+    folder = zoo_checkpoint(name, settings)
     which = QUICK_WHICH if settings.quick else WHICH
     if dtype == "float32":
         note = _exact(name, folder, which, settings)

@@ -1,10 +1,13 @@
 """Runs items in processes of their own, under a budget, and never loses what they found.
 
-    parent ── python -m tests.gpu.child PART SETTINGS ITEM ITEM ... ──> rows.jsonl, done.txt, logs/PART.log
+    parent ── python -m tests.gpu.child PART SETTINGS DONE ITEM ITEM ... ──> rows.jsonl, DONE, logs/PART.log
 
 A child takes items in order and says when each is done. One that ends in between (a device that failed takes its
 process along), fails in a way that may have left the device in disorder, or is too slow, costs the item that it was at:
 the next child goes on behind it.
+
+Parts in which nothing is timed may have several children side by side, each with its share of the items: most of what
+they take is the time of compilers, which one process would spend one after the other.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.gpu.ledger import FAILED, NOT_RUN, Ledger, Row, one_line
@@ -25,17 +30,59 @@ FRESH_PROCESS_NEEDED = 3  # exit status of a child whose last item is done, and 
 GRACE = 10.0  # seconds between asking a child to end and making it
 
 
-def run_items(part: str, items: Sequence[Item], settings: Settings, ledger: Ledger) -> None:
+@dataclass(frozen=True)
+class Lane:
+    """One of several children that run side by side.
+
+    Attributes:
+        number: Of it.
+        among: How many there are.
+    """
+
+    number: int = 0
+    among: int = 1
+
+    def file(self, folder: Path, name: str) -> Path:
+        """A file of its own."""
+        stem, _, ending = name.partition(".")
+        return folder / (name if self.among == 1 else f"{stem}-{self.number}.{ending}")
+
+    def environment(self) -> dict[str, str]:
+        """Variables of its child: processors are shared."""
+        if self.among == 1:
+            return dict(os.environ)
+        return {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.among))}
+
+
+def run_items(part: str, items: Sequence[Item], settings: Settings, ledger: Ledger, side_by_side: int = 1) -> None:
     """Runs what the budget allows; the rest gets rows that say so."""
-    done_file = settings.out / "done.txt"
-    left = [item for item in items if settings.wants(item.name)]
+    wanted = [item for item in items if settings.wants(item.name)]
+    lanes = [Lane(number, side_by_side) for number in range(side_by_side)]
+    if side_by_side == 1:
+        _run_in_turn(part, wanted, settings, ledger, lanes[0])
+        return
+    threads = [
+        threading.Thread(
+            target=_run_in_turn, args=(part, wanted[lane.number :: side_by_side], settings, ledger, lane), daemon=True
+        )
+        for lane in lanes
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _run_in_turn(part: str, items: Sequence[Item], settings: Settings, ledger: Ledger, lane: Lane) -> None:
+    done_file = lane.file(settings.out, "done.txt")
+    left = list(items)
     while left:
         if settings.seconds_left() < left[0].needs:
             ledger.add(_not_run(part, left.pop(0), settings))
             continue
         batch = _batch(left, settings.seconds_left())
         done_file.write_text("")
-        status, problem = _run_child(part, batch, settings, done_file)
+        status, problem = _run_child(part, batch, settings, done_file, lane)
         done = set(done_file.read_text().splitlines())
         left = [item for item in left if item.name not in done]
         if problem and left and left[0] in batch:
@@ -53,7 +100,7 @@ def _batch(left: Sequence[Item], seconds: float) -> list[Item]:
     return batch
 
 
-def _run_child(part: str, batch: Sequence[Item], settings: Settings, done_file: Path) -> tuple[str, str]:
+def _run_child(part: str, batch: Sequence[Item], settings: Settings, done_file: Path, lane: Lane) -> tuple[str, str]:
     """Runs items until they are done, the child ends or an item takes too long.
 
     Returns:
@@ -61,12 +108,13 @@ def _run_child(part: str, batch: Sequence[Item], settings: Settings, done_file: 
     """
     logs = settings.out / "logs"
     logs.mkdir(exist_ok=True)
-    log = logs / f"{part}.log"
-    command = [sys.executable, "-m", "tests.gpu.child", part, settings.to_json(), *(item.name for item in batch)]
+    log = lane.file(logs, f"{part.rpartition('.')[2]}.log")
+    names = [item.name for item in batch]
+    command = [sys.executable, "-m", "tests.gpu.child", part, settings.to_json(), str(done_file), *names]
     with log.open("ab") as output:
         begun = output.tell()
         child = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=None, stderr=output, process_group=0
+            command, cwd=ROOT, env=lane.environment(), stdin=subprocess.DEVNULL, stderr=output, process_group=0
         )
     try:
         status, problem = _watch(child, batch, settings, done_file)

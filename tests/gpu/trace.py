@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tests.gpu.ledger import MEASURED, Ledger, Row
 from tests.gpu.settings import Settings
 
 if TYPE_CHECKING:
@@ -75,8 +74,8 @@ def merge(spans: Sequence[tuple[float, float]]) -> tuple[float, list[float]]:
     return busy, gaps
 
 
-def measure_trace(llm: LLM, name: str, item: str, plan: Plan, size: Size, settings: Settings, ledger: Ledger) -> None:
-    """Traces decode steps, and times as many without the profiler."""
+def measure_trace(llm: LLM, name: str, plan: Plan, size: Size, settings: Settings) -> tuple[dict[str, float], str]:
+    """Traces decode steps, and times as many without the profiler: figures, and a note."""
     from torch.profiler import profile, supported_activities
 
     from tests.gpu.bench import decoding_steps
@@ -102,7 +101,7 @@ def measure_trace(llm: LLM, name: str, item: str, plan: Plan, size: Size, settin
     profiler.export_chrome_trace(str(path))
     with gzip.open(path, "rt") as file:
         timeline = read_events(json.load(file)["traceEvents"])
-    figures: dict[str, float | int] = {
+    figures: dict[str, float] = {
         "step_ms": statistics.median(walls) * 1e3,
         "caller_cpu_ms": statistics.median(own) * 1e3,
     }
@@ -118,4 +117,4 @@ def measure_trace(llm: LLM, name: str, item: str, plan: Plan, size: Size, settin
             "traced_host_work_ms": max(0.0, span - timeline.waits) / count / 1e3,
         }
         note = f"{count} steps in {path.name}; the profiler itself takes time of the host"
-    ledger.add(Row("bench", item, f"{name}: steps at batch {batch}", MEASURED, figures, note))
+    return figures, note

@@ -146,8 +146,8 @@ class CausalLM(nn.Module, ABC):
         prepared = self._prepared
         for module in list(self.modules()):
             if module not in prepared:
-                prepared.add(module)
                 _prepare(module)
+        prepared.clear()  # the model is among them, and would hold itself
 
     @property
     def ties_head(self) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from mvllm.ops.activation import ACTIVATIONS
 from mvllm.ops.argmax import ARGMAX
+from mvllm.ops.draw import FILTERED_DRAW
 from mvllm.ops.embedding import EMBEDDING
+from mvllm.ops.float8_linear import FLOAT8_LINEAR
 from mvllm.ops.linear import LINEAR, LINEAR_SILU_AND_MUL
 from mvllm.ops.lora import ADD_LORA
 from mvllm.ops.moe import CLAMPED_MOE, MOE
@@ -20,6 +22,7 @@ SCHEMAS: dict[str, OpSchema] = {
         QUANTIZED_LINEAR,
         LINEAR_SILU_AND_MUL,
         QUANTIZED_LINEAR_SILU_AND_MUL,
+        FLOAT8_LINEAR,
         ADD_LORA,
         EMBEDDING,
         RMS_NORM,
@@ -29,6 +32,7 @@ SCHEMAS: dict[str, OpSchema] = {
         MOE,
         CLAMPED_MOE,
         ARGMAX,
+        FILTERED_DRAW,
         *ACTIVATIONS,
     )
 }

@@ -102,6 +102,16 @@ class DeviceRuntime(ABC):
     def release_cached_memory(self) -> None:
         """Gives memory that an allocator holds back to the device."""
 
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Whether an error that a step has raised says that there was no memory for it.
+
+        The requests of such a step end with an error, and the engine goes on. By default MemoryError, and what torch
+        raises for devices with an allocator of its own; a device whose allocator has errors of another kind says so.
+        """
+        import torch
+
+        return isinstance(error, MemoryError | torch.OutOfMemoryError)
+
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor on the device.

@@ -5,7 +5,7 @@ to know goes there in one copy. Then each group of rows takes the cheapest way t
 
     plain    greedy, nothing to change            largest logit, in the logits' own dtype
     edited   anything but greedy and temperature  float32 copy, changed in place; then as greedy or random
-    random   temperature > 0                      thresholds, weights, draw (filters.py, draw.py)
+    random   temperature > 0                      the platform's draw, or thresholds, weights (filters.py) and a draw
 
 No row's result depends on another row. The device is waited for only where steps are not planned ahead.
 """
@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from mvllm.ops.argmax import argmax as reference_argmax
+from mvllm.ops.draw import draw, draw_block
 from mvllm.platform.staging import StepStaging
-from mvllm.sampling.draw import draw
 from mvllm.sampling.filters import Filters, filtered_weights, num_candidates
 from mvllm.sampling.logprobs import gather_logprobs
 from mvllm.sampling.masks import TokenMasks, allowed_tokens, both
@@ -43,6 +43,8 @@ from mvllm.sampling.uniforms import uniforms
 from mvllm.sampling.upload import Selection, Upload
 
 Argmax = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+FilteredDraw = Callable[..., torch.Tensor]
+"""As the operation `filtered_draw`."""
 
 _MAX_CANDIDATES = 1024
 """Up to this top_k, top_p is looked for among the k most probable tokens, and above it in the whole vocabulary."""
@@ -59,14 +61,21 @@ class Sampler:
     Args:
         staging: Buffers for what goes to the device, where a step must not wait for the one before.
         argmax: The operation of that name.
+        filtered_draw: The operation of that name, where somebody provides it.
 
     Attributes:
         may_look: Whether the host may wait for the device to decide what to compute.
     """
 
-    def __init__(self, staging: StepStaging | None = None, argmax: Argmax = reference_argmax) -> None:
+    def __init__(
+        self,
+        staging: StepStaging | None = None,
+        argmax: Argmax = reference_argmax,
+        filtered_draw: FilteredDraw | None = None,
+    ) -> None:
         self._staging = staging
         self._argmax = argmax
+        self._filtered_draw = filtered_draw
         # Else the step before may be under way, and looking at what the device found would be waiting for it.
         self.may_look = staging is None
 
@@ -104,13 +113,15 @@ class Sampler:
             return SamplerOutput(token_ids, peaks)
         if ends is None:
             ends = history.num_tokens[rows]
-        size = max(1, _ELEMENTS_AT_ONCE // logits.shape[1]) if self.may_look else len(rows)
+        in_pieces = self.may_look and self._filtered_draw is None
+        size = max(1, _ELEMENTS_AT_ONCE // logits.shape[1]) if in_pieces else len(rows)
         batch = partial(
             _Batch,
             state=state,
             history=history,
             staging=self._staging,
             argmax=self._argmax,
+            filtered_draw=self._filtered_draw,
             may_look=self.may_look,
             masks=masks,
         )
@@ -167,6 +178,7 @@ class _Batch:
         mask: torch.Tensor | None,
         staging: StepStaging | None,
         argmax: Argmax,
+        filtered_draw: FilteredDraw | None,
         may_look: bool,
         masks: TokenMasks | None,
     ) -> None:
@@ -186,7 +198,7 @@ class _Batch:
         is_edited = has_lists | is_masked | is_processed | (mask is not None)
         is_plain = ~(is_edited | is_random)
 
-        self.argmax, self.may_look = argmax, may_look
+        self.argmax, self.filtered_draw, self.may_look = argmax, filtered_draw, may_look
         self.upload = upload = Upload(staging)
         self.plain, self.work = upload.select(is_plain), upload.select(~is_plain)
         in_work = self.work.indices
@@ -267,8 +279,13 @@ class _Batch:
         if len(self.greedy):
             token_ids = self.greedy.put(token_ids, self.greedy.take(logits).argmax(dim=1))
         filters, coarse, fine = self._random_tensors(self.random_keys)
-        weights = filtered_weights(self.random.take(logits), self.random.take(peaks), filters)
-        return self.random.put(token_ids, draw(weights, coarse, fine)), peaks
+        theirs, largest = self.random.take(logits), self.random.take(peaks)
+        if self.filtered_draw is None:
+            drawn = draw(filtered_weights(theirs, largest, filters), coarse, fine)
+        else:
+            settings = filters.inv_temperature, filters.min_p_gap, filters.top_k, filters.top_p
+            drawn = self.filtered_draw(theirs, largest, *settings, coarse, fine, draw_block(logits.shape[1]))
+        return self.random.put(token_ids, drawn), peaks
 
     def _random_tensors(self, keys: _RandomKeys) -> tuple[Filters, torch.Tensor, torch.Tensor]:
         get = self.upload.get

@@ -126,6 +126,12 @@ _ALL = (
         "torch_device",
     ),
     Clause(
+        "MEM-04",
+        "`is_out_of_memory` knows the error of a tensor that torch cannot make on the device for want of memory, and "
+        "no other.",
+        "torch_device",
+    ),
+    Clause(
         "KVL-01",
         "`kv_layout` names at least one block size, and the bytes one token takes in one layer.",
         "torch_device",

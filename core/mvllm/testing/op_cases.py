@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mvllm.ops.catalogue import SCHEMAS
+from mvllm.ops.draw import draw_block, filtered_draw
 from mvllm.ops.dtypes import torch_dtype
-from mvllm.ops.quantized_linear import QuantizedWeight
-
-ROWS = (1, 3, 17)
-
-
-@dataclass(frozen=True)
-class OpTrial:
-    """One call of one operation.
-
-    Attributes:
-        op: Its name.
-        facts: As a layer states them.
-        make: Makes the arguments, on the host.
-        weight: Position of the weight that a provider's `prepare` takes, or positions of all that it takes, or None.
-    """
-
-    op: str
-    facts: dict[str, Any]
-    make: Callable[[], tuple[Any, ...]]
-    weight: int | tuple[int, ...] | None = None
-
-    def __str__(self) -> str:
-        shapes = [tuple(a.shape) for a in self.make() if isinstance(a, torch.Tensor)]
-        return f"{self.op} {self.facts} on {shapes}"
+from mvllm.testing.op_trial import ROWS, OpTrial, random_tensor
+from mvllm.testing.weight_cases import exact_float8, exact_quantized, float8_linear_cases, quantized_linear_cases
 
 
 def trials(op: str, dtype: str) -> Iterator[OpTrial]:
@@ -44,9 +22,11 @@ def trials(op: str, dtype: str) -> Iterator[OpTrial]:
 def exact(trial: OpTrial) -> Any:
     """The reference on float64 arguments."""
     if trial.op == "quantized_linear":
-        return _exact_quantized(*trial.make())
+        return exact_quantized(*trial.make())
     if trial.op == "quantized_linear_silu_and_mul":
-        return SCHEMAS["silu_and_mul"].reference(_exact_quantized(*trial.make()))
+        return SCHEMAS["silu_and_mul"].reference(exact_quantized(*trial.make()))
+    if trial.op == "float8_linear":
+        return exact_float8(*trial.make())
     arguments = [_wide(argument) for argument in trial.make()]
     if trial.op in ("moe", "clamped_moe"):
         place = list(SCHEMAS[trial.op].parameters).index("expert_weights")
@@ -63,10 +43,6 @@ def _wide(argument: Any) -> Any:
     return argument.double() if isinstance(argument, torch.Tensor) and argument.is_floating_point() else argument
 
 
-def _random(dtype: torch.dtype, *shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
-
-
 def _linear(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
     for rows in ROWS:
         for in_features, out_features in ((64, 96), (128, 320), (96, 33)):
@@ -75,48 +51,9 @@ def _linear(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                     op,
                     {"in_features": in_features, "out_features": out_features, "bias": bias},
                     lambda rows=rows, i=in_features, o=out_features, bias=bias: (  # type: ignore[misc]
-                        _random(dtype, rows, i),
-                        _random(dtype, o, i, seed=1, scale=i**-0.5),
-                        _random(dtype, o, seed=2) if bias else None,
-                    ),
-                    weight=1,
-                )
-
-
-_QUANTIZED = (  # bits, group_size (None for a row), symmetric, int8_activations
-    (8, None, True, True),
-    (8, None, True, False),
-    (8, 32, False, False),
-    (4, 32, True, False),
-    (4, 32, False, False),
-    (4, 128, False, False),
-    (4, None, True, False),
-    (8, 32, False, True),
-    (4, 32, False, True),
-)
-
-
-def _quantized_linear(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
-    for rows in ROWS:
-        for in_features, out_features in ((64, 96), (384, 320), (80, 33)):  # groups that do not fit, rows that do not
-            for bits, group_size, symmetric, int8_activations in _QUANTIZED:
-                gated = op == "quantized_linear_silu_and_mul"
-                facts = {
-                    "in_features": in_features,
-                    **({"size": out_features} if gated else {"out_features": out_features}),
-                    "bias": rows == 3,
-                    "bits": bits,
-                    "group_size": min(group_size or in_features, in_features),
-                    "symmetric": symmetric,
-                    "int8_activations": int8_activations,
-                }
-                yield OpTrial(
-                    op,
-                    facts,
-                    lambda rows=rows, facts=facts, o=out_features * (1 + gated): (  # type: ignore[misc]
-                        _inputs_far_from_ties(dtype, rows, facts["in_features"]),
-                        _quantized_weight(facts, o),
-                        _random(dtype, o, seed=2) if facts["bias"] else None,
+                        random_tensor(dtype, rows, i),
+                        random_tensor(dtype, o, i, seed=1, scale=i**-0.5),
+                        random_tensor(dtype, o, seed=2) if bias else None,
                     ),
                     weight=1,
                 )
@@ -130,58 +67,12 @@ def _gated_linear(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                     op,
                     {"in_features": in_features, "size": size, "bias": bias},
                     lambda rows=rows, i=in_features, o=2 * size, bias=bias: (  # type: ignore[misc]
-                        _random(dtype, rows, i),
-                        _random(dtype, o, i, seed=1, scale=i**-0.5),
-                        _random(dtype, o, seed=2) if bias else None,
+                        random_tensor(dtype, rows, i),
+                        random_tensor(dtype, o, i, seed=1, scale=i**-0.5),
+                        random_tensor(dtype, o, seed=2) if bias else None,
                     ),
                     weight=1,
                 )
-
-
-def _inputs_far_from_ties(dtype: torch.dtype, rows: int, size: int) -> torch.Tensor:
-    """Rows whose largest magnitude is 127 times a power of two, and whose other values are nowhere near the middle of
-    two multiples of it: rounding to int8 has one right answer, however its scale is computed. Exact in 8 bits.
-    """
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.randint(-31, 32, (rows, size), generator=generator)
-    parts = torch.randint(-1, 2, (rows, size), generator=generator) * 0.25
-    x = whole + parts
-    x[:, 3] = 127.0 * (1 - 2 * (torch.arange(rows) % 2))
-    return (x * 2.0 ** (torch.arange(rows)[:, None] % 5 - 7)).to(dtype)
-
-
-def _quantized_weight(facts: dict[str, Any], out_features: int) -> QuantizedWeight:
-    generator = torch.Generator().manual_seed(1)
-    shape = out_features, facts["in_features"]
-    groups = out_features, -(-facts["in_features"] // facts["group_size"])
-    middle = 2 ** (facts["bits"] - 1)
-    lowest = -middle + (facts["bits"] == 8 and facts["symmetric"])
-
-    def draw(low: int, shape: tuple[int, int]) -> torch.Tensor:
-        return torch.randint(low, middle, shape, generator=generator).to(torch.int8)
-
-    return QuantizedWeight(
-        draw(lowest, shape),
-        (torch.rand(groups, generator=generator) + 0.5) / (middle * facts["in_features"] ** 0.5),
-        None if facts["symmetric"] else draw(-middle, groups),
-        facts["group_size"],
-        facts["bits"],
-        facts["int8_activations"],
-    )
-
-
-def _exact_quantized(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    """The definition in float64."""
-    groups = torch.arange(weight.shape[1]) // weight.group_size
-    values = weight.values.double()
-    if weight.zero_points is not None:
-        values = values - weight.zero_points.double()[:, groups]
-    inputs = x.double()
-    if weight.int8_activations:
-        scales = inputs.abs().amax(dim=-1, keepdim=True) / 127
-        inputs = (inputs / scales).round() * scales
-    product = inputs @ (values * weight.scales.double()[:, groups]).T
-    return product if bias is None else product + bias.double()
 
 
 def _embedding(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
@@ -192,7 +83,7 @@ def _embedding(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                 {"num_embeddings": 50, "embedding_dim": 64},
                 lambda rows=rows, ids=ids: (  # type: ignore[misc]
                     ((torch.arange(rows) * 7) % 50).to(ids),
-                    _random(dtype, 50, 64, seed=1),
+                    random_tensor(dtype, 50, 64, seed=1),
                 ),
                 weight=1,
             )
@@ -201,7 +92,7 @@ def _embedding(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                 {"num_embeddings": 20, "embedding_dim": 64},
                 lambda rows=rows, ids=ids: (  # type: ignore[misc]
                     ((torch.arange(rows) * 7) % 50).to(ids),
-                    _random(dtype, 20, 64, seed=1),
+                    random_tensor(dtype, 20, 64, seed=1),
                     20,
                 ),
                 weight=1,
@@ -215,14 +106,18 @@ def _norms(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                 yield OpTrial(
                     op,
                     {"hidden_size": size},
-                    lambda rows=rows, size=size: (_random(dtype, rows, size), _random(dtype, size, seed=1), 1e-5),  # type: ignore[misc]
+                    lambda rows=rows, size=size: (
+                        random_tensor(dtype, rows, size),
+                        random_tensor(dtype, size, seed=1),
+                        1e-5,
+                    ),  # type: ignore[misc]
                 )
                 yield OpTrial(  # of heads, as a view of a fused projection
                     op,
                     {"hidden_size": size},
                     lambda rows=rows, size=size: (  # type: ignore[misc]
-                        _random(dtype, rows, 3 * size)[:, size:].view(rows, 2, size),
-                        _random(dtype, size, seed=1),
+                        random_tensor(dtype, rows, 3 * size)[:, size:].view(rows, 2, size),
+                        random_tensor(dtype, size, seed=1),
                         1e-5,
                     ),
                 )
@@ -231,9 +126,9 @@ def _norms(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                     op,
                     {"hidden_size": size},
                     lambda rows=rows, size=size: (  # type: ignore[misc]
-                        _random(dtype, rows, size),
-                        _random(dtype, rows, size, seed=3),
-                        _random(dtype, size, seed=1),
+                        random_tensor(dtype, rows, size),
+                        random_tensor(dtype, rows, size, seed=3),
+                        random_tensor(dtype, size, seed=1),
                         1e-5,
                     ),
                 )
@@ -243,9 +138,9 @@ def _norms(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                         op,
                         {"hidden_size": size, "affine": affine},
                         lambda rows=rows, size=size, affine=affine: (  # type: ignore[misc]
-                            _random(dtype, rows, size),
-                            _random(dtype, size, seed=1) if affine else None,
-                            _random(dtype, size, seed=2) if affine else None,
+                            random_tensor(dtype, rows, size),
+                            random_tensor(dtype, size, seed=1) if affine else None,
+                            random_tensor(dtype, size, seed=2) if affine else None,
                             1e-5,
                         ),
                     )
@@ -263,7 +158,7 @@ def _rotary(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
 
 def _rotary_arguments(dtype: torch.dtype, head_size: int, rotary_dim: int, index: torch.dtype) -> tuple[Any, ...]:
     angles = torch.rand(50, rotary_dim // 2, generator=torch.Generator().manual_seed(4)) * 6
-    fused = _random(dtype, 9, 8 * head_size)
+    fused = random_tensor(dtype, 9, 8 * head_size)
     query, key, _ = fused.split((4 * head_size, 2 * head_size, 2 * head_size), dim=1)
     return (
         ((torch.arange(9) * 11) % 50).to(index),
@@ -279,11 +174,11 @@ def _moe(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
             op,
             {"num_experts": 4, "top_k": 2, "hidden_size": 64, "intermediate_size": 32},
             lambda rows=rows: (  # type: ignore[misc]
-                _random(dtype, rows, 64),
-                _random(dtype, 4, 64, 64, seed=1, scale=0.12),
-                _random(dtype, 4, 64, 32, seed=2, scale=0.17),
+                random_tensor(dtype, rows, 64),
+                random_tensor(dtype, 4, 64, 64, seed=1, scale=0.12),
+                random_tensor(dtype, 4, 64, 32, seed=2, scale=0.17),
                 torch.stack([(torch.arange(rows) + k) % 4 for k in (0, 1)], dim=1),
-                torch.softmax(_random(torch.float32, rows, 2, seed=3), dim=-1),
+                torch.softmax(random_tensor(torch.float32, rows, 2, seed=3), dim=-1),
             ),
             weight=(1, 2),
         )
@@ -305,10 +200,10 @@ def _lora_arguments(
     dtype: torch.dtype, rows: int, blocks: int, bands: tuple[tuple[int, int, int], ...]
 ) -> tuple[Any, ...]:
     matrices = (
-        _random(dtype, rows, 96, seed=3),
-        _random(dtype, rows, 64),
-        _random(dtype, 3, blocks, 8, 64, seed=1, scale=0.12),
-        _random(dtype, 3, 96, 8, seed=2, scale=0.35),
+        random_tensor(dtype, rows, 96, seed=3),
+        random_tensor(dtype, rows, 64),
+        random_tensor(dtype, 3, blocks, 8, 64, seed=1, scale=0.12),
+        random_tensor(dtype, 3, 96, 8, seed=2, scale=0.35),
     )
     if rows < 3:
         return (*matrices, None, ((2, 0, rows),), bands)
@@ -323,13 +218,13 @@ def _clamped_moe(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
             op,
             {"num_experts": 4, "top_k": 2, "hidden_size": 64, "intermediate_size": 32},
             lambda rows=rows: (  # type: ignore[misc]
-                _random(dtype, rows, 64),
-                _random(dtype, 4, 64, 64, seed=1, scale=0.12),
-                _random(dtype, 4, 64, seed=4),
-                _random(dtype, 4, 64, 32, seed=2, scale=0.17),
-                _random(dtype, 4, 64, seed=5),
+                random_tensor(dtype, rows, 64),
+                random_tensor(dtype, 4, 64, 64, seed=1, scale=0.12),
+                random_tensor(dtype, 4, 64, seed=4),
+                random_tensor(dtype, 4, 64, 32, seed=2, scale=0.17),
+                random_tensor(dtype, 4, 64, seed=5),
                 torch.stack([(torch.arange(rows) + k) % 4 for k in (0, 1)], dim=1),
-                torch.softmax(_random(torch.float32, rows, 2, seed=3), dim=-1),
+                torch.softmax(random_tensor(torch.float32, rows, 2, seed=3), dim=-1),
                 1.702,
                 1.5,  # within reach of these inputs
             ),
@@ -344,9 +239,55 @@ def _argmax(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                 op,
                 {"size": size},
                 lambda rows=rows, size=size: (  # type: ignore[misc]
-                    (_random(torch.float32, rows, 2 * size).argsort(dim=1).argsort(dim=1) - size).to(dtype)[:, :size],
+                    (random_tensor(torch.float32, rows, 2 * size).argsort(dim=1).argsort(dim=1) - size).to(dtype)[
+                        :, :size
+                    ],
                 ),
             )
+
+
+_DRAWS = (  # temperature, min_p, top_k (None where it is off), top_p
+    (1.0, 0.0, None, 1.0),
+    (0.5, 0.0, 1, 1.0),
+    (1.0, 0.0, 7, 1.0),
+    (1.0, 0.0, None, 0.8),
+    (2.0, 0.01, None, 1.0),
+    (0.7, 0.02, 20, 0.6),
+    (1.0, 0.0, 40, 0.05),
+)
+
+
+def _filtered_draw(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+    for rows in ROWS:
+        for size in (64, 300, 1000):
+            yield OpTrial(op, {"size": size}, lambda rows=rows, size=size: _draw_arguments(rows, size))  # type: ignore[misc]
+
+
+def _draw_arguments(rows: int, size: int) -> tuple[Any, ...]:
+    """Rows of all kinds, with numbers that are nowhere near the boundary of another token."""
+    generator = torch.Generator().manual_seed(size)
+    temperature, min_p, top_k, top_p = (
+        torch.tensor([size if value is None else value for value in column])
+        for column in zip(*(_DRAWS[row % len(_DRAWS)] for row in range(rows)), strict=True)
+    )
+    logits = random_tensor(torch.float32, rows, size, seed=rows, scale=2)
+    logits[:, 5] = -torch.inf
+    filters = [logits, logits.amax(dim=1), 1 / temperature, temperature * min_p.log(), top_k.long(), top_p]
+    uniforms = torch.rand(2, rows, generator=generator) * 0.999
+    for _ in range(100):
+        unclear = torch.zeros(rows, dtype=torch.bool)
+        wide = [_wide(argument) for argument in filters]
+        tokens = [
+            filtered_draw(*wide[:3], wide[3] - 1e-4 * sign, wide[4], (wide[5] + 1e-5 * sign).clamp(max=1.0),
+                          *(uniforms.double() + 1e-4 * torch.tensor([[sign], [other]])).clamp(min=0), draw_block(size))
+            for sign in (-1, 1) for other in (-1, 1)
+        ]  # fmt: skip
+        for other in tokens[1:]:
+            unclear |= other != tokens[0]
+        if not unclear.any():
+            break
+        uniforms[:, unclear] = torch.rand(2, int(unclear.sum()), generator=generator) * 0.999
+    return *filters, *uniforms, draw_block(size)
 
 
 def _activations(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
@@ -356,14 +297,15 @@ def _activations(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
             yield OpTrial(
                 op,
                 {"size": size},
-                lambda rows=rows, size=size: (_random(dtype, rows, halves * size, scale=4.0),),  # type: ignore[misc]
+                lambda rows=rows, size=size: (random_tensor(dtype, rows, halves * size, scale=4.0),),  # type: ignore[misc]
             )
 
 
 _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpTrial]]] = {
     "linear": _linear,
-    "quantized_linear": _quantized_linear,
-    "quantized_linear_silu_and_mul": _quantized_linear,
+    "quantized_linear": quantized_linear_cases,
+    "quantized_linear_silu_and_mul": quantized_linear_cases,
+    "float8_linear": float8_linear_cases,
     "linear_silu_and_mul": _gated_linear,
     "embedding": _embedding,
     "rms_norm": _norms,
@@ -373,5 +315,6 @@ _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpTrial]]] = {
     "moe": _moe,
     "clamped_moe": _clamped_moe,
     "argmax": _argmax,
+    "filtered_draw": _filtered_draw,
     "add_lora": _add_lora,
 }

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,7 +38,7 @@ from mvllm.models.registry import resolve_model_class
 from mvllm.models.weights import load_weights
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.installed import installed_providers
-from mvllm.ops.registry import OpTable
+from mvllm.ops.registry import REFERENCE, OpTable
 from mvllm.platform.ask import ask, ask_attention_backend
 from mvllm.platform.attention import AttentionBackend, AttentionMetadata, AttentionSpec, KVCache
 from mvllm.platform.graphs import CompileBackend
@@ -58,7 +59,7 @@ from mvllm.worker.device_tokens import DeviceTokens
 from mvllm.worker.draft_model import DraftModel, DraftModelProposer
 from mvllm.worker.layer_groups import layer_windows, named_windows, place_layers
 from mvllm.worker.lora import LoRAAdapters
-from mvllm.worker.out_of_memory import naming_limits, out_of_memory_as
+from mvllm.worker.out_of_memory import all_ranks_gave_up, naming_limits, out_of_memory_as
 from mvllm.worker.pipeline import Pipeline
 from mvllm.worker.prompt_logprobs import PromptLogprobs
 from mvllm.worker.proposer import NgramProposer, Proposer
@@ -72,6 +73,9 @@ if TYPE_CHECKING:
     from mvllm.models.causal_lm import CausalLM
 
 logger = get_logger(__name__)
+
+_AGREEMENT_SHARE = 10
+"""Ranks that find no memory wait for each other this part of what a step may take at most."""
 
 
 class ModelRunner:
@@ -112,7 +116,8 @@ class ModelRunner:
         self._draft: DraftModel | None = None
         self._proposer: Proposer | None = None
         self._num_speculative = 0 if config.speculative is None else config.speculative.num_speculative_tokens
-        self._sampler = Sampler()
+        self._make_sampler: Callable[..., Sampler] = Sampler
+        self._sampler = self._make_sampler()
         self._run_model: Callable[..., torch.Tensor] = self._call_model
         self._device_tokens: DeviceTokens | None = None
         self._pipeline = Pipeline(
@@ -146,8 +151,13 @@ class ModelRunner:
             raise ModelError(
                 f"{type(self.model).__name__}, which is to classify prompts, sets no `scores` as its head."
             )
-        self._argmax = context.op("argmax", size=config.vocab_size).function
-        self._sampler = Sampler(argmax=self._argmax)
+        drawn = context.op("filtered_draw", size=config.vocab_size)
+        self._make_sampler = partial(
+            Sampler,
+            argmax=context.op("argmax", size=config.vocab_size).function,
+            filtered_draw=None if drawn.provider == REFERENCE else drawn.function,
+        )
+        self._sampler = self._make_sampler()
         self._layers = self.model.attention_layers()
         draft = None if self._config.speculative is None else self._config.speculative.model
         if draft is not None and self._pipeline.is_last:  # which has all of it
@@ -247,7 +257,7 @@ class ModelRunner:
         self._prompt_logprobs = PromptLogprobs(self.rows, self._runtime, sizes)
         if on_device:
             self._device_tokens = DeviceTokens(self._runtime, self.rows.history)
-            self._sampler = Sampler(self._inputs.staging, self._argmax)
+            self._sampler = self._make_sampler(self._inputs.staging)
         self._compile_models()
 
     def sleep(self, *, drop_weights: bool) -> None:
@@ -283,6 +293,20 @@ class ModelRunner:
                 raise
             self._compile_models()
 
+    def close(self) -> None:
+        """Lets go of the model, the KV cache, and what replays both. Idempotent.
+
+        The worker leaves its groups afterwards: a captured step holds their communicators.
+        """
+        self._run_model = _closed  # nor may the method, which holds this object: nobody waits for garbage to be found
+        self._proposer = self._draft = self._adapters = None
+        for layer in self._layers:
+            layer.kv_cache = None
+        self._layers = []
+        if self._has_model:
+            self._has_model = False
+            del self.model
+
     def _drop_model(self) -> None:
         self._layers = []
         self._adapters = None
@@ -307,10 +331,10 @@ class ModelRunner:
             return ModelRunnerOutput(step=plan.step)
         failure = ""
         try:
-            with naming_limits(self._config.scheduler):
+            with naming_limits(self._config.scheduler, self._runtime):
                 output = self._run_step(plan)
         except StepMemoryError as e:
-            if self._tp.world_size * self._pp.world_size > 1:
+            if not self._all_gave_up(plan):
                 raise  # the others wait for this rank's part
             failure = str(e)
         if failure:  # whose frames, and what they held, are gone by now
@@ -333,6 +357,15 @@ class ModelRunner:
         self._pipeline.send_hidden(hidden)
         self._pipeline.expect(plan.step, inputs.rows, inputs.sampling)
         return ModelRunnerOutput(step=plan.step)
+
+    def _all_gave_up(self, plan: SchedulerOutput) -> bool:
+        """Whether all ranks have failed in this step, so that none waits for another. Not asked of stages: those before
+        this one have handed it on and are elsewhere.
+        """
+        if self._pp.world_size > 1:
+            return False
+        seconds = self._config.parallel.step_timeout / _AGREEMENT_SHARE
+        return all_ranks_gave_up(self._tp, self._runtime, plan.step, seconds)
 
     def _give_up(self, plan: SchedulerOutput, reason: str) -> ModelRunnerOutput | None:
         """What there is to tell of a step that has failed for all of its rows; the engine goes on without these."""
@@ -373,7 +406,7 @@ class ModelRunner:
         )
         num_tokens = len(inputs.token_ids)
         adapters = None if self._adapters is None else self._adapters.largest_batch(num_tokens)
-        with naming_limits(scheduler):
+        with naming_limits(scheduler, self._runtime):
             hidden = self._forward(inputs, self._pipeline.placeholder(num_tokens), adapters)
             if self._pipeline.is_last and self._config.model.kind.generates:
                 lines = inputs.logits_at.repeat(1 + self._num_speculative)[:num_tokens]
@@ -454,7 +487,7 @@ class ModelRunner:
         for row in range(num_rows):
             history.set_row(row, [0], 1)
             state.set_row(row, params, eos_token_ids=[], request_id="profile", num_prompt_tokens=1)
-        sampler = Sampler(argmax=self._argmax)
+        sampler = self._make_sampler()
         # As steps will: where none may wait for the device, a whole batch goes through the filters at a time.
         sampler.may_look = not keeps_tokens_on_device(self._config, self._platform.capabilities)
         sampler.sample(logits, np.arange(num_rows), state, history)
@@ -593,7 +626,7 @@ class ModelRunner:
                 with_prompt_lens=self._draft.model.uses_prompt_lens,
             ),
             plans=self._all_plans,
-            sampler=Sampler(argmax=self._argmax),
+            sampler=self._make_sampler(),
             num_tokens=config.num_speculative_tokens,
             compile=self._compiled,
         )
@@ -663,6 +696,10 @@ class ModelRunner:
         assert inputs.sample_rows is not None
         self._device_tokens.keep(sampled, inputs.sample_rows)
         return sampled
+
+
+def _closed(*arguments: object) -> torch.Tensor:
+    raise AssertionError("the worker was shut down")
 
 
 def _counted(first: np.ndarray, counts: np.ndarray) -> np.ndarray:

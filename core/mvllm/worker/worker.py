@@ -108,7 +108,9 @@ class Worker:
         self.runtime.health()
 
     def shutdown(self) -> None:
-        self._runner = None
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
         if self._groups is not None:
             self._groups.close()
             self._groups = None

@@ -19,12 +19,16 @@ from mvllm.plugin_api import (
     DeviceRuntime,
     FinishedHostCopy,
     HostCopy,
+    OpProvider,
     PlatformSpec,
     WorkerContext,
 )
 from mvllm_cpu.runtime import CPURuntime
 from mvllm_cuda.platform import CUDAPlatform
 from mvllm_torch_gpu.captured_steps import CapturedSteps
+
+MOST_TOKENS = 1 << 10
+"""Of a sequence in a captured step: `paged_attention` below looks at all that a table has room for."""
 
 HostGraphs = importlib.import_module("platforms.torch-gpu.tests.host_graphs").HostGraphs
 
@@ -53,9 +57,11 @@ class HostedPlatform(CUDAPlatform):
 
     Attributes:
         graphs_made: Those of all engines so far.
+        provided: Its operations: none, unless a test puts some here, since interpreted kernels take their time.
     """
 
     graphs_made: ClassVar[list[Any]] = []
+    provided: ClassVar[tuple[OpProvider, ...]] = ()
 
     @property
     def spec(self) -> PlatformSpec:
@@ -68,13 +74,13 @@ class HostedPlatform(CUDAPlatform):
     def init_device(self, ctx: WorkerContext) -> DeviceRuntime:
         return HostedRuntime(ctx)
 
-    def ops(self) -> tuple[()]:
-        return ()
+    def ops(self) -> tuple[OpProvider, ...]:
+        return self.provided
 
     def compiler(self) -> CapturedSteps:
         graphs = HostGraphs()
         self.graphs_made.append(graphs)
-        return CapturedSteps(lambda: graphs, "host")
+        return CapturedSteps(lambda: graphs, "host", table_tokens=MOST_TOKENS)
 
 
 def paged_attention(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import platforms.cuda.tests.interpreted  # noqa: F401  # skips where there is no Triton; the kernels come after it
@@ -13,6 +14,10 @@ from platforms.cuda.tests.hosted_platform import KERNELS, HostedPlatform, Hosted
 import mvllm_torch_gpu.attention
 from mvllm import LLM, SamplingParams
 from mvllm.errors import MvllmError
+from mvllm.ops.catalogue import SCHEMAS
+from mvllm.plugin_api import OpProvider
+from mvllm_torch_gpu.ops import providers
+from tests.helpers.float8_zoo import make_float8
 from tests.helpers.model_zoo import ZOO, make_checkpoint
 from tests.helpers.plugins import prepend
 
@@ -28,11 +33,11 @@ def generate(tmp_path, monkeypatch):
     for name, function in KERNELS.items():
         monkeypatch.setattr(mvllm_torch_gpu.attention, name, function)
 
-    def run(folder, platform, **settings):
+    def run(folder, platform, params=PARAMS, **settings):
         HostedPlatform.graphs_made.clear()
         options = {**SETTINGS, "kv_cache_memory_bytes": 1 << 20, **settings}
         with LLM(str(folder), platform=platform, **options) as llm:
-            outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+            outputs = llm.generate(PROMPTS[: len(params)], params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     return run
@@ -92,6 +97,42 @@ def test_a_step_without_memory_fails_its_requests_with_the_limits_and_the_engine
         monkeypatch.setattr(mvllm_torch_gpu.attention, "paged_attention", KERNELS["paged_attention"])
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+
+
+def drawn(requests, tokens):
+    """Parameters of requests that draw. The interpreter takes a while for each token."""
+    settings = {"max_tokens": tokens, "top_k": 9, "top_p": 0.9, "ignore_eos": True}
+    return [SamplingParams(seed=i, temperature=0.8 + 0.2 * i, **settings) for i in range(requests)]
+
+
+def noting(provider, calls):
+    """A provider that says by name when it is called."""
+
+    def call(*arguments):
+        calls.append(provider.op)
+        return provider.function(*arguments)
+
+    return dataclasses.replace(provider, function=call)
+
+
+@pytest.mark.parametrize("size", [(1, 2), pytest.param((3, 5), marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("scheme", "float8"),
+    [("ct-blocks", "float8_e4m3fnuz"), ("ct-channel", "float8_e4m3fn"), ("fp8-static", "float8_e4m3fn")],
+)
+def test_kernels_that_keep_bytes_and_draw_give_the_tokens_of_the_references(
+    scheme, float8, size, generate, tmp_path, monkeypatch
+):
+    """A checkpoint that leaves inputs alone, whose tokens every platform gives, and the two ways to round inputs."""
+    folder, calls = make_float8(scheme, tmp_path).quantized, []
+    rounded = OpProvider("float8_linear", "reference's", SCHEMAS["float8_linear"].reference)
+    plain = {"enforce_eager": True, "async_scheduling": False, "skip_tokenizer_init": True}
+    monkeypatch.setattr(HostedPlatform, "provided", (rounded,))
+    expected = generate(folder, "cpu" if scheme == "ct-blocks" else "hosted", params=drawn(*size), **plain)
+    kernels = [p for p in providers(float8) if p.op in ("float8_linear", "filtered_draw")]
+    monkeypatch.setattr(HostedPlatform, "provided", tuple(noting(p, calls) for p in kernels))
+    assert generate(folder, "hosted", params=drawn(*size), **plain) == expected
+    assert {"float8_linear", "filtered_draw"} == set(calls)
 
 
 @pytest.mark.exhaustive

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from platforms.cuda.tests import stand_in
-from platforms.cuda.tests.stand_in import A100, SPARK, T4
+from platforms.cuda.tests.stand_in import A100, L4, SPARK, T4
 
 from mvllm.plugin_api import (
     CacheConfig,
@@ -88,6 +88,22 @@ def test_a_device_that_tells_no_memory_uses_the_hosts(platform, machine, lines, 
     machine(*lines)
     assert platform.capabilities.unified_memory is unified
     assert platform.capabilities == platform.capabilities
+
+
+@pytest.mark.parametrize(
+    ("lines", "multiplied"),
+    [
+        ((SPARK.format(n=0),), True),
+        ((L4.format(n=0), SPARK.format(n=1)), True),
+        ((A100.format(n=0),), False),
+        ((L4.format(n=0), A100.format(n=1)), False),
+        ((), False),
+    ],
+)
+def test_weights_of_8_bits_are_widened_unless_every_device_multiplies_them(platform, machine, lines, multiplied):
+    machine(*lines)
+    assert platform.multiplies_float8 is multiplied
+    assert platform.float8 == "float8_e4m3fn"
 
 
 def test_without_kernels_attention_and_operations_run_in_plain_torch(platform, monkeypatch):

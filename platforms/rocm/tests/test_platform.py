@@ -90,20 +90,21 @@ def test_devices_without_memory_of_their_own_use_the_hosts(platform, machine, de
 @pytest.mark.parametrize(
     ("devices", "hip", "expected"),
     [
-        ((MI300X, MI300X), None, "float8_e4m3fnuz"),
-        ((MI355X,), None, "float8_e4m3fn"),
-        ((MI210, MI300X), None, "float8_e4m3fnuz"),
-        ((MI210, MI300X), "0", "float8_e4m3fn"),
-        ((), None, "float8_e4m3fn"),
+        ((MI300X, MI300X), None, ("float8_e4m3fnuz", True)),
+        ((MI355X,), None, ("float8_e4m3fn", True)),
+        ((MI355X, MI300X), None, ("float8_e4m3fnuz", False)),
+        ((MI210, MI300X), None, ("float8_e4m3fnuz", False)),
+        ((MI210, MI300X), "0", ("float8_e4m3fn", False)),
+        ((), None, ("float8_e4m3fn", False)),
     ],
 )
-def test_a_cache_in_float8_has_the_format_that_the_devices_compute_in(
+def test_float8_has_the_format_that_the_devices_compute_in_and_is_multiplied_if_all_do(
     platform, machine, monkeypatch, devices, hip, expected
 ):
     machine(*devices)
     if hip is not None:
         monkeypatch.setenv("HIP_VISIBLE_DEVICES", hip)
-    assert platform.float8 == expected
+    assert (platform.float8, platform.multiplies_float8) == expected
 
 
 # -------------------------------------------------------------------------------------------------------------- workers

@@ -43,6 +43,14 @@ def test_each_target_has_its_float8(name, format_):
     assert targets.float8(name) == format_
 
 
+@pytest.mark.parametrize(
+    ("name", "multiplied"),
+    [("gfx942", True), ("gfx950", True), ("gfx1201", True), ("gfx90a", False), ("gfx1100", False), ("gfx1151", False)],
+)
+def test_not_every_target_multiplies_float8(name, multiplied):
+    assert targets.multiplies_float8(name) is multiplied
+
+
 def test_a_name_that_is_none_is_said_to_be_none():
     with pytest.raises(ValueError, match="'sm_90' is no name of a target, such as gfx942"):
         targets.parts("sm_90")

@@ -7,8 +7,9 @@ import logging
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
-from mvllm_torch_gpu.captured_steps import CapturedSteps, table_size
+from mvllm_torch_gpu.captured_steps import TABLE_TOKENS, CapturedSteps, Tables
 from mvllm_torch_gpu.paged_metadata import PagedMetadata
 from mvllm_torch_gpu.shapes import LARGEST_CAPTURE, decode_sizes, policy
 
@@ -68,7 +69,12 @@ def graphs():
     return HostGraphs()
 
 
+TABLE = 64
+"""Blocks of a sequence that graphs have room for here."""
+
+
 def compiled(function, graphs, **options):
+    options = {"table_tokens": TABLE * BLOCK, **options}
     return CapturedSteps(lambda: graphs, "test", **options).compile(function, dynamic=True)
 
 
@@ -106,7 +112,52 @@ def test_longer_tables_are_captured_anew_and_shorter_ones_fit(graphs):
         given = step_arguments(pages=pages, shift=number * 3)
         assert torch.equal(function(*given), Model()(*given))
     assert graphs.captures == 2
-    assert [table_size(pages) for pages in (1, 64, 65, 256, 257, 1025)] == [64, 64, 256, 256, 1024, 4096]
+    assert [Tables(256).width(pages, BLOCK) for pages in (1, 64, 65, 512, 513)] == [64, 64, 512, 512, 4096]
+
+
+def test_sequences_of_any_usual_length_have_one_graph():
+    tables = Tables(TABLE_TOKENS)
+    for block_size in (8, 16, 64, 256):
+        assert tables.width(1, block_size) == tables.width(100_000 // block_size, block_size) == 2**17 // block_size
+
+
+def test_graphs_share_a_table_and_one_for_more_requests_leaves_the_others_theirs(graphs):
+    tables = Tables(TABLE * BLOCK)
+    large, small, larger = (tables.of(4, plan(rows)) for rows in (8, 4, 16))
+    assert small.data_ptr() == large.data_ptr() != larger.data_ptr()
+    assert tables.of(5, plan(4)).data_ptr() != small.data_ptr(), "each of a step's tables has its own"
+    function = compiled(Model(), graphs)
+    for number, rows in enumerate((4, 8, 4, 2, 16, 8, 4)):
+        given = step_arguments(rows, pages=1 + 5 * number, shift=number)
+        assert torch.equal(function(*given), Model()(*given))
+    assert graphs.captures == 4
+
+
+def test_a_steps_inputs_are_copied_in_two_launches(graphs, monkeypatch):
+    capture = graphs.capture
+    monkeypatch.setattr(graphs, "capture", lambda step: [capture(step), lambda: None][1])  # replays copy, too
+    function = compiled(Model(), graphs)
+    for rows in (1, 4):  # a row of a wider table lies as a row of a narrow one does, but for its stride
+        function(*step_arguments(rows))
+        with _Counted() as counted:
+            function(*step_arguments(rows, shift=1))
+        assert sorted(counted.copies) == [1, 5], "whatever lies alike together, and the table"
+
+
+class _Counted(TorchFunctionMode):
+    """Counts what `_copy` has copied, by call: each is a launch on a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.copies = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.copy_:
+            self.copies.append(1)
+        if function is torch._foreach_copy_:
+            self.copies.append(len(args[0]))
+            assert all(a.stride() == b.stride() and a.dtype == b.dtype for a, b in zip(*args[:2], strict=True))
+        return function(*args, **(kwargs or {}))
 
 
 def test_a_result_stays_what_it_is_when_the_next_step_runs(graphs):

@@ -69,6 +69,26 @@ def test_the_hosts_memory_is_what_programs_can_have_within_their_group(tmp_path,
     assert memory.host_available(meminfo, tmp_path) == expected
 
 
+def test_files_that_were_read_do_not_count_against_the_group(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemAvailable:    {64 << 20} kB\n")
+    (tmp_path / "memory.max").write_text(f"{32 << 30}\n")
+    (tmp_path / "memory.current").write_text(f"{30 << 30}\n")
+    (tmp_path / "memory.stat").write_text(f"anon {12 << 30}\ninactive_file {16 << 30}\nactive_file {2 << 30}\n")
+    assert memory.host_available(meminfo, tmp_path) == 18 << 30
+
+
+@pytest.mark.parametrize(("held", "outside"), [(70, 2), (68, 0), (3, 1), (None, 1)])
+def test_a_figure_of_another_process_with_our_number_is_not_ours(monkeypatch, held, outside):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GIB, 80 * GIB))
+    for name in ("memory_reserved", "memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 68 * GIB)
+    books = FreeBytes(None)
+    books.held_by_this_process = lambda: None if held is None else held * GIB
+    found = memory.DeviceMemory(torch.device("cuda", 0), books, 1 * GIB, unified=False).figures()
+    assert found.outside == outside * GIB
+
+
 class FreeBytes:
     """Books that know how many bytes are free."""
 

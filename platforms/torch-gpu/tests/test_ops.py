@@ -15,13 +15,21 @@ from mvllm.testing.op_cases import exact, tolerance, trials
 # Skips where there is no Triton; the kernels come after it.
 importlib.import_module("platforms.torch-gpu.tests.interpreted")
 
-from mvllm_torch_gpu.ops import providers  # noqa: E402
+from mvllm_torch_gpu.ops import FLOAT8, providers  # noqa: E402
 
 PROVIDERS = {provider.op: provider for provider in providers()}
 
 
 def test_what_every_layer_needs_is_provided():
-    assert {"rms_norm", "fused_add_rms_norm", "rotary_embedding", "silu_and_mul", "argmax"} <= PROVIDERS.keys()
+    assert {
+        "float8_linear",
+        "filtered_draw",
+        "rms_norm",
+        "fused_add_rms_norm",
+        "rotary_embedding",
+        "silu_and_mul",
+        "argmax",
+    } <= PROVIDERS.keys()
 
 
 @pytest.mark.parametrize("op", PROVIDERS)
@@ -46,7 +54,7 @@ def test_a_provider_gives_what_the_reference_gives(op):
 
 @pytest.mark.parametrize("op", PROVIDERS)
 def test_dtypes_without_a_kernel_are_declined(op):
-    facts = {"in_features": 64, "group_size": 64, "bits": 8}
+    facts = {"in_features": 64, "group_size": 64, "bits": 8, "block_columns": 64}
     [reason] = PROVIDERS[op].supports(OpCase(op, "float64", facts))
     assert "float64" in reason and "bfloat16" in reason
 
@@ -55,3 +63,21 @@ def test_weights_that_cannot_be_packed_are_declined():
     facts = {"in_features": 128, "group_size": 24, "bits": 4}
     [reason] = PROVIDERS["quantized_linear"].supports(OpCase("quantized_linear", "bfloat16", facts))
     assert "multiple of 32 columns" in reason
+
+
+def test_blocks_of_8_bit_floats_that_the_kernel_cannot_take_are_declined():
+    facts = {"in_features": 128, "block_columns": 24}
+    [reason] = PROVIDERS["float8_linear"].supports(OpCase("float8_linear", "bfloat16", facts))
+    assert "power of two" in reason
+
+
+@pytest.mark.parametrize("name", FLOAT8)
+@pytest.mark.parametrize("multiplied", [False, True])
+def test_weights_of_8_bit_floats_take_the_devices_format(name, multiplied):
+    [provider] = [p for p in providers(name, multiplies_float8=multiplied) if p.op == "float8_linear"]
+    trial = next(iter(trials("float8_linear", "float32")))
+    x, weight, bias = trial.make()
+    packed = provider.prepare(weight)
+    assert packed.weight.dtype == FLOAT8[name] and packed.native is multiplied
+    found, wanted = provider.function(x, packed, bias), exact(trial)
+    assert (found.double() - wanted).abs().max() <= tolerance("float32") * wanted.abs().max()

@@ -23,11 +23,28 @@ from triton.runtime.jit import JITFunction
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx90a": GPUTarget("hip", "gfx90a", 64),
     "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+    "gfx1100": GPUTarget("hip", "gfx1100", 32),
+    "gfx1201": GPUTarget("hip", "gfx1201", 32),
 }
-SHARED_MEMORY = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+SHARED_MEMORY = {
+    "sm_80": 163 << 10,
+    "sm_89": 99 << 10,
+    "sm_90": 227 << 10,
+    "sm_100": 227 << 10,
+    "sm_120": 99 << 10,
+    "gfx90a": 64 << 10,
+    "gfx942": 64 << 10,
+    "gfx950": 160 << 10,
+    "gfx1100": 64 << 10,
+    "gfx1201": 64 << 10,
+}
 """Most bytes of shared memory that a program may take, as the makers' manuals have it."""
 
 _TYPES = {
@@ -86,7 +103,8 @@ def _caught(function: JITFunction, args: tuple[Any, ...], options: dict[str, Any
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = f"*{_TYPES[value.dtype]}"
-            aligned[(place,)] = [["tt.divisibility", 16]]
+            if not parameter.do_not_specialize:
+                aligned[(place,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             signature[name] = "fp32"
         elif value == 1 and not parameter.do_not_specialize:

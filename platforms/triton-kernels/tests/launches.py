@@ -103,10 +103,12 @@ def _integer_product(tokens: int, bits: int, int8_activations: bool, group_size:
     quantized_linear(torch.empty(tokens, 4096, dtype=BF16), weight, None)
 
 
-def _float8_product(tokens: int, block: tuple[int, int] | None, *, native: bool = True) -> None:
-    weight = torch.empty(4096, 4096, dtype=NATIVE)
+def _float8_product(
+    tokens: int, block: tuple[int, int] | None, *, stored: torch.dtype = NATIVE, **options: bool
+) -> None:
+    weight = torch.empty(4096, 4096, dtype=stored)
     scale = torch.empty((32, 32) if block else (4096, 1))
-    float8_linear(torch.empty(tokens, 4096, dtype=BF16), weight, scale, block=block, native=native)
+    float8_linear(torch.empty(tokens, 4096, dtype=BF16), weight, scale, block=block, **options)
 
 
 def _sample(rows: int) -> None:
@@ -150,6 +152,10 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "float8-decode": lambda: _float8_product(8, None),
     "float8-prefill": lambda: _float8_product(2048, None),
     "float8-blocks": lambda: _float8_product(2048, (128, 128)),
+    "float8-other-codes": lambda: _float8_product(2048, None, stored=torch.float8_e4m3fnuz),
+    "float8-weights-decode": lambda: _float8_product(8, (128, 128), rounded=False),
+    "float8-weights-prefill": lambda: _float8_product(2048, None, rounded=False),
+    "float8-codes-prefill": lambda: _float8_product(2048, None, native=False),
     "float8-codes": lambda: _float8_product(64, (128, 128), native=False),
 }
 

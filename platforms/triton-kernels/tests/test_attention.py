@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import random
 
 import pytest
 import torch
@@ -196,3 +197,40 @@ def test_decodes_over_many_blocks_share_their_keys_among_programs():
 
 def test_a_long_context_is_split_without_being_asked():
     assert_right(make_spec(2, 2, 16), [(300, 1)], spread=2.0)
+
+
+# ------------------------------------------------------------------------------------------------------------- at random
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(more(seed) for seed in range(3, 60))])
+def test_steps_drawn_at_random(seed):
+    """Layers and steps of any kind, their lengths around the edges of blocks and tiles."""
+    rng = random.Random(seed)
+    dtype = rng.choice(DTYPES)
+    fields = {"dtype": dtype, "kv_dtype": rng.choice((dtype, dtype, dtype, "int8", "float8_e4m3fn"))}
+    if rng.random() < 0.2:
+        heads = (rng.choice((1, 5, 16)), 1)
+        size, value_size = rng.choice(((40, 24), (80, 64), (24, 8), (576, 512)))
+        fields |= {"value_head_size": value_size, "values_in_keys": True}
+    else:
+        kv_heads, size = rng.choice((1, 2, 3)), rng.choice((16, 24, 64, 80, 96, 128, 192, 256))
+        heads = (kv_heads * rng.choice((1, 2, 3, 5, 7, 8, 12, 16)), kv_heads)
+    if rng.random() < 0.4:
+        fields["sliding_window"] = rng.choice((1, 2, 15, 16, 17, 33, 64))
+    if rng.random() < 0.3:
+        fields["soft_cap"] = rng.choice((0.5, 3.0, 30.0))
+    fields["sinks"] = rng.random() < 0.3
+    most = rng.choice((1, 1, 8, 40))
+    requests = [
+        (max(0, rng.choice((0, 16, 32, 64, 128)) + rng.randint(-2, 2)), rng.randint(1, most))
+        for _ in range(rng.randint(1, 4))
+    ]
+    assert_right(
+        make_spec(*heads, size, **fields),
+        requests,
+        block_size=rng.choice((8, 16, 32, 64)),
+        splits=rng.choice((None, 1, 3, 33)),
+        codes=rng.random() < 0.5,
+        padding=rng.choice((0, 1, 17)),
+        padding_requests=rng.choice((0, 1, 5)),
+    )

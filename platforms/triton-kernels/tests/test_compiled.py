@@ -35,6 +35,16 @@ def test_a_decode_compiles_for_two_makers(tmp_path):
     assert [line.split()[1:3] for line in lines] == [["attend", "sm_90"], ["attend", "gfx942"]]
 
 
+def test_attention_is_compiled_a_few_times_and_not_for_each_kind_of_step():
+    command = [sys.executable, "-m", "platforms.triton-kernels.tests.variants"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for line in done.stdout.splitlines():
+        _, attend, combine = line.split()
+        assert int(attend) <= 7 and int(combine) <= 9, line
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_every_launch_compiles(tmp_path, target):

@@ -7,12 +7,16 @@ import importlib
 import pytest
 import torch
 
+from mvllm.ops.float8_linear import Float8Weight
+from mvllm.testing import op_cases
+
 importlib.import_module("platforms.triton-kernels.tests.interpreted")
 
 from mvllm_triton import kv_write  # noqa: E402  once Triton is imported with its interpreter
 from mvllm_triton.attention import paged_attention  # noqa: E402
 from mvllm_triton.float8 import LARGEST  # noqa: E402
 from mvllm_triton.float8_linear import float8_linear, float8_rows  # noqa: E402
+from mvllm_triton.float8_weight import float8_product, pack, refusals  # noqa: E402
 
 FORMATS = [
     torch.float8_e4m3fn,
@@ -118,3 +122,61 @@ def test_scales_that_do_not_fit_are_refused():
         float8_linear(x, weight, torch.ones(1, 1), block=(16, 24))
     with pytest.raises(ValueError, match="float32"):
         float8_linear(x, weight.float(), torch.ones(1))
+
+
+@pytest.mark.parametrize("scaled", ["row", "block"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_with_inputs_as_they_are(dtype, scaled):
+    torch.manual_seed(0)
+    x, weight = torch.randn(6, 80).to(dtype), (torch.randn(40, 80) * 100).to(torch.float8_e4m3fn)
+    block = (16, 32) if scaled == "block" else None
+    scale = torch.rand((3, 3) if block else (40, 1)) * 0.01 + 0.001
+    found = float8_linear(x, weight, scale, block=block, rounded=False)
+    wide = scale.repeat_interleave(16, 0)[:40].repeat_interleave(32, 1)[:, :80] if block else scale
+    exact = x.double() @ (weight.double() * wide.double()).T
+    allowed = {torch.float32: 2e-5, torch.bfloat16: 2**-7}[dtype] * exact.abs().max()
+    assert (found.double() - exact).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("given", [None, torch.tensor([0.02])], ids=["dynamic", "static"])
+def test_a_row_with_a_nan_gives_nan_and_the_others_do_not_know(given):
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    expected = float8_linear(x, EYE, torch.ones(1), x_scale=given, native=False)
+    x[1, 5] = torch.nan
+    found = float8_linear(x, EYE, torch.ones(1), x_scale=given, native=False)
+    assert found[1].isnan().all() and torch.equal(found[::2], expected[::2])
+
+
+EYE = torch.eye(64).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("format_", [torch.float8_e4m3fn, torch.float8_e4m3fnuz], ids=str)
+@pytest.mark.parametrize("most", [80, pytest.param(384, marks=pytest.mark.exhaustive)])
+def test_packed_weights_are_cores_in_either_format(most, format_):
+    trials = [t for t in op_cases.trials("float8_linear", "float32") if t.facts["in_features"] <= most]
+    trials = [t for t in trials if t.facts["bias"] or most > 80]
+    assert {t.facts["inputs"] for t in trials} == {"floats", "dynamic", "static"}
+    for trial in trials:
+        assert refusals(trial.facts["in_features"], trial.facts["block_columns"]) == []
+        x, weight, bias = trial.make()
+        found, exact = float8_product(x, pack(weight, format_, native=False), bias), op_cases.exact(trial)
+        assert (found.double() - exact).abs().max() <= op_cases.tolerance("float32") * exact.abs().max(), trial
+
+
+@pytest.mark.parametrize("format_", [torch.float8_e4m3fn, torch.float8_e4m3fnuz], ids=str)
+def test_every_code_keeps_its_number_and_a_nan_is_no_number(format_):
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    whole = pack(Float8Weight(codes, torch.ones(16, 1), 1, 16), format_)
+    wide = whole.weight.float() * whole.scale.view(16, 1)
+    expected = codes.view(torch.float8_e4m3fn).float()
+    lines = expected.isfinite().all(dim=1)
+    assert torch.equal(wide[lines], expected[lines])
+    assert whole.scale.view(16).isnan().tolist() == (~lines).tolist() == [False] * 7 + [True] + [False] * 7 + [True]
+    halves = torch.cat((codes[:2].view(1, 32), codes[7:8].repeat(1, 2)), dim=1)
+    assert pack(Float8Weight(halves, torch.ones(1, 2), 1, 32), format_).scale.isnan().tolist() == [[False, True]]
+
+
+def test_weights_in_blocks_that_the_kernel_cannot_take_are_refused():
+    assert refusals(128, 24) and refusals(128, 16) and not refusals(24, 24)
+    with pytest.raises(ValueError, match="power of two from 32 on"):
+        pack(Float8Weight(torch.zeros(4, 128, dtype=torch.uint8), torch.ones(1, 6), 4, 24))

@@ -7,7 +7,8 @@ import importlib
 import pytest
 import torch
 
-from mvllm.sampling.draw import draw
+from mvllm.ops.draw import draw
+from mvllm.testing import op_cases
 
 importlib.import_module("platforms.triton-kernels.tests.interpreted")
 
@@ -92,6 +93,13 @@ def test_draws_are_those_of_core(size):
     assert torch.equal(found // block, expected_block)
     within = padded.view(len(rows), -1, block)[torch.arange(len(rows)), expected_block]
     assert torch.equal(found % block, draw_of(within, fine))
+
+
+@pytest.mark.parametrize("size", [64, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in (300, 1000))])
+def test_cases_of_core(size):
+    for trial in op_cases.trials("filtered_draw", "float32"):
+        if trial.facts["size"] == size:
+            assert torch.equal(sampling.filtered_draw(*trial.make()), op_cases.exact(trial)), trial
 
 
 def draw_of(weights, uniform):

@@ -28,6 +28,10 @@ class HostedRuntime(XpuRuntime):
     def check_build(self) -> None:
         pass
 
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Torch's allocator for the host raises a plain RuntimeError."""
+        return "can't allocate memory" in str(error) or super().is_out_of_memory(error)
+
     def books(self, index: int) -> FdinfoBooks:
         return FdinfoBooks(None)
 

@@ -136,6 +136,9 @@ class StandIn:
     def current_stream(self, device: torch.device | None = None) -> Stream:
         return self.current
 
+    def set_stream(self, stream: Stream) -> None:
+        self.current = stream
+
     @contextmanager
     def stream(self, stream: Stream) -> Any:
         before, self.current = self.current, stream
@@ -149,12 +152,13 @@ class StandIn:
 
     @contextmanager
     def graph(self, xpu_graph: XPUGraph, pool: Any = None, stream: Stream | None = None) -> Any:
-        recorder = host_graphs._Recorder()
+        recorder, before, self.current = host_graphs._Recorder(), self.current, Stream(HOST)
         try:
             with recorder, NoQuestions():
                 yield
-        except AssertionError as e:
-            raise RuntimeError(f"wait method cannot be used for a queue that records a graph\n{e}") from e
+        except AssertionError as e:  # the stream of the capture stays current, as torch leaves it
+            raise RuntimeError(f"wait method cannot be used for a queue that records a graph\n{e}") from None
+        self.current = before
         xpu_graph.calls = [call for call in recorder.calls if call.computes]
         for call in xpu_graph.calls:  # a capture computes nothing: results are there after the first replay
             if not call.works_in_place:

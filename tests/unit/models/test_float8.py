@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mvllm.errors import ModelError
+from mvllm.layers.context import BuildContext
+from mvllm.ops.catalogue import SCHEMAS
+from mvllm.ops.registry import OpTable
+from mvllm.plugin_api import Float8Weight, OpCase, OpProvider
 from tests.helpers.float8_zoo import FLOAT8_SCHEMES, make_float8
 from tests.helpers.model_zoo import load_reference, make_checkpoint
 from tests.helpers.paged_driver import PagedDriver, load_model, make_context
@@ -82,3 +88,82 @@ def test_fp8_where_the_config_says_nothing_of_it_is_refused(tmp_path: Path) -> N
         ModelError, match=r"has dtype F8_E4M3, expected one of F64, F32, F16, BF16.*quantization_config"
     ):
         load_model(folder)
+
+
+def kept(seen: list[Float8Weight], refused: str = "") -> OpProvider:
+    """Multiplies with bytes, and notes them; inputs stay as they are, so that logits are those of the floats."""
+
+    def prepare(weight: Float8Weight) -> Float8Weight:
+        seen.append(weight)
+        return dataclasses.replace(weight, inputs="floats")
+
+    def supports(case: OpCase) -> list[str]:
+        return ["not this one"] if refused and case.facts["inputs"] == refused else []
+
+    return OpProvider("float8_linear", "kept", SCHEMAS["float8_linear"].reference, supports, prepare=prepare)
+
+
+INPUTS = {"fp8-static": "static", "ct-tensor-static": "static", "ct-blocks": "floats", "ct-groups": "floats"}
+
+
+@pytest.mark.parametrize("scheme", FLOAT8_SCHEMES)
+def test_where_the_operation_is_provided_weights_stay_a_byte_each(scheme: str, tmp_path: Path) -> None:
+    checkpoint = make_float8(scheme, tmp_path)
+    seen: list[Float8Weight] = []
+    model = load_model(checkpoint.quantized, make_context(providers=[kept(seen)]))
+    torch.testing.assert_close(run(PagedDriver(model)), expected(checkpoint), atol=TOLERANCE, rtol=0)
+    stored = load_file(checkpoint.quantized / "model.safetensors")
+    num_codes = sum(tensor.numel() for tensor in stored.values() if tensor.dtype == torch.float8_e4m3fn)
+    assert sum(weight.codes.numel() for weight in seen) == num_codes
+    assert {weight.inputs for weight in seen} == {INPUTS.get(scheme, "dynamic")}
+    for weight in seen:
+        blocks = [
+            -(-size // block)
+            for size, block in zip(weight.shape, (weight.block_rows, weight.block_columns), strict=True)
+        ]
+        assert list(weight.scales.shape) == blocks and weight.scales.numel() * 4 < weight.codes.numel()
+        assert (weight.input_scale is not None) == (weight.inputs == "static")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name"), [("fp8-odd-blocks", "llama-gqa"), ("fp8-blocks", "qwen3-mqa"), ("fp8-static", "qwen2")]
+)
+def test_ranks_keep_their_share_of_bytes(scheme: str, name: str, tmp_path: Path) -> None:
+    checkpoint = make_float8(scheme, tmp_path, name)
+    wanted = expected(checkpoint)
+    contexts: Callable[..., BuildContext] = lambda tp: make_context(tp=tp, providers=[kept([])])  # noqa: E731
+    for logits in run_ranks(2, lambda tp: run(PagedDriver(load_model(checkpoint.quantized, contexts(tp))))):
+        torch.testing.assert_close(logits, wanted, atol=TOLERANCE, rtol=0)
+
+
+def test_a_scale_of_inputs_is_the_largest_of_the_matrices_that_share_them(tmp_path: Path) -> None:
+    folder = make_float8("fp8-static", tmp_path).quantized
+    tensors = load_file(folder / "model.safetensors")
+    key = "model.layers.0.self_attn.k_proj.input_scale"
+    save_file({**tensors, key: torch.tensor(0.5)}, folder / "model.safetensors")
+    seen: list[Float8Weight] = []
+    load_model(folder, make_context(providers=[kept(seen)]))
+    scales = [float(weight.input_scale) for weight in seen if weight.input_scale is not None]
+    assert sorted(set(scales)) == [pytest.approx(0.02), 0.5] and scales.count(0.5) == 1
+    del tensors[key]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=f"missing tensor '{key}'"):
+        load_model(folder, make_context(providers=[kept([])]))
+    load_model(folder)  # whose inputs are not rounded
+
+
+def test_what_a_provider_declines_and_what_the_user_wants_elsewhere_are_floats(tmp_path: Path) -> None:
+    folder = make_float8("fp8-static", tmp_path).quantized
+    seen: list[Float8Weight] = []
+    load_model(folder, make_context(providers=[kept(seen, refused="static")]))
+    asked = OpProvider("linear", "asked for", SCHEMAS["linear"].reference)
+    load_model(folder, dataclasses.replace(make_context(), ops=OpTable.resolve([kept(seen)], [asked])))
+    assert seen == []
+
+
+def test_experts_and_latent_attention_take_floats_of_such_checkpoints(tmp_path: Path) -> None:
+    checkpoint = make_float8("fp8-blocks", tmp_path, "deepseek3")
+    seen: list[Float8Weight] = []
+    found = run(PagedDriver(load_model(checkpoint.quantized, make_context(providers=[kept(seen)]))))
+    assert seen
+    torch.testing.assert_close(found, run(PagedDriver(load_model(checkpoint.quantized))), atol=TOLERANCE, rtol=0)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,7 @@ from tests.gpu.models import CONFIGS, Size, prepare_model, tensors
 from tests.gpu.runner import run_items
 from tests.gpu.settings import ROOT, Settings
 from tests.gpu.trace import read_events
+from tests.gpu.zoo import zoo_checkpoint
 from tests.helpers.processes import wait_until
 from tests.unit.perf import gpu_part
 
@@ -83,6 +85,29 @@ def test_items_that_fail_die_or_hang_cost_only_themselves(tmp_path: Path, monkey
     assert rows["dies", FAILED].note.startswith("its process ended with status 7")
     assert rows["hangs", FAILED].note.startswith("not done after")
     assert "of the budget were left, it needs 1000000000" in rows["too long", NOT_RUN].note
+
+
+def test_items_side_by_side_lose_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    settings = settings_for(tmp_path)
+    ledger = Ledger(settings.out)
+    items = [item for item in gpu_part.items(settings) if item.name != "hangs"]
+    run_items("tests.unit.perf.gpu_part", items, settings, ledger, side_by_side=3)
+    rows = ledger.rows()
+    assert {row.name for row in rows} == {item.name for item in items}
+    assert sorted(row.status for row in rows) == sorted([OK] * 5 + [FAILED] * 3 + [NOT_RUN])
+    pid = {row.name: row.figures["pid"] for row in rows if row.status == OK}
+    assert len({pid["passes"], pid["goes on"], pid["dies"]}) >= 2, "not all in one process"
+    table = (settings.out / "table.md").read_text()
+    assert sum("gpu_part" in line for line in table.splitlines()) == len(rows)
+
+
+def test_processes_that_want_one_checkpoint_of_the_zoo_get_a_whole_one(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path)
+    settings.scratch.mkdir(exist_ok=True)
+    with ThreadPoolExecutor(4) as pool:
+        folders = list(pool.map(lambda _: zoo_checkpoint("llama-gqa", settings), range(4)))
+    assert len(set(folders)) == 1 and (folders[0] / "model.safetensors").stat().st_size > 100_000
 
 
 def test_a_run_that_is_killed_keeps_its_rows_and_leaves_no_process(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mvllm.sampling.draw import draw
+from mvllm.ops.draw import draw
 from mvllm.sampling.uniforms import uniforms
 from tests.unit.sampling.statistics import assert_drawn_from
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mvllm.config.engine_config import replace_field
-from mvllm.ops.argmax import argmax
 from mvllm.platform.shapes import ShapePolicy
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.sampling import sampler
@@ -27,7 +26,7 @@ def test_sampling_is_measured_as_it_is_done_in_steps(tokens_on_device: bool, mon
     platform.capabilities = replace(platform.capabilities, async_copies=tokens_on_device)
     runner = ModelRunner.__new__(ModelRunner)
     runner._config = replace_field(make_config(), "scheduler.async_scheduling", tokens_on_device)
-    runner._platform, runner._argmax, runner._sampler = platform, argmax, sampler.Sampler(argmax=argmax)
+    runner._platform, runner._make_sampler = platform, sampler.Sampler
     at_once: list[int] = []
 
     def noted(logits: torch.Tensor, peaks: torch.Tensor, filters: Filters) -> torch.Tensor:

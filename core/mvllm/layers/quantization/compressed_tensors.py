@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from mvllm.layers.context import BuildContext
     from mvllm.layers.quantization.matrix import QuantizedMatrix
+    from mvllm.ops.float8_linear import Float8Inputs
 
 INTEGERS = "int-quantized"
 WORDS = "pack-quantized"
@@ -137,20 +138,25 @@ def _group(group: HFConfig, settings: HFConfig) -> Group:
 
 
 def _float8(group: HFConfig, weights: HFConfig) -> Float8Format:
-    """FP8. Its inputs may have been meant to be FP8 as well, with scales of their own; here they are not rounded."""
+    """FP8. Its inputs may be meant to be FP8 as well, with scales that are found in each row or one that is stored."""
     choice(weights, ("num_bits",), (8,))
     choice(weights, ("symmetric",), (True,), default=True)
+    inputs: Float8Inputs = "floats"
     if group.get("input_activations"):
-        inputs = _part(group, "input_activations", None, group.require("input_activations", dict))
-        choice(inputs, ("num_bits",), (8,))
-        choice(inputs, ("type",), ("float",))
+        given = _part(group, "input_activations", None, group.require("input_activations", dict))
+        choice(given, ("num_bits",), (8,))
+        choice(given, ("type",), ("float",))
+        if given.get("dynamic", False) is True:
+            inputs = "dynamic"
+        elif given.get("strategy", "tensor") == "tensor":
+            inputs = "static"
     strategy = choice(weights, ("strategy",), ("tensor", "channel", "group", "block"), default="tensor")
     if strategy == "block":
         rows, columns = block_sizes(weights, "block_structure")
-        return Float8Format(_SCALE_TENSOR, rows, columns)
+        return Float8Format(_SCALE_TENSOR, rows, columns, inputs)
     if strategy == "group":
-        return Float8Format(_SCALE_TENSOR, 1, weights.positive_int("group_size"))
-    return Float8Format(_SCALE_TENSOR, 1 if strategy == "channel" else None)
+        return Float8Format(_SCALE_TENSOR, 1, weights.positive_int("group_size"), inputs)
+    return Float8Format(_SCALE_TENSOR, 1 if strategy == "channel" else None, None, inputs)
 
 
 def _int8_activations(group: HFConfig) -> bool:

@@ -10,6 +10,7 @@ That a weight is multiplied by what is called the inverse of a scale is as the f
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from mvllm.config.hf_config import HFConfig
@@ -42,9 +43,10 @@ class Float8(QuantizationMethod):
     @classmethod
     def of(cls, settings: HFConfig) -> Float8:
         choice(settings, ("fmt",), ("e4m3",), default="e4m3", fold=True)
-        choice(settings, ("activation_scheme",), ("dynamic", "static"), default="dynamic", fold=True)
+        inputs = choice(settings, ("activation_scheme",), ("dynamic", "static"), default="dynamic", fold=True)
         choice(settings, ("expert_dtype",), ("fp8",), default="fp8", fold=True)
-        return cls(_blocks(settings), (*names(settings, "modules_to_not_convert"), *names(settings, "ignored_layers")))
+        format = replace(_blocks(settings), inputs=inputs)
+        return cls(format, (*names(settings, "modules_to_not_convert"), *names(settings, "ignored_layers")))
 
     def matrix(
         self, ctx: BuildContext, layout: MatrixLayout, tied_to: nn.Parameter | None = None
@@ -55,7 +57,7 @@ class Float8(QuantizationMethod):
         return float8_matrix(ctx, layout, format)
 
     def ignores(self, name: str) -> bool:
-        """Scales of activations, which are not rounded."""
+        """Scales of activations, where they are not rounded."""
         return is_activation_scale(name)
 
     def given_name(self, name: str) -> str:
@@ -69,9 +71,9 @@ class Float8(QuantizationMethod):
 
 
 class RowwiseFloat8(Float8):
-    """`quant_method: fbgemm_fp8`: a scale per row."""
+    """`quant_method: fbgemm_fp8`: a scale per row. Rows of inputs are not bounded by its `activation_scale_ub`."""
 
-    format_of_rows: ClassVar[Float8Format] = Float8Format(_SCALE_OF_ALL, block_rows=1)
+    format_of_rows: ClassVar[Float8Format] = Float8Format(_SCALE_OF_ALL, block_rows=1, inputs="dynamic")
 
     @classmethod
     def of(cls, settings: HFConfig) -> RowwiseFloat8:

@@ -1,4 +1,4 @@
-"""A matrix of FP8 with scales, which becomes floats of the compute dtype once it is loaded.
+"""A matrix of FP8 with scales: kept as it is where somebody multiplies with it, else made floats once it is loaded.
 
     checkpoint, FP8              scales, one per block            this rank's matrix
     ┌──────┬──────┬──────┐       ┌───┬───┬───┐
@@ -7,12 +7,17 @@
     │   └──┼──────┼──┘   │       │   │   │   │   touches         └──────────────┘
     └──────┴──────┴──────┘       └───┴───┴───┘
 
-So the operation `linear` multiplies with it, on every platform, and inputs are not rounded: what comes out is nearer to
-the model before it was quantized than with inputs of FP8. A share may begin within a block: both ranks read its scale.
+A platform that provides the operation `float8_linear` gets a byte per weight, and rounds the inputs if the checkpoint
+says so. On every other the operation `linear` multiplies with floats of the compute dtype, and inputs are not rounded:
+what comes out is nearer to the model before it was quantized, for twice the memory.
+
+A share may begin within a block: both ranks read its scale. A matrix that is kept has the largest blocks that begin
+where its parts and its columns do.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +30,10 @@ from mvllm.layers.matrix_layout import MatrixLayout, Part
 from mvllm.layers.quantization.interface import Float8Format
 from mvllm.layers.quantization.matrix import Product, QuantizedMatrix, staging
 from mvllm.layers.weight_target import WeightTarget
+from mvllm.ops.float8_linear import Float8Weight
 
 _ELEMENTS_AT_ONCE = 1 << 20  # multiplied at one time: their float32 copies are all the memory that it takes beside
+_INPUT_SCALE = "input_scale"
 
 
 @dataclass(frozen=True)
@@ -51,9 +58,14 @@ class _Blocks:
         """Those of the blocks that the rank's share touches."""
         return slice(self.taken.start // self.block, -(-self.taken.stop // self.block))
 
-    def spread(self, scales: torch.Tensor, dim: int) -> torch.Tensor:
-        """One scale per block to one per element that is taken."""
-        elements = torch.arange(self.taken.start, self.taken.stop) // self.block - self.scales.start
+    @property
+    def divisors(self) -> tuple[int, ...]:
+        """Numbers that the size of a block has to divide, counted from the share's beginning; none where one serves."""
+        return (self.block, self.taken.start) if _length(self.scales) > 1 else ()
+
+    def spread(self, scales: torch.Tensor, dim: int, step: int = 1) -> torch.Tensor:
+        """One scale per block to one for every `step` of the elements that are taken."""
+        elements = torch.arange(self.taken.start, self.taken.stop, step) // self.block - self.scales.start
         return scales.index_select(dim, elements)
 
 
@@ -70,7 +82,14 @@ class Float8Matrix(QuantizedMatrix):
         super().__init__()
         self.layout, self.format = layout, format
         self._dtype, self._device = ctx.dtype, ctx.device
-        self._op = ctx.op("linear", in_features=layout.num_columns, out_features=layout.out_features, bias=layout.bias)
+        sizes = {"in_features": layout.num_columns, "out_features": layout.out_features, "bias": layout.bias}
+        floats = ctx.op("linear", **sizes)
+        self._rows, self._columns = self._kept_block()
+        kept = ctx.op(
+            "float8_linear", **sizes, block_rows=self._rows, block_columns=self._columns, inputs=format.inputs
+        )
+        self._is_kept = kept.may_replace(floats)
+        self._op = kept if self._is_kept else floats
         self.stored = nn.ModuleList(self._stage(part) for part in layout.parts)
 
     def targets(self) -> Iterator[tuple[str, WeightTarget]]:
@@ -81,9 +100,30 @@ class Float8Matrix(QuantizedMatrix):
             yield f"{part.name}.weight", WeightTarget(weight, (rows.size, columns.size), taken, _all_of(weight))
             shape, source = (rows.num_scales, columns.num_scales), (rows.scales, columns.scales)
             yield f"{part.name}.{self.format.scale_tensor}", WeightTarget(scales, shape, source, _all_of(scales))
+            if self._has_input_scale:
+                scale = staged.get_parameter(_INPUT_SCALE)
+                yield f"{part.name}.{_INPUT_SCALE}", WeightTarget(scale, (1,), _all_of(scale), _all_of(scale))
 
     def finish(self) -> tuple[Product, Any]:
-        weight = torch.zeros(self.layout.out_features, self.layout.num_columns, dtype=self._dtype)
+        weight: Float8Weight | torch.Tensor
+        if self._is_kept:
+            weight = self._read()
+        else:
+            weight = nn.Parameter(self._floats(self._dtype).to(self._device), requires_grad=False)
+        if self._op.prepare is not None:
+            weight = self._op.prepare(weight if isinstance(weight, Float8Weight) else weight.data)
+        return self._op.function, weight
+
+    def dequantized(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._floats(dtype).to(device)
+
+    @property
+    def _has_input_scale(self) -> bool:
+        return self._is_kept and self.format.inputs == "static"
+
+    def _floats(self, dtype: torch.dtype) -> torch.Tensor:
+        """[out_features, num_columns], on the host."""
+        weight = torch.zeros(self.layout.out_features, self.layout.num_columns, dtype=dtype)
         for part, staged in zip(self.layout.parts, self.stored, strict=True):
             rows, columns = self._blocks(part)
             codes, scales = staged.get_parameter("weight").detach(), staged.get_parameter("scales").detach()
@@ -91,8 +131,42 @@ class Float8Matrix(QuantizedMatrix):
             for start in range(0, len(codes), rows_at_once):
                 piece = slice(start, start + rows_at_once)
                 weight[part.destination][piece] = codes[piece].float() * columns.spread(of_rows[piece], 1)
-        placed = nn.Parameter(weight.to(self._device), requires_grad=False)
-        return self._op.function, placed if self._op.prepare is None else self._op.prepare(placed.data)
+        return weight
+
+    def _read(self) -> Float8Weight:
+        """The weight as it is stored, on the device; rows that no part fills are zero."""
+        shape = self.layout.out_features, self.layout.num_columns
+        codes = torch.zeros(shape, dtype=torch.uint8)
+        scales = torch.ones(-(-shape[0] // self._rows), -(-shape[1] // self._columns))
+        for part, staged in zip(self.layout.parts, self.stored, strict=True):
+            rows, columns = self._blocks(part)
+            codes[part.destination] = staged.get_parameter("weight").detach().view(torch.uint8)
+            of_rows = rows.spread(staged.get_parameter("scales").detach(), 0, self._rows)
+            first = part.destination.start // self._rows
+            scales[first : first + len(of_rows)] = columns.spread(of_rows, 1, self._columns)
+        input_scale = None
+        if self._has_input_scale:  # one input has one scale: the one that clamps nothing which another would keep
+            stored = [staged.get_parameter(_INPUT_SCALE).detach() for staged in self.stored]
+            input_scale = torch.stack(stored).amax(dim=0).to(self._device)
+        return Float8Weight(
+            codes.to(self._device),
+            scales.to(self._device),
+            self._rows,
+            self._columns,
+            self.format.inputs,
+            input_scale,
+        )
+
+    def _kept_block(self) -> tuple[int, int]:
+        """Rows and columns of the largest blocks that begin where this rank's parts and columns do."""
+        blocks = [self._blocks(part) for part in self.layout.parts]
+        starts = [part.destination.start for part in self.layout.parts]
+        rows = math.gcd(*starts, *(n for of_rows, _ in blocks for n in of_rows.divisors))
+        columns = math.gcd(*blocks[0][1].divisors)
+        return (
+            min(rows or self.layout.out_features, self.layout.out_features),
+            min(columns or self.layout.num_columns, self.layout.num_columns),
+        )
 
     def _blocks(self, part: Part) -> tuple[_Blocks, _Blocks]:
         size_in = self.layout.in_features
@@ -107,6 +181,8 @@ class Float8Matrix(QuantizedMatrix):
         num_rows, num_columns = _length(rows.taken), _length(columns.taken)
         module.register_parameter("weight", staging(num_rows, num_columns, dtype=torch.float8_e4m3fn))
         module.register_parameter("scales", staging(_length(rows.scales), _length(columns.scales), dtype=torch.float32))
+        if self._has_input_scale:
+            module.register_parameter(_INPUT_SCALE, staging(1, dtype=torch.float32))
         return module
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from mvllm.layers.context import BuildContext
     from mvllm.layers.quantization.matrix import QuantizedMatrix
+    from mvllm.ops.float8_linear import Float8Inputs
 
 
 class QuantizationMethod(ABC):
@@ -119,11 +120,13 @@ class Float8Format:
     Attributes:
         scale_tensor: Name of the tensor of scales.
         block_rows, block_columns: Size of a block, whose elements share a scale; None for all rows, or columns.
+        inputs: What the model was meant to be multiplied with: see the operation `float8_linear`.
     """
 
     scale_tensor: str
     block_rows: int | None = None
     block_columns: int | None = None
+    inputs: Float8Inputs = "floats"
 
     @property
     def is_whole(self) -> bool:
@@ -132,7 +135,7 @@ class Float8Format:
 
     def __str__(self) -> str:
         rows, columns = (size or "all" for size in (self.block_rows, self.block_columns))
-        return f"FP8 with scales of {rows} rows and {columns} columns"
+        return f"FP8 with scales of {rows} rows and {columns} columns, {self.inputs} inputs"
 
 
 Format = TypeVar("Format", bound=PackedFormat | Float8Format)

@@ -251,6 +251,17 @@ def test_a_reset_lets_the_peak_begin_anew(bound_device: DeviceRuntime) -> None:
     assert memory.peak_by_me < peak - 0.5 * BIG or memory.peak_by_me - memory.used_by_me < 0.5 * BIG
 
 
+@clause("MEM-04")
+def test_the_error_of_a_tensor_without_room_is_known_and_others_are_not(bound_device: DeviceRuntime) -> None:
+    try:
+        torch.empty((1 << 50,), dtype=torch.uint8, device=bound_device.device)
+    except (RuntimeError, MemoryError) as e:  # a lazy device may take no memory yet
+        assert bound_device.is_out_of_memory(e) is True, f"{type(e).__name__}: {e}"
+    assert bound_device.is_out_of_memory(MemoryError("no room")) is True
+    for other in (ValueError("memory"), RuntimeError("shapes do not match"), KeyError("out of")):
+        assert bound_device.is_out_of_memory(other) is False
+
+
 def filled(runtime: DeviceRuntime) -> torch.Tensor:
     """A tensor of BIG bytes that the device really holds."""
     tensor = runtime.empty((BIG,), torch.uint8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -12,9 +12,10 @@ import torch
 from mvllm.ops.catalogue import SCHEMAS
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.registry import REFERENCE, OpTable
-from mvllm.plugin_api import DeviceRuntime, OpCase, OpProvider, QuantizedWeight
+from mvllm.plugin_api import DeviceRuntime, Float8Weight, OpCase, OpProvider, QuantizedWeight
 from mvllm.testing.marks import clause, not_claimed
-from mvllm.testing.op_cases import OpTrial, exact, tolerance, trials
+from mvllm.testing.op_cases import exact, tolerance, trials
+from mvllm.testing.op_trial import OpTrial
 from mvllm.testing.subject import Examinee
 
 OPS = sorted(SCHEMAS)
@@ -42,9 +43,10 @@ def move(runtime: DeviceRuntime, arguments: tuple[Any, ...]) -> list[Any]:
             argument = torch.as_strided(there, argument.size(), argument.stride())
         elif isinstance(argument, torch.Tensor):
             argument = runtime.to_device(argument.clone())
-        elif isinstance(argument, QuantizedWeight):
-            values, scales, zero_points = move(runtime, (argument.values, argument.scales, argument.zero_points))
-            argument = replace(argument, values=values, scales=scales, zero_points=zero_points)
+        elif isinstance(argument, QuantizedWeight | Float8Weight):
+            names = [field.name for field in fields(argument)]
+            there = move(runtime, tuple(getattr(argument, name) for name in names))
+            argument = replace(argument, **dict(zip(names, there, strict=True)))
         moved.append(argument)
     return moved
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 logger = get_logger("mvllm.cpu.runtime")
 
+_REFUSALS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+"""What torch's allocator says where the system gives it nothing, by system."""
+
 
 def bind_threads(ctx: WorkerContext) -> None:
     """Gives this worker its share of the cores.
@@ -59,6 +62,11 @@ class CPURuntime(DeviceRuntime):
     def release_cached_memory(self) -> None:
         workspace.of_process.release()
         memory.give_back()
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Torch's allocator for the host raises a plain RuntimeError."""
+        refused = isinstance(error, RuntimeError) and any(text in str(error) for text in _REFUSALS)
+        return refused or super().is_out_of_memory(error)
 
     def end_warm_up(self) -> None:
         self.release_cached_memory()  # what importing and loading have left

@@ -15,6 +15,9 @@ from mvllm_torch_gpu.platform import TorchGpuPlatform
 
 logger = get_logger("mvllm.cuda.platform")
 
+FLOAT8_CAPABILITY = (8, 9)
+"""Devices from this compute capability on multiply 8-bit floats."""
+
 
 def make_platform() -> Platform:
     """The factory that the plugin's PlatformSpec names."""
@@ -55,6 +58,13 @@ class CUDAPlatform(TorchGpuPlatform):
             return False
         seen = visible.resolve(inventory, os.environ).devices
         return bool(seen) and all(device.memory_bytes is None for device in seen)
+
+    @cached_property
+    def multiplies_float8(self) -> bool:
+        """Whether every visible device is of compute capability 8.9 or newer."""
+        inventory = self._inventory
+        seen = () if inventory is None else visible.resolve(inventory, os.environ).devices
+        return bool(seen) and all(device.compute_capability >= FLOAT8_CAPABILITY for device in seen)
 
     @cached_property
     def _inventory(self) -> Inventory | None:

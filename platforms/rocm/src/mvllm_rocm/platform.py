@@ -58,6 +58,15 @@ class ROCmPlatform(TorchGpuPlatform):
         return "float8_e4m3fnuz" if "float8_e4m3fnuz" in formats else "float8_e4m3fn"
 
     @cached_property
+    def multiplies_float8(self) -> bool:
+        """Whether every visible device does, and they do it in the same format."""
+        devices = self._devices
+        return bool(devices) and all(
+            targets.multiplies_float8(device.target) and targets.float8(device.target) == self.float8
+            for device in devices
+        )
+
+    @cached_property
     def _devices(self) -> tuple[RocmDevice, ...]:
         try:
             return visible.resolve(read_inventory(), os.environ).devices

@@ -52,6 +52,12 @@ def float8(name: str) -> str:
     return "float8_e4m3fnuz" if parts(name)[:2] == (9, 4) else "float8_e4m3fn"
 
 
+def multiplies_float8(name: str) -> bool:
+    """Whether a target has products of that format."""
+    major, minor, _ = parts(name)
+    return major >= 12 or (major == 9 and minor in (4, 5))
+
+
 def is_integrated(name: str, chip: int) -> bool:
     """Whether a device uses the host's memory.
 

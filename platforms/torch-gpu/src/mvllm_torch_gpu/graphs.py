@@ -42,13 +42,18 @@ class DeviceGraphs(GraphBackend):
         if self._pool is None:
             self._pool = api.graph_pool_handle()
         graph = self._module.new_graph()
+        stream = api.current_stream(self._device)
         try:
             with self._module.captures(graph, self._pool):
                 step()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as e:
-            raise PlatformError(f"The step cannot be captured in a graph: {str(e).partition(chr(10))[0]}") from e
+            # What is said of the end of a capture that was broken off is not why.
+            reason = str(e.__context__ or e).partition("\n")[0]
+            raise PlatformError(f"The step cannot be captured in a graph: {reason}") from e
+        finally:
+            api.set_stream(stream)  # a capture that fails at its end leaves its own stream in place
         self._bytes += max(0, api.memory_reserved(self._device) - before)
         return _Replay(graph, step)
 

@@ -131,7 +131,8 @@ class DeviceMemory:
         told = None if self._others_counted else self._books.free()
         reserved = api.memory_reserved(self._device)
         mine = self._books.held_by_this_process()
-        outside = self._bound_bytes if mine is None else max(0, mine - reserved)
+        # Less than torch holds is another process's: one that has our number outside of our container.
+        outside = self._bound_bytes if mine is None or mine < reserved else mine - reserved
         if driver_free is None:  # then nobody but us is known to be there; of the host's memory the host knows
             driver_free = 0 if self._unified else max(0, total - reserved - outside)
         return Figures(
@@ -154,10 +155,19 @@ def host_available(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
             found = int(rest.split()[0]) * 1024
     try:
         limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
+        used = int((cgroup / "memory.current").read_text()) - _file_cache(cgroup)
     except (OSError, ValueError):
         return found
     return found if limit == "max" else max(0, min(found, int(limit) - used))
+
+
+def _file_cache(cgroup: Path) -> int:
+    """Bytes of files that a group counts as used, and gives up where programs want them: weights that were read."""
+    try:
+        lines = (cgroup / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
 
 
 def not_enough(what: str, figures: Figures, remedy: str) -> str:

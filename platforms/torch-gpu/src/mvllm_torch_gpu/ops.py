@@ -6,13 +6,18 @@ Products with plain weights are torch's: its library has the fastest ones there 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
+
 from mvllm.plugin_api import OpCase, OpProvider
-from mvllm_triton import activation, argmax, moe, norm, quantized_linear, rotary
+from mvllm_triton import activation, argmax, float8_weight, moe, norm, quantized_linear, rotary, sampling
 
 PROVIDER = "mvllm_triton"
 DTYPES = ("bfloat16", "float16", "float32")
+FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e4m3fnuz": torch.float8_e4m3fnuz}
+"""Formats of weights by their names."""
 
 
 def supports(case: OpCase) -> list[str]:
@@ -28,10 +33,21 @@ def supports_quantized(case: OpCase) -> list[str]:
     return supports(case) + quantized_linear.refusals(facts["in_features"], facts["group_size"], facts["bits"])
 
 
-def providers() -> Sequence[OpProvider]:
-    """One per operation."""
+def supports_float8(case: OpCase) -> list[str]:
+    """Reasons why the kernel of 8-bit floats does not take a case."""
+    return supports(case) + float8_weight.refusals(case.facts["in_features"], case.facts["block_columns"])
+
+
+def providers(float8: str = "float8_e4m3fn", *, multiplies_float8: bool = False) -> Sequence[OpProvider]:
+    """One per operation.
+
+    Args:
+        float8: The format of 8-bit floats in which the devices compute, one of FLOAT8.
+        multiplies_float8: Whether they have products of that; otherwise codes are widened in front of the product.
+    """
     functions: dict[str, Callable[..., Any]] = {
         "argmax": argmax.argmax,
+        "filtered_draw": sampling.filtered_draw,
         "rms_norm": norm.rms_norm,
         "fused_add_rms_norm": norm.add_rms_norm,
         "rotary_embedding": rotary.rotary,
@@ -48,4 +64,11 @@ def providers() -> Sequence[OpProvider]:
         supports_quantized,
         prepare=quantized_linear.pack,
     )
-    return [*(OpProvider(op, PROVIDER, function, supports) for op, function in functions.items()), quantized]
+    narrow = OpProvider(
+        "float8_linear",
+        PROVIDER,
+        float8_weight.float8_product,
+        supports_float8,
+        prepare=partial(float8_weight.pack, float8=FLOAT8[float8], native=multiplies_float8),
+    )
+    return [*(OpProvider(op, PROVIDER, function, supports) for op, function in functions.items()), quantized, narrow]

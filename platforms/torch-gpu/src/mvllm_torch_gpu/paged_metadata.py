@@ -40,16 +40,15 @@ class PagedMetadata:
         """Whether it is of a step of `num_tokens` requests with one token each, padding included."""
         return self.max_query_len == 1 and len(self.seq_lens) == self.num_tokens == num_tokens
 
-    def room(self, pages: int) -> PagedMetadata:
-        """Metadata for a graph: a place for steps of this many requests, whose block tables have up to `pages`."""
-        table = torch.zeros((len(self.seq_lens), pages), dtype=torch.int32, device=self.block_table.device)
+    def room(self, table: torch.Tensor) -> PagedMetadata:
+        """Metadata for a graph: a place for steps of this many requests, whose block tables go into `table`."""
         return replace(
             self,
             query_start_loc=torch.empty_like(self.query_start_loc),
             seq_lens=torch.empty_like(self.seq_lens),
             block_table=table,
             slot_mapping=torch.empty_like(self.slot_mapping),
-            max_seq_len=pages * self.block_size,
+            max_seq_len=table.shape[1] * self.block_size,
         )
 
     def parts_to_fill(self, step: PagedMetadata) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

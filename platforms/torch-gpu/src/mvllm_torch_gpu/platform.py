@@ -69,8 +69,13 @@ class TorchGpuPlatform(Platform):
 
     @property
     def float8(self) -> str:
-        """Torch's name of the format in which a cache in float8 is stored."""
+        """Torch's name of the format in which caches and weights in float8 are stored."""
         return "float8_e4m3fn"
+
+    @property
+    def multiplies_float8(self) -> bool:
+        """Whether all devices have products of that format. Opens none."""
+        return False
 
     def worker_variables(self) -> Mapping[str, str]:
         """Variables that every worker gets."""
@@ -97,7 +102,11 @@ class TorchGpuPlatform(Platform):
         )
 
     def plan(self, config: EngineConfig) -> Plan | Refusals:
-        self.settings.compile_mode(), self.settings.direct_sums()  # what means nothing is told now, not by a worker
+        (
+            self.settings.compile_mode(),
+            self.settings.direct_sums(),
+            self.settings.attention(),
+        )  # what means nothing is told now, not by a worker
         refusals = [
             Refusal(field, f"{name} is not supported on this platform", f"Use one of: auto, {', '.join(supported)}.")
             for field, name, supported in (
@@ -142,7 +151,7 @@ class TorchGpuPlatform(Platform):
             return found
         problems = TritonAttention.validate(spec)
         if not problems:
-            return TritonAttention(spec, float8=self.float8)
+            return self._fastest_attention(spec)
         found, _ = self._without_kernels(spec)
         if found is None:
             raise PlatformError(f"{none}: {'; '.join(problems)}.")
@@ -164,13 +173,35 @@ class TorchGpuPlatform(Platform):
                 return backend(spec), []
         return None, problems
 
+    def _fastest_attention(self, spec: AttentionSpec) -> AttentionBackend:
+        """The Triton kernels, which take the layer, and what is installed beside them.
+
+        Raises:
+            PlatformError: The user has named a library that does not take the layer.
+        """
+        from mvllm_torch_gpu.attention import TritonAttention
+        from mvllm_torch_gpu.attention_libraries import LIBRARIES, libraries_for
+        from mvllm_torch_gpu.chosen_attention import TRITON, ChosenAttention
+
+        asked = self.settings.attention()
+        if asked == TRITON:
+            return TritonAttention(spec, float8=self.float8)
+        forced = asked in {library.name for library in LIBRARIES}
+        found, reasons = libraries_for(spec, (asked,) if forced else tuple(library.name for library in LIBRARIES))
+        if forced and not found:
+            variable = f"{self.settings.prefix}_ATTENTION"
+            raise PlatformError(f"{variable}={asked}: {'; '.join(reasons)}. Unset {variable}, or set it to {TRITON}.")
+        if not found:
+            return TritonAttention(spec, float8=self.float8)
+        return ChosenAttention(spec, found, forced=forced, float8=self.float8)
+
     def ops(self) -> Sequence[OpProvider]:
         try:
             from mvllm_torch_gpu.ops import providers
         except ImportError as e:
             logger.warning("Operations run in plain torch: their kernels cannot be imported (%s).", e)
             return ()
-        return providers()
+        return providers(self.float8, multiplies_float8=self.multiplies_float8)
 
     def graphs(self, device: torch.device) -> GraphBackend:
         from mvllm_torch_gpu.graphs import DeviceGraphs

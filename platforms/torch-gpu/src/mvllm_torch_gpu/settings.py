@@ -5,6 +5,10 @@
               none: neither; `--enforce-eager` says the same for any platform
 ..._SUMS      the maker's library of collectives (default): ranks add through it
               direct: small sums through memory that ranks map from each other, where that works
+..._ATTENTION measured (default): the kernels that come along, or flash_attn or flashinfer where they are installed,
+              whichever is faster at the kind of step
+              triton: the kernels that come along
+              flash_attn, flashinfer: that library for every step that it takes
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from dataclasses import dataclass
 from mvllm.plugin_api import ConfigError
 
 COMPILE_MODES = ("graphs", "inductor", "none")
+ATTENTION = ("measured", "triton", "flash_attn", "flashinfer")
 
 
 @dataclass(frozen=True)
@@ -25,11 +30,13 @@ class Settings:
         prefix: What their names begin with, without the last underscore.
         library: The library of collectives, as a value of the variable; None where there is no other way to choose.
         compile_modes: All of COMPILE_MODES, the default first.
+        attentions: Those of ATTENTION that there are for such devices, the default first.
     """
 
     prefix: str
     library: str | None
     compile_modes: tuple[str, ...] = COMPILE_MODES
+    attentions: tuple[str, ...] = ATTENTION
 
     def compile_mode(self) -> str:
         """One of COMPILE_MODES.
@@ -38,6 +45,14 @@ class Settings:
             ConfigError: The variable says something else.
         """
         return _one_of(f"{self.prefix}_COMPILE", self.compile_modes)
+
+    def attention(self) -> str:
+        """One of ATTENTION.
+
+        Raises:
+            ConfigError: The variable says something else.
+        """
+        return _one_of(f"{self.prefix}_ATTENTION", self.attentions)
 
     def direct_sums(self) -> bool:
         """Whether small sums go through memory that ranks map from each other.

@@ -11,7 +11,15 @@ import torch
 from mvllm_triton.device import processors
 from mvllm_triton.float8 import read_as
 from mvllm_triton.kernels.attention import attend, combine
-from mvllm_triton.tiles import MOST_DRAFTED, AttentionTiles, attention_tiles, combining_warps, num_splits, power_of_two
+from mvllm_triton.tiles import (
+    LONGEST,
+    MOST_DRAFTED,
+    AttentionTiles,
+    attention_tiles,
+    combining_warps,
+    num_splits,
+    power_of_two,
+)
 
 Scale = torch.Tensor | float | None
 """What stored keys or values are multiplied with: a number, a float32 tensor of one element, or one
@@ -231,13 +239,14 @@ def _launch(
         programs = num_tiles * num_kv_heads * -(-group // tiles.heads)
         return num_splits(programs, seen, tiles.columns, processors(q.device), num_slots * num_heads * value_size * 4)
 
-    short = tiles_for(max_query_len if max_query_len <= MOST_DRAFTED else 1)
+    # Few sizes of tiles: each is compiled when the first step of it comes, which then takes seconds.
+    short = tiles_for(MOST_DRAFTED if 1 < max_query_len <= MOST_DRAFTED else 1)
     if max_query_len <= short.tokens:
         num_slots = num_requests * short.tokens + num_tokens  # the last for padding
         num_tiles = num_requests + -(-num_tokens // short.tokens)
         launch(short, num_tiles, num_slots, splits_of(short, num_requests, num_slots), short=True, skipped=0)
         return out
-    long = tiles_for(max_query_len)
+    long = tiles_for(LONGEST)
     num_tiles = num_tokens // long.tokens + num_requests + 1
     if num_requests == 1:
         wanted = splits_of(long, -(-num_tokens // long.tokens), num_tokens)

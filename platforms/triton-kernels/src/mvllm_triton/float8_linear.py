@@ -1,4 +1,4 @@
-"""Products with float8 weights, the activations rounded to float8 as well (W8A8): per tensor, per row, and by block."""
+"""Products with float8 weights, per tensor, per row, and by block; activations in float8 as well (W8A8), or floats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from mvllm_triton.tiles import float8_tiles, power_of_two
 
 
 def float8_rows(
-    x: torch.Tensor, group_size: int | None = None, float8: torch.dtype = torch.float8_e4m3fn
+    x: torch.Tensor,
+    group_size: int | None = None,
+    float8: torch.dtype = torch.float8_e4m3fn,
+    scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows rounded to float8, a scale for each group of columns.
 
@@ -18,9 +21,12 @@ def float8_rows(
         x: [rows, size], a float dtype; the last dimension is contiguous.
         group_size: Columns that share a scale, a power of two; None for whole rows.
         float8: The format.
+        scale: float32, one element: of all groups; what is out of range becomes the largest number of its sign. None
+            finds for each group the scale that makes its largest magnitude the format's largest number.
 
     Returns:
-        [rows, size] of `float8`, and float32 [rows, groups]: value = code * scale.
+        [rows, size] of `float8`, and float32 [rows, groups]: value = code * scale. The scale of a group with a NaN is
+        NaN.
     """
     num_rows, size = x.shape
     group = size if group_size is None else group_size
@@ -30,12 +36,13 @@ def float8_rows(
     if codes.numel():
         block = group if num_groups > 1 else min(2048, power_of_two(size))
         kernels.quantize_rows[(num_rows, num_groups)](
-            codes, scales, x, x.stride(0),
+            codes, scales, x, scales if scale is None else scale, x.stride(0),
             SIZE=size,
             GROUP_SIZE=group,
             BLOCK=block,
             FP8=BIAS[float8],
             LARGEST=LARGEST[float8],
+            GIVEN=scale is not None,
             num_warps=max(1, min(4, block // 256)),
         )  # fmt: skip
     return codes.view(float8), scales
@@ -50,8 +57,9 @@ def float8_linear(
     block: tuple[int, int] | None = None,
     x_scale: torch.Tensor | None = None,
     native: bool = True,
+    rounded: bool = True,
 ) -> torch.Tensor:
-    """x · weightᵀ + bias, both sides in float8.
+    """x · weightᵀ + bias, where the weight is float8, and x is rounded to it as well unless told otherwise.
 
     Args:
         x: [..., in_features], bfloat16, float16 or float32. Rounded here, row by row, or group by group with `block`.
@@ -60,8 +68,9 @@ def float8_linear(
             [ceil(out_features / rows), ceil(in_features / columns)].
         bias: [out_features] or None.
         block: Rows and columns of the weight that share a scale; columns are a power of two, at least 32.
-        x_scale: float32, one element: what `x` is divided by, found in calibration. None finds a scale for each row.
+        x_scale: float32, one element: what `x` is divided by, found in calibration. None finds the scales.
         native: Whether the device multiplies this format; otherwise codes are widened before the product.
+        rounded: Whether `x` is rounded at all; otherwise the weight is widened and multiplied with it as it is.
 
     Returns:
         [..., out_features], x's dtype.
@@ -72,35 +81,35 @@ def float8_linear(
     out_features, in_features = weight.shape
     if weight.dtype not in BIAS:
         raise ValueError(f"The weight is of {weight.dtype}; float8_linear takes {', '.join(str(d) for d in BIAS)}.")
-    if block is not None and (block[1] < 32 or block[1] & (block[1] - 1) or x_scale is not None):
-        raise ValueError(f"Blocks have columns of a power of two from 32 on, and no scale of x is given: {block}.")
+    if block is not None and (block[1] < 32 or block[1] & (block[1] - 1)):
+        raise ValueError(f"Blocks have columns of a power of two from 32 on, not {block[1]}.")
     rows = x.reshape(-1, in_features)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     num_rows = rows.shape[0]
     out = torch.empty((num_rows, out_features), dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out.view(*x.shape[:-1], out_features)
-    if x_scale is None:
-        codes, row_scales = float8_rows(rows, None if block is None else block[1], weight.dtype)
-        x_scale_strides = row_scales.stride()
-    else:
-        largest = LARGEST[weight.dtype]
-        codes = (rows.float() / x_scale).clamp(-largest, largest).to(weight.dtype)
-        row_scales, x_scale_strides = x_scale, (0, 0)
-    scale_strides = _scale_strides(weight, weight_scale, block)
+    scale_strides, x_scale_strides = _scale_strides(weight, weight_scale, block), (0, 0)
+    row_scales = weight_scale  # a pointer that is not followed
+    if rounded:
+        by_group = block is not None and x_scale is None
+        rows, row_scales = float8_rows(rows, block[1] if by_group and block else None, weight.dtype, x_scale)
+        x_scale_strides = (row_scales.stride(0), row_scales.stride(1) if row_scales.shape[1] > 1 else 0)
     group_rows, group = (1, in_features) if block is None else block
     tiles = float8_tiles(num_rows, out_features, in_features, group)
     fp8 = 0
-    if not native:
-        codes, weight, fp8 = codes.view(torch.uint8), weight.view(torch.uint8), BIAS[weight.dtype]
+    if not (native and rounded):
+        rows = rows.view(torch.uint8) if rounded else rows
+        weight, fp8 = weight.view(torch.uint8), BIAS[weight.dtype]
     kernels.multiply[(-(-num_rows // tiles.rows), -(-out_features // tiles.columns))](
-        out, codes, row_scales, weight, weight_scale, weight_scale if bias is None else bias, num_rows,
-        codes.stride(0), *x_scale_strides, weight.stride(0), *scale_strides,
+        out, rows, row_scales, weight, weight_scale, weight_scale if bias is None else bias, num_rows,
+        rows.stride(0), *x_scale_strides, weight.stride(0), *scale_strides,
         IN=in_features,
         OUT=out_features,
         GROUP_SIZE=group,
         GROUP_ROWS=group_rows,
         BIAS=bias is not None,
+        X_SCALED=rounded,
         FP8=fp8,
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.columns,

@@ -16,6 +16,9 @@ def sample(
     top_p: torch.Tensor,
     coarse: torch.Tensor,
     fine: torch.Tensor,
+    *,
+    peaks: torch.Tensor | None = None,
+    block_size: int | None = None,
 ) -> torch.Tensor:
     """Draws one token per row.
 
@@ -30,6 +33,8 @@ def sample(
         top_p: float32 [n]; 1 where it is off.
         coarse, fine: float32 [n]; independent uniforms in [0, 1): the first decides about a block of tokens, the
             second about the token within it.
+        peaks: float32 [n]: the largest logit of each row, where that is known.
+        block_size: Tokens of a block, a power of two; None for `tiles.sampled_block`.
 
     Returns:
         int64 [n]; never a token that was filtered out. For a row without a finite largest logit, any token.
@@ -39,8 +44,8 @@ def sample(
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows == 0:
         return tokens
-    peaks, thresholds = filters(logits, inv_temperature, min_p_gap, top_k, top_p)
-    block = sampled_block(size)
+    peaks, thresholds = filters(logits, inv_temperature, min_p_gap, top_k, top_p, peaks)
+    block = sampled_block(size) if block_size is None else block_size
     num_blocks = -(-size // block)
     sums = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=device)
     row = (logits, logits.stride(0), peaks, thresholds, inv_temperature, size)
@@ -51,12 +56,29 @@ def sample(
     return tokens
 
 
+def filtered_draw(
+    logits: torch.Tensor,
+    peaks: torch.Tensor,
+    inv_temperature: torch.Tensor,
+    min_p_gap: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    coarse: torch.Tensor,
+    fine: torch.Tensor,
+    block_size: int,
+) -> torch.Tensor:
+    """`sample` with core's parameters: the peaks are known, and blocks are of the size that core says."""
+    settings = inv_temperature, min_p_gap, top_k, top_p
+    return sample(logits, *settings, coarse, fine, peaks=peaks, block_size=block_size)
+
+
 def filters(
     logits: torch.Tensor,
     inv_temperature: torch.Tensor,
     min_p_gap: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
+    peaks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest logit of each row, float32 [n], and of the smallest that stays the order, int32 [n].
 
@@ -64,12 +86,14 @@ def filters(
     The arguments are those of `sample`.
     """
     num_rows, size = logits.shape
-    peaks = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    known = peaks is not None
+    peaks = torch.empty(num_rows, dtype=torch.float32, device=logits.device) if peaks is None else peaks
     thresholds = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     if num_rows:
         block = min(4096, power_of_two(size))
         kernels.filter_rows[(num_rows,)](
             peaks, thresholds, logits, logits.stride(0), inv_temperature, min_p_gap, top_k, top_p, size,
+            GIVEN=known,
             BLOCK=block,
             num_warps=max(1, min(16, block // 256)),
         )  # fmt: skip

@@ -13,6 +13,9 @@ MAX_SPLITS = 64
 MOST_DRAFTED = 8
 """Most query tokens of requests that are all decodes, with drafts that are verified."""
 
+LONGEST = 1 << 20
+"""Query tokens of a prompt that fills its tiles."""
+
 PARTIAL_BYTES = 64 << 20
 """Most memory for what splits have summed."""
 

@@ -9,4 +9,6 @@ from __future__ import annotations
 
 from mvllm_torch_gpu.settings import Settings
 
-SETTINGS = Settings(prefix="MVLLM_XPU", library=None, compile_modes=("none", "graphs", "inductor"))
+SETTINGS = Settings(
+    prefix="MVLLM_XPU", library=None, compile_modes=("none", "graphs", "inductor"), attentions=("triton",)
+)

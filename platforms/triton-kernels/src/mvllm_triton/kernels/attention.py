@@ -48,7 +48,11 @@ def find_request(query_start_loc, num_requests, tile, BLOCK_Q: tl.constexpr):
     return low, tile - (tl.load(query_start_loc + low) // BLOCK_Q + low)
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_tokens", "num_splits", "num_slots"])
+# What differs from step to step is not compiled for: neither numbers, nor where in a step's buffer its tables begin.
+_BY_STEP = ["block_table", "query_start_loc", "seq_lens", "table_stride", "out_split_stride"]
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_tokens", "num_splits", "num_slots", *_BY_STEP])
 def attend(
     out,  # [T, heads, VALUE_SIZE]: the result; or [num_splits, slots, heads, VALUE_SIZE]: what each split has summed
     out_max,  # [num_splits, slots, heads] float32, with splits only
@@ -275,7 +279,7 @@ def attend(
     tl.store(out + place[:, None] + value_dim[None, :], summed.to(out.dtype.element_ty), mask=out_mask)
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_tokens", "num_splits"])
+@triton.jit(do_not_specialize=["num_requests", "num_tokens", "num_splits", "query_start_loc"])
 def combine(
     out,  # [T, heads, VALUE_SIZE]
     partial,  # [num_splits, slots, heads, VALUE_SIZE] float32

@@ -1,4 +1,7 @@
-"""Products of float8 with float8 (W8A8): tiles are multiplied as they are, and their sums with the scales of both."""
+"""Products with float8 weights: tiles are multiplied, and their sums with the scales.
+
+The other side is float8 as well (W8A8), multiplied as it is where the device can, or floats as they are.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +16,34 @@ def quantize_rows(
     codes,  # [rows, SIZE] uint8, contiguous
     scales,  # [rows, groups] float32, contiguous
     x,  # [rows, SIZE]
+    given,  # [1] float32, where GIVEN
     x_stride,
     SIZE: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,  # GROUP_SIZE where there are several groups
     FP8: tl.constexpr,
     LARGEST: tl.constexpr,
+    GIVEN: tl.constexpr,
 ):
-    """Rounds each group of a row to float8: its largest magnitude becomes the largest number."""
+    """Rounds each group of a row to float8, by the scale given, or so that its largest magnitude is the largest number.
+
+    The scale of a group with a NaN is NaN: not every way to read codes knows one.
+    """
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     first = group * GROUP_SIZE
     column = tl.arange(0, BLOCK)
     end = tl.minimum(first + GROUP_SIZE, SIZE)
     largest = tl.zeros([BLOCK], dtype=tl.float32)
+    odd = tl.zeros([BLOCK], dtype=tl.int32)
     for start in tl.range(first, end, BLOCK):
         k = start + column
         value = tl.load(x + row * x_stride + k, mask=k < end, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(value))
-    scale = tl.max(largest, 0) / LARGEST
-    tl.store(scales + row * tl.num_programs(1) + group, scale)
+        odd |= (value != value).to(tl.int32)
+    scale = tl.load(given) if GIVEN else tl.max(largest, 0) / LARGEST
     divisor = tl.where(scale > 0.0, scale, 1.0)
+    tl.store(scales + row * tl.num_programs(1) + group, tl.where(tl.max(odd, 0) > 0, float("nan"), scale))
     for start in tl.range(first, end, BLOCK):
         k = start + column
         value = tl.load(x + row * x_stride + k, mask=k < end, other=0.0).to(tl.float32)
@@ -43,8 +53,8 @@ def quantize_rows(
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply(
     out,  # [num_rows, OUT], contiguous
-    x,  # [num_rows, IN], float8 or codes
-    x_scales,  # [num_rows, x groups] float32
+    x,  # [num_rows, IN], float8 or codes; or as they are, of out's dtype
+    x_scales,  # [num_rows, x groups] float32, where X_SCALED
     weight,  # [OUT, IN], float8 or codes
     scales,  # float32, by what the strides say
     bias,  # [OUT]
@@ -60,6 +70,7 @@ def multiply(
     GROUP_SIZE: tl.constexpr,  # columns that share scales, of x and of the weight; IN where one pair serves all
     GROUP_ROWS: tl.constexpr,  # rows of the weight that share a scale
     BIAS: tl.constexpr,
+    X_SCALED: tl.constexpr,
     FP8: tl.constexpr,  # see `numbers.widen`
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -81,16 +92,21 @@ def multiply(
         a = tl.load(x + row[:, None] * x_stride + k[None, :], mask=a_mask, other=0.0)
         b = tl.load(weight + column[None, :].to(tl.int64) * weight_stride + k[:, None], mask=b_mask, other=0.0)
         if FP8 > 0:
-            a, b = widen(a, DTYPE, FP8), widen(b, DTYPE, FP8)
+            b = widen(b, DTYPE, FP8)
+            if X_SCALED:
+                a = widen(a, DTYPE, FP8)
         if GROUP_SIZE < IN:
             group = start // GROUP_SIZE
-            row_scale = tl.load(x_scale + group * x_scale_group_stride, mask=is_row, other=0.0)
             column_scale = tl.load(scale + group * scale_group_stride, mask=is_column, other=0.0)
-            total += tl.dot(a, b, input_precision="ieee") * row_scale[:, None] * column_scale[None, :]
+            sums = tl.dot(a, b, input_precision="ieee") * column_scale[None, :]
+            if X_SCALED:
+                sums *= tl.load(x_scale + group * x_scale_group_stride, mask=is_row, other=0.0)[:, None]
+            total += sums
         else:
             total = tl.dot(a, b, total, input_precision="ieee")
     if GROUP_SIZE >= IN:
-        total *= tl.load(x_scale, mask=is_row, other=0.0)[:, None]
+        if X_SCALED:
+            total *= tl.load(x_scale, mask=is_row, other=0.0)[:, None]
         total *= tl.load(scale, mask=is_column, other=0.0)[None, :]
     if BIAS:
         total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]

@@ -49,7 +49,7 @@ def store_heads(
         tl.store(target, row.to(cache.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot_mapping"])  # begins anywhere in a step's buffer
 def write(
     keys,  # [T, kv_heads, KEY_SIZE]
     values,  # [T, kv_heads, VALUE_SIZE]; unused with VALUE_SIZE 0

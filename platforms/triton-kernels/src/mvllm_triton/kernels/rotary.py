@@ -19,7 +19,7 @@ def rotate(heads, head, head_stride, cos, sin, NUM_HEADS: tl.constexpr, HALF: tl
     tl.store(first + HALF, (b * c + a * s).to(heads.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["index"])  # begins anywhere in a step's buffer
 def rotary(
     index,  # [T]
     query,  # [T, NUM_HEADS, head_size]

@@ -67,16 +67,21 @@ def filter_rows(
     top_k,  # [rows] int32 or int64
     top_p,
     size,
+    GIVEN: tl.constexpr,  # the peaks are known; otherwise they are found
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     inverse = tl.load(inv_temperature + row)
-    best = tl.full([BLOCK], -float("inf"), dtype=tl.float32)
-    for start in tl.range(0, size, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        best = tl.maximum(best, tl.load(logits + column, mask=column < size, other=-float("inf")))
-    peak = tl.max(best, 0)
+    if GIVEN:
+        peak = tl.load(peaks + row)
+    else:
+        best = tl.full([BLOCK], -float("inf"), dtype=tl.float32)
+        for start in tl.range(0, size, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            best = tl.maximum(best, tl.load(logits + column, mask=column < size, other=-float("inf")))
+        peak = tl.max(best, 0)
+        tl.store(peaks + row, peak)
     least = order_of(peak + tl.load(min_p_gap + row))
     k = tl.load(top_k + row)
     if k < size:
@@ -90,7 +95,6 @@ def filter_rows(
             is_in = (column < size) & (order_of(value) >= least)
             mass += tl.where(is_in, tl.exp((value - peak) * inverse), 0.0)
         least = tl.maximum(least, find(logits, size, least, peak, inverse, p * tl.sum(mass, 0), True, BLOCK))
-    tl.store(peaks + row, peak)
     tl.store(thresholds + row, least)
 
 

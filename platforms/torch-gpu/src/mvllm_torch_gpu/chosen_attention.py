@@ -1,0 +1,155 @@
+"""Attention that goes by whichever is fastest: the Triton kernels, or a library that is installed.
+
+Steps are told apart by what decides about speed: decode or not, and the sizes of the step and of its longest sequence
+to a power of two. The first step of a kind is computed by all that take it, and timed; from then on that kind goes one
+way. Kinds that the warm-up has seen cost nothing later; any other waits for the device once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from mvllm.plugin_api import AttentionSpec, BatchLayout, KVLayout, get_logger
+from mvllm_torch_gpu.attention import Cache, TritonAttention
+from mvllm_torch_gpu.attention_libraries import AttentionLibrary
+from mvllm_torch_gpu.paged_metadata import PagedMetadata
+
+logger = get_logger("mvllm.torch_gpu.chosen_attention")
+
+TRITON = "triton"
+_ROUNDS = 5
+
+Clock = Callable[[Callable[[], Any]], float | None]
+"""Seconds that a call takes on the device; None where it cannot be timed now."""
+
+
+@dataclass(frozen=True)
+class ChosenMetadata(PagedMetadata):
+    """A step's tables, and the plans of libraries that may compute it.
+
+    Attributes:
+        plans: By the library's name.
+    """
+
+    plans: dict[str, Any] = field(default_factory=dict, compare=False)
+
+
+class ChosenAttention(TritonAttention):
+    """See the module.
+
+    Args:
+        spec: The layer; every library takes it.
+        libraries: Those to choose among, beside the Triton kernels.
+        forced: The user has named the one library: it computes every step that it takes.
+        float8: As in TritonAttention.
+        clock: Times a call.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        libraries: Sequence[AttentionLibrary],
+        *,
+        forced: bool = False,
+        float8: str = "float8_e4m3fn",
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(spec, float8=float8)
+        self._libraries = {library.name: library for library in libraries}
+        self._forced = forced
+        self._clock = clock or device_seconds
+        self._chosen: dict[Hashable, str] = {}
+
+    def kv_layout(self) -> KVLayout:
+        layout = super().kv_layout()
+        if not (self._forced and "flash_attn" in self._libraries):
+            return layout
+        # Blocks that it takes come first: the user wants it to compute.
+        return replace(layout, block_sizes=tuple(sorted(layout.block_sizes, key=lambda size: size % 256 != 0)))
+
+    def build_metadata(self, batch: BatchLayout) -> ChosenMetadata:
+        step = super().build_metadata(batch)
+        chosen = self._chosen.get(_kind_of(step, step.num_tokens))
+        device = step.slot_mapping.device
+        plans = {
+            name: library.plan(batch, device)
+            for name, library in self._libraries.items()
+            if chosen in (None, name) and library.takes(step)
+        }
+        return ChosenMetadata(**{**vars(step), "plans": plans})
+
+    def forward(
+        self, query: torch.Tensor, kv: Cache, metadata: PagedMetadata, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert isinstance(metadata, ChosenMetadata)
+        ways = {
+            name: partial(self._by_library, library, query, kv, metadata)
+            for name, library in self._libraries.items()
+            if name in metadata.plans and library.takes(metadata)
+        }
+        kind = _kind_of(metadata, len(query))
+        name = self._chosen.get(kind)
+        if ways and name is None:
+            name = next(iter(ways)) if self._forced else self._fastest(query, kv, metadata, ways, kind)
+        if name in ways:
+            return ways[name]()
+        return super().forward(query, kv, metadata, sinks)
+
+    def _by_library(
+        self, library: AttentionLibrary, query: torch.Tensor, kv: Cache, metadata: ChosenMetadata
+    ) -> torch.Tensor:
+        query = query if query.stride(-1) == 1 else query.contiguous()
+        return library.attend(query, kv[0], kv[1], metadata, metadata.plans[library.name]).flatten(1)
+
+    def _fastest(
+        self,
+        query: torch.Tensor,
+        kv: Cache,
+        metadata: ChosenMetadata,
+        ways: dict[str, Callable[[], torch.Tensor]],
+        kind: Hashable,
+    ) -> str:
+        """The way that took least, noted for steps of this kind; the Triton kernels where nothing can be timed."""
+        own = self._clock(partial(super().forward, query, kv, metadata))
+        if own is None:
+            return TRITON
+        seconds = {TRITON: own}
+        for name, way in ways.items():
+            try:
+                found = self._clock(way)
+            except (RuntimeError, ValueError, TypeError) as e:  # what it said of itself was not all
+                logger.warning("%s fails, and is left out: %s", name, e)
+                self._libraries.pop(name, None)
+            else:
+                seconds[name] = float("inf") if found is None else found
+        best = min(seconds, key=lambda name: seconds[name])
+        logger.info("Attention of steps %s: %s, of %s.", kind, best, seconds)
+        self._chosen[kind] = best
+        return best
+
+
+def device_seconds(call: Callable[[], Any]) -> float | None:
+    """The best of a few runs of a call, after one that does not count; None while a graph is captured."""
+    on_device = torch.cuda.is_available()
+    if on_device and torch.cuda.is_current_stream_capturing():
+        return None
+    wait = torch.cuda.synchronize if on_device else lambda: None
+    call()
+    best = float("inf")
+    for _ in range(_ROUNDS):
+        wait()
+        begin = time.perf_counter()
+        call()
+        wait()
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def _kind_of(step: PagedMetadata, num_tokens: int) -> Hashable:
+    return step.is_decode(num_tokens), num_tokens.bit_length(), step.max_seq_len.bit_length(), step.block_size

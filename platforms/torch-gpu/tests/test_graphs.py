@@ -1,0 +1,64 @@
+"""What a capture leaves behind, with functions in the place of torch's for devices; capturing itself needs a device."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from mvllm.plugin_api import PlatformError
+from mvllm_torch_gpu.graphs import DeviceGraphs
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """The current stream, by name, as torch's functions see and set it: a list of one."""
+    current = ["the step's"]
+
+    @contextmanager
+    def capture(graph, pool, capture_error_mode):
+        current[0] = "the capture's"
+        failed = None
+        try:
+            yield
+        except RuntimeError as e:
+            failed = e
+        if failed is not None:  # as torch: the end of a capture that is invalid fails, before the stream is put back
+            try:
+                raise failed
+            except RuntimeError:
+                raise RuntimeError("operation failed due to a previous error during capture") from None
+        current[0] = "the step's"
+
+    for name, function in {
+        "synchronize": lambda device: None,
+        "empty_cache": lambda: None,
+        "memory_reserved": lambda device: 0,
+        "graph_pool_handle": lambda: (0, 1),
+        "CUDAGraph": object,
+        "graph": capture,
+        "current_stream": lambda device: current[0],
+        "set_stream": lambda stream: current.__setitem__(0, stream),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    return current
+
+
+def test_a_failed_capture_leaves_the_steps_stream_current_and_says_why(streams):
+    def step():
+        assert streams == ["the capture's"]
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    with pytest.raises(PlatformError, match=r"in a graph: operation not permitted when stream is capturing$"):
+        DeviceGraphs(torch.device("cuda", 0)).capture(step)
+    assert streams == ["the step's"]
+
+
+def test_so_does_one_that_finds_no_memory(streams):
+    def step():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises((PlatformError, torch.OutOfMemoryError), match="out of memory"):
+        DeviceGraphs(torch.device("cuda", 0)).capture(step)
+    assert streams == ["the step's"]

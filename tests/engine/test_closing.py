@@ -1,0 +1,52 @@
+"""An engine that is closed lets go of its weights and its cache at once: the next one in the process needs the room."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mvllm import SamplingParams
+from mvllm.worker.model_runner import ModelRunner
+from tests.engine.conftest import MakeLLM
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    """Garbage stays until somebody looks for it, which may be never: devices' memory does not make Python look."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_collector")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"enforce_eager": True, "async_scheduling": True},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        {"quantization": "int8"},
+    ],
+    ids=["compiled", "eager", "speculative", "quantized"],
+)
+def test_weights_and_cache_are_gone(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, settings: dict) -> None:
+    tensors: list[weakref.ref[torch.Tensor]] = []
+    allocate = ModelRunner.allocate_kv_cache
+
+    def allocated(runner: ModelRunner, *args: int) -> None:
+        allocate(runner, *args)
+        found = [*runner.model.parameters(), *runner.model.buffers()]
+        found += [part for layer in runner._layers if layer.kv_cache is not None for part in layer.kv_cache]
+        tensors.extend(weakref.ref(tensor) for tensor in found)
+
+    monkeypatch.setattr(ModelRunner, "allocate_kv_cache", allocated)
+    llm = make_llm(distributed_executor_backend="uni", **settings)
+    llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+    assert tensors and all(tensor() is not None for tensor in tensors)
+    llm.llm_engine.shutdown()
+    assert not [tuple(tensor.shape) for ref in tensors if (tensor := ref()) is not None]
