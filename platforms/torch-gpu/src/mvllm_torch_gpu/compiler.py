@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mvllm.plugin_api import CompileBackend
-from mvllm_torch_gpu.captured_steps import CapturedSteps
+from mvllm_torch_gpu.captured_steps import TABLE_TOKENS, CapturedSteps
 from mvllm_torch_gpu.device_module import CUDA, DeviceModule
 from mvllm_torch_gpu.graphs import DeviceGraphs
 
@@ -28,8 +28,14 @@ class Uncompiled(CompileBackend):
         return "none-1"
 
 
-def make_compiler(mode: str, module: DeviceModule = CUDA) -> CompileBackend:
-    """The compiler of a mode of `settings.COMPILE_MODES`, for the current device of a module."""
+def make_compiler(mode: str, module: DeviceModule = CUDA, *, table_tokens: int = TABLE_TOKENS) -> CompileBackend:
+    """The compiler of a mode of `settings.COMPILE_MODES`, for the current device of a module.
+
+    Args:
+        mode: The mode.
+        module: What drives the device.
+        table_tokens: As CapturedSteps has it.
+    """
     if mode == "none":
         return Uncompiled()
     version = f"{mode}-{torch.__version__}"
@@ -38,6 +44,7 @@ def make_compiler(mode: str, module: DeviceModule = CUDA) -> CompileBackend:
         version,
         fuse=fuse if mode == "inductor" else None,
         out_of_memory=lambda: _lack(module),
+        table_tokens=table_tokens,
     )
 
 

@@ -203,12 +203,12 @@ class TorchGpuPlatform(Platform):
             return ()
         return providers(self.float8, multiplies_float8=self.multiplies_float8)
 
-    def graphs(self, device: torch.device) -> GraphBackend:
+    def graphs(self, device: torch.device) -> GraphBackend | None:
         from mvllm_torch_gpu.graphs import DeviceGraphs
 
         return DeviceGraphs(device, self.module)
 
-    def compiler(self) -> CompileBackend:
+    def compiler(self) -> CompileBackend | None:
         from mvllm_torch_gpu.compiler import make_compiler
 
         return make_compiler(self.settings.compile_mode(), self.module)

@@ -13,9 +13,11 @@ from mvllm.plugin_api import (
     Capabilities,
     Check,
     Communicator,
+    CompileBackend,
     ConfigError,
     DeviceRuntime,
     EngineConfig,
+    GraphBackend,
     GroupSpec,
     Plan,
     Platform,
@@ -87,6 +89,12 @@ class XPUPlatform(TorchGpuPlatform):
         from mvllm_xpu.attention import SdpaAttention
 
         return (SdpaAttention, *super().attention_without_kernels())
+
+    def graphs(self, device: torch.device) -> GraphBackend | None:
+        return super().graphs(device) if self._captures else None
+
+    def compiler(self) -> CompileBackend | None:
+        return super().compiler() if self._captures else None
 
     def doctor(self) -> Sequence[Check]:
         from mvllm_xpu import doctor
