@@ -68,8 +68,7 @@ def test_the_engine_measures_memory_where_the_device_does_not_tell_what_is_free(
 ):
     monkeypatch.setattr(XPU, "tells_free", tells_free)
     folder = make_checkpoint("llama-gqa", tmp_path)
-    settings = {"kv_cache_memory_bytes": None, "memory_utilization": 0.02}
-    assert generate(folder, "hosted-xpu-sdpa", **settings) == generate(folder, "cpu")
+    assert generate(folder, "hosted-xpu-sdpa", kv_cache_memory_bytes=None) == generate(folder, "cpu")
 
 
 def test_what_waits_within_a_capture_runs_without_a_graph(generate, tmp_path, monkeypatch, caplog):
