@@ -165,13 +165,14 @@ class TorchGpuPlatform(Platform):
         return (ReferenceAttention,)
 
     def _without_kernels(self, spec: AttentionSpec) -> tuple[AttentionBackend | None, list[str]]:
-        """The first of these that takes a spec, or None and what the last has against it."""
+        """The first of these that takes a spec, or None and all that they have against it."""
         problems: list[str] = []
         for backend in self.attention_without_kernels():
-            problems = backend.validate(spec)
-            if not problems:
+            found = backend.validate(spec)
+            if not found:
                 return backend(spec), []
-        return None, problems
+            problems += found
+        return None, list(dict.fromkeys(problems))
 
     def _fastest_attention(self, spec: AttentionSpec) -> AttentionBackend:
         """The Triton kernels, which take the layer, and what is installed beside them.
