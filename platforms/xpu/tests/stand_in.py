@@ -1,4 +1,4 @@
-"""A module like `torch.xpu` whose one device is the host: the same names and habits, and what that lacks is missing.
+"""A module like `torch.xpu` whose devices are the host: the same names and habits, and what that lacks is missing.
 
     counting     before `init` it tells another number, as a library does that knows no selector
     memory       the process's; how much is free is not told, as processors' GPUs do not, unless a test asks for it
@@ -78,6 +78,7 @@ class StandIn:
     """The module.
 
     Attributes:
+        devices: How many there are, all of them the host.
         tells_free: How much is free is told.
         broken: The device does not answer.
         graphs: Those that were made.
@@ -87,6 +88,7 @@ class StandIn:
     Event, Stream, XPUGraph = Event, Stream, XPUGraph
 
     def __init__(self) -> None:
+        self.devices = 8
         self.tells_free = self.broken = self.initialised = False
         self.graphs: list[XPUGraph] = []
         self.current = Stream(HOST)
@@ -95,7 +97,7 @@ class StandIn:
         self.initialised = True
 
     def device_count(self) -> int:
-        return 1 if self.initialised else 3
+        return self.devices if self.initialised else 3
 
     def set_device(self, device: torch.device) -> None:
         assert self.initialised

@@ -7,6 +7,7 @@ The whole suite runs there, too, in minutes: `mvllm conformance --platform hoste
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -17,7 +18,11 @@ MAIN = "import sys; from mvllm.entrypoints.cli.main import main; sys.exit(main(s
 
 
 @pytest.mark.parametrize(
-    ("mode", "passed"), [("graphs", "12 passed"), pytest.param("none", "", marks=pytest.mark.exhaustive)]
+    ("mode", "passed"),
+    [
+        ("graphs", r"1\d passed, \d+ not run"),
+        pytest.param("none", r"1\d passed, \d not claimed", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_device_memory_and_graphs_are_as_the_contract_says(tmp_path, mode, passed):
     foreign = ("ZE_", "ONEAPI_", "MVLLM_", "PYTEST_")
@@ -33,4 +38,4 @@ def test_device_memory_and_graphs_are_as_the_contract_says(tmp_path, mode, passe
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    assert f"platform hosted-xpu-sdpa: {passed}" in done.stdout, done.stdout[-1000:]
+    assert re.search(rf"platform hosted-xpu-sdpa: {passed}", done.stdout), done.stdout[-1000:]
