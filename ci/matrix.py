@@ -32,7 +32,7 @@ CLIENTS = ROOT / "ci" / "constraints" / "clients.txt"
 LANES = ROOT / "build" / "lanes"
 NOT_RUN = 77
 HOSTED = ("ubuntu-latest",)
-DOES = ("gate", "tests", "brain", "conform", "template", "clients")
+DOES = ("gate", "tests", "brain", "conform", "xla", "template", "clients")
 
 
 class TableError(Exception):
@@ -53,6 +53,11 @@ class Lane:
     needs: tuple[str, ...] = ()
     runner: tuple[str, ...] = HOSTED
     until: str = ""
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Where the packages are, without the extras that are asked of them."""
+        return tuple(package.partition("[")[0] for package in self.packages)
 
     @property
     def needs_hardware(self) -> bool:
@@ -91,7 +96,7 @@ def why_not(lane: Lane) -> str:
     """Why this machine cannot run a lane; empty when it can."""
     if lane.until:
         return lane.until
-    if absent := [package for package in lane.packages if not (ROOT / package / "pyproject.toml").is_file()]:
+    if absent := [folder for folder in lane.folders if not (ROOT / folder / "pyproject.toml").is_file()]:
         return f"there is no {' and no '.join(absent)} in this repository yet"
     if lane.needs and not any(glob.glob(pattern) for pattern in lane.needs):
         return f"this machine has no {lane.device} device (looked for {', '.join(lane.needs)})"
@@ -114,15 +119,26 @@ def run_lane(lane: Lane, *, start: Callable[..., int] | None = None) -> int:
     """Runs a lane; 77 where it cannot be run here, else the status of the first command that failed, or 0."""
     start = start or start_command
     if reason := why_not(lane):
-        print(f"{lane.name}: NOT RUN: {reason}", flush=True)
-        return NOT_RUN
+        return report_not_run(lane, reason)
     for command in commands_of(lane):
         print(f"$ {shlex.join(command)}", flush=True)
-        if status := start(command, cwd=ROOT):
+        status = start(command, cwd=ROOT)
+        if status == NOT_RUN:
+            return report_not_run(lane, "its log says why")
+        if status:
             print(f"{lane.name}: FAILED (exit status {status})", flush=True)
             return 1
     print(f"{lane.name}: passed", flush=True)
     return 0
+
+
+def report_not_run(lane: Lane, reason: str) -> int:
+    """Says so here, and to the service's last job; returns NOT_RUN."""
+    print(f"{lane.name}: NOT RUN: {reason}", flush=True)
+    if outputs := os.environ.get("GITHUB_OUTPUT"):
+        with open(outputs, "a", encoding="utf-8") as file:
+            file.write(f"not_run={reason}\n")
+    return NOT_RUN
 
 
 def start_command(command: Sequence[str], cwd: Path) -> int:
@@ -137,6 +153,8 @@ def commands_of(lane: Lane) -> list[list[str]]:
     interpreter = find_python(lane.python) or f"python{lane.python}"
     if lane.does == "gate":
         return [[interpreter, "ci/dev.py", "test", "--all"]]
+    if lane.does == "xla":
+        return [[interpreter, "ci/dev.py", "conform", "tpu"]]
     folder = LANES / lane.name
     python, mvllm = str(folder / "bin" / "python"), str(folder / "bin" / "mvllm")
     if lane.does == "clients":  # theirs is not the environment that the server and the tests run in
@@ -171,7 +189,7 @@ def commands_of(lane: Lane) -> list[list[str]]:
         if lane.does == "template":
             found.append([mvllm, "plugin", "new", lane.device, "--dir", str(written)])
             found.append([*pip, str(written)])
-        waivers = ROOT / lane.packages[0] / "waivers.toml" if lane.packages else written / "waivers.toml"
+        waivers = ROOT / lane.folders[0] / "waivers.toml" if lane.folders else written / "waivers.toml"
         if lane.does == "template" or waivers.is_file():
             conformance += ["--waivers", str(waivers)]
         found += [[python, "-c", f"import os; os.makedirs({str(reports)!r}, exist_ok=True)"], conformance]
@@ -237,12 +255,15 @@ def render_lane(lane: Lane) -> str:
     name: "{title}"
 {guard}    runs-on: [{", ".join(lane.runner)}]
     timeout-minutes: 120
+    outputs:
+      not_run: ${{{{ steps.lane.outputs.not_run }}}}
     steps:
       - uses: actions/checkout@v4
       - uses: actions/setup-python@v5
         with:
           python-version: "{lane.python}"
-      - run: python ci/matrix.py run {lane.name}
+      - id: lane
+        run: python ci/matrix.py run {lane.name}
       - if: always()
         uses: actions/upload-artifact@v4
         with:
@@ -255,7 +276,11 @@ def render_lane(lane: Lane) -> str:
 def render_verdict(lanes: Sequence[Lane]) -> str:
     """The last job: a table of results, in which a skipped lane is not run, and failure if any lane failed."""
     names = ", ".join(lane.name for lane in lanes)
-    lines = "".join(f"          {variable_of(lane)}: ${{{{ needs.{lane.name}.result }}}}\n" for lane in lanes)
+    lines = "".join(
+        f"          {variable_of(lane)}: ${{{{ needs.{lane.name}.result }}}}\n"
+        f"          {variable_of(lane, 'NOT_RUN')}: ${{{{ needs.{lane.name}.outputs.not_run }}}}\n"
+        for lane in lanes
+    )
     return f"""\
   verdict:
     name: what ran, and what did not
@@ -270,16 +295,17 @@ def render_verdict(lanes: Sequence[Lane]) -> str:
 """
 
 
-def variable_of(lane: Lane) -> str:
+def variable_of(lane: Lane, what: str = "RESULT") -> str:
     """The environment variable in which the last job hears of a lane's result."""
-    return "RESULT_" + lane.name.upper().replace("-", "_")
+    return f"{what}_" + lane.name.upper().replace("-", "_")
 
 
-def verdict(lanes: Sequence[Lane], results: dict[str, str]) -> tuple[str, int]:
+def verdict(lanes: Sequence[Lane], results: dict[str, str], not_run: dict[str, str] | None = None) -> tuple[str, int]:
     """What became of each lane, as Markdown, and the exit status: 1 if one failed, or one that could have was not run.
 
     Args:
         results: The service's word for each lane: success, failure, cancelled or skipped.
+        not_run: Why a lane was not run, where it found out itself; to the service its job has failed.
     """
     words = {"success": "passed", "failure": "**failed**", "cancelled": "**cancelled**", "skipped": "not run"}
     rows = ["| lane | device | Python | torch | contract | result |", "| --- | --- | --- | --- | --- | --- |"]
@@ -287,7 +313,9 @@ def verdict(lanes: Sequence[Lane], results: dict[str, str]) -> tuple[str, int]:
     for lane in lanes:
         result = results.get(lane.name, "")
         shown = words.get(result, f"**unknown: {result or 'nothing reported'}**")
-        if result == "skipped" and lane.needs_hardware:
+        if reason := (not_run or {}).get(lane.name):
+            shown, status = f"not run: {reason}", 1
+        elif result == "skipped" and lane.needs_hardware:
             shown = f"not run: no machine with a {lane.device} device"
         elif result != "success":
             status = 1
@@ -321,7 +349,10 @@ def main(argv: Sequence[str]) -> int:
             return 2
         return run_lane(lane)
     if args.action == "verdict":
-        text, status = verdict(lanes, {lane.name: os.environ.get(variable_of(lane), "") for lane in lanes})
+        results, reasons = (
+            {lane.name: os.environ.get(variable_of(lane, what), "") for lane in lanes} for what in ("RESULT", "NOT_RUN")
+        )
+        text, status = verdict(lanes, results, reasons)
         print(text, end="")
         return status
     wanted = render(lanes)

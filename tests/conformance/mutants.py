@@ -232,6 +232,13 @@ MUTANTS = (
         "        self.__dict__.setdefault('_late', []).append((ref(tensor), ref(copy)))\n"
         "        return copy\n",
     ),
+    Mutant(
+        "gradients are recorded",
+        "DEV-08",
+        "runtime.py",
+        "    def seed(self",
+        "    def inference_mode(self):\n        return torch.enable_grad()\n\n    def seed(self",
+    ),
     # Memory.
     Mutant("half of the memory taken is counted", "MEM-01", "runtime.py", "used_by_me=used", "used_by_me=used // 2"),
     Mutant("figures are no integers", "MEM-01", "runtime.py", "total=total,", "total=float(total),"),
@@ -464,6 +471,14 @@ MUTANTS = (
         "runtime.py",
         "        self._warm = True\n",
         "        self._warm = True\n        self._compiled.clear()\n",
+        _STATIC,
+    ),
+    Mutant(
+        "something is compiled whenever somebody asks",
+        "SHP-03",
+        "runtime.py",
+        "    def seed(self",
+        "    def num_compilations(self):\n        self._warm += 1\n        return self._warm\n\n    def seed(self",
         _STATIC,
     ),
     # Graphs.

@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from mvllm import SamplingParams
 from mvllm.worker.model_runner import ModelRunner
+from mvllm.worker.worker import Worker
 from tests.engine.conftest import MakeLLM
 
 
@@ -50,3 +53,16 @@ def test_weights_and_cache_are_gone(make_llm: MakeLLM, monkeypatch: pytest.Monke
     assert tensors and all(tensor() is not None for tensor in tensors)
     llm.llm_engine.shutdown()
     assert not [tuple(tensor.shape) for ref in tensors if (tensor := ref()) is not None]
+
+
+def test_captured_steps_go_before_the_groups_whose_collectives_they_hold() -> None:
+    """A library of collectives waits for the graphs that have captured some before it ends."""
+    order: list[str] = []
+    nothing: Any = None
+    worker = Worker(nothing, nothing, nothing)
+    worker._runner = cast("Any", SimpleNamespace(close=lambda: order.append("model")))
+    worker._groups = cast("Any", SimpleNamespace(close=lambda: order.append("groups")))
+    worker._runtime = cast("Any", SimpleNamespace(shutdown=lambda: order.append("device")))
+    worker.shutdown()
+    worker.shutdown()
+    assert order == ["model", "groups", "device"]

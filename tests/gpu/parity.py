@@ -37,7 +37,7 @@ def items(settings: Settings) -> list[Item]:
     ordered = [name for name in names if name in first.values()] + [
         name for name in names if name not in first.values()
     ]
-    return [Item(f"{name}:{dtype}", 5, 120) for name in ordered for dtype in dtypes]
+    return [Item(f"{name}:{dtype}", 5, 180) for name in ordered for dtype in dtypes]
 
 
 def run(item: str, settings: Settings, ledger: Ledger) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import textwrap
 import venv
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -79,6 +81,18 @@ def core_only(request) -> Environment:
             stamp.write_text(f"{requirements_hash()} {wanted}\n")
         [wheel] = (cache / "wheels").glob("*.whl")
     return Environment(folder, wheel)
+
+
+def load_script(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A script of ci/ as a module, with the scripts beside it as its neighbours, whatever was loaded before."""
+    monkeypatch.syspath_prepend(path.parent)
+    for neighbour in path.parent.glob("*.py"):
+        monkeypatch.delitem(sys.modules, neighbour.stem, raising=False)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 @contextlib.contextmanager

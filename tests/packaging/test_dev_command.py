@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -10,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.packaging.conftest import REPOSITORY
+from tests.packaging.conftest import REPOSITORY, load_script
 
 TOOLS = ("python", "mvllm", "pytest", "ruff", "mypy", "lint-imports")
 
@@ -20,8 +19,11 @@ def frame(tmp_path):
     """A copy of what ci/dev.py reads, in a folder of its own."""
     compiled = ("platforms/cpu", "plugins/example-device")
     builds = [f"{folder}/{name}" for folder in compiled for name in ("pyproject.toml", "setup.py")]
-    builds += [f"platforms/{name}/pyproject.toml" for name in ("triton-kernels", "torch-gpu", "cuda", "rocm", "xpu")]
-    for name in ("ci/dev.py", "ci/constraints/cpu.txt", "pyproject.toml", *builds):
+    builds += [
+        f"platforms/{name}/pyproject.toml" for name in ("triton-kernels", "torch-gpu", "cuda", "rocm", "tpu", "xpu")
+    ]
+    scripts = [f"ci/{name}.py" for name in ("dev", "environments", "tpu_lane", "stub_libraries")]
+    for name in (*scripts, "ci/constraints/cpu.txt", "pyproject.toml", *builds):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
     for folder in compiled:
@@ -32,15 +34,12 @@ def frame(tmp_path):
 @pytest.fixture
 def dev(frame, monkeypatch):
     """The module of that copy. Its commands are recorded, not run; making an environment makes empty files."""
-    spec = importlib.util.spec_from_file_location("dev_of_a_copy", frame / "ci" / "dev.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    module = load_script(frame / "ci" / "dev.py", monkeypatch)
     module.commands = []
     module.compiler = lambda: "/usr/bin/c++"
     module.failing = None
 
-    def capture(command, cwd, **extra):
+    def capture(environment, command, limit=None, extra=None):
         words = [str(word) for word in command]
         module.commands.append(" ".join(words))
         if module.failing and module.failing in module.commands[-1]:
@@ -51,7 +50,7 @@ def dev(frame, monkeypatch):
                 (module.BIN / tool).touch()
         return "", 0
 
-    monkeypatch.setattr(module, "capture", capture)
+    monkeypatch.setattr(module.Environment, "capture", capture)
     return module
 
 
@@ -69,7 +68,7 @@ def test_a_first_setup_makes_the_environment_with_the_pinned_torch_first(dev):
     dev.setup()
     installs = [command for command in dev.commands if " pip install " in command]
     assert made_anew(dev)
-    assert installs[0].endswith(f"torch=={dev.pinned('torch')}")
+    assert installs[0].endswith(f"torch=={dev.pinned('torch', dev.CONSTRAINTS)}")
     assert all(f"-c {dev.CONSTRAINTS}" in command for command in installs)
     assert "--no-build-isolation" in installs[-1]
 
@@ -190,7 +189,7 @@ def test_a_folder_that_is_no_environment_is_replaced(dev):
 
 def test_a_failure_names_the_command_shows_the_end_of_its_output_and_fits_a_screen(dev):
     output = "\n".join(f"line {number}" for number in range(1000)) + "\nOSError: No space left on device"
-    screen = dev.failure_screen("torch", ["pip", "install", "a b"], 1, output)
+    screen = sys.modules["environments"].failure_screen("torch", ["pip", "install", "a b"], 1, output)
     assert "pip install 'a b'" in screen
     assert "line 999" in screen and "line 900" not in screen
     assert "free some disk" in screen
@@ -282,6 +281,7 @@ def test_conform_runs_the_suite_on_the_platform_named(dev, monkeypatch):
 def test_the_exhaustive_are_left_out_unless_all_are_asked_for(dev, monkeypatch):
     dev.setup()
     passes = []
+    monkeypatch.setattr(dev.tpu_lane, "run", lambda parts, patience: 0)
     monkeypatch.setattr(
         dev, "stream_pytest", lambda arguments, extra: passes.append(arguments) or (0, "1 passed in 1s")
     )
@@ -298,7 +298,28 @@ def test_the_exhaustive_are_left_out_unless_all_are_asked_for(dev, monkeypatch):
             assert f"--ignore-glob={folder}/*" in first and f"--ignore-glob={folder}/*" in second and folder in apart
 
 
+@pytest.mark.parametrize(("lane", "gate"), [(0, 0), (77, 0), (1, 1)], ids=["passed", "not run", "failed"])
+def test_the_gate_ends_with_a_part_of_the_lane_tpu_and_fails_if_that_ran_and_failed(dev, monkeypatch, lane, gate):
+    dev.setup()
+    monkeypatch.setattr(dev, "stream_pytest", lambda arguments, extra: (0, "1 passed in 1s"))
+    started = []
+    monkeypatch.setattr(dev.tpu_lane, "run", lambda parts, patience: started.append(parts) or lane)
+    assert dev.main(["test"]) == gate
+    assert started == [dev.tpu_lane.smoke()]
+    for part in (["--fast"], ["ci/dev.py"], ["-k", "scheduler"]):
+        assert dev.main(["test", *part]) == 0
+    assert len(started) == 1, "whoever asks for some tests gets those"
+
+
+def test_the_platform_tpu_is_examined_in_an_environment_of_its_own(dev, monkeypatch):
+    started = []
+    monkeypatch.setattr(dev.tpu_lane, "run", lambda parts: started.append(parts) or 77)
+    assert dev.main(["conform", "tpu", "--only", "ATT"]) == 77
+    assert started == [dev.tpu_lane.whole(["--only", "ATT"])]
+    assert dev.commands == [], "the other environment is not needed for it"
+
+
 def test_children_may_keep_what_they_compile(dev, monkeypatch):
     """Tests start hundreds of interpreters; without it each would compile every module again."""
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    assert "PYTHONDONTWRITEBYTECODE" not in dev.environment()
+    assert "PYTHONDONTWRITEBYTECODE" not in dev.MAIN.variables()

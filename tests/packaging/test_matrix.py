@@ -37,7 +37,7 @@ def lane(**facts):
 
 class TestTable:
     def test_every_platform_of_the_repository_has_a_lane_that_examines_it(self):
-        examined = {package for one in LANES if one.does == "conform" for package in one.packages}
+        examined = {folder for one in LANES if one.does in ("conform", "xla") for folder in one.folders}
         assert {f"platforms/{path.name}" for path in (REPOSITORY / "platforms").iterdir()} <= examined
 
     def test_every_python_that_the_core_names_has_a_lane(self):
@@ -115,6 +115,23 @@ class TestRunningHere:
         assert "conformance --platform cpu" in texts[-1]
         assert "FAILED" in capsys.readouterr().out
 
+    def test_a_command_that_finds_it_cannot_run_leaves_the_lane_not_run(self, capsys):
+        assert matrix.run_lane(lane(does="xla"), start=lambda command, cwd: 77) == 77
+        printed = capsys.readouterr().out
+        assert "acme: NOT RUN" in printed and "passed" not in printed and "FAILED" not in printed
+
+    def test_a_lane_of_xla_is_run_by_the_command_that_makes_its_environment(self):
+        [xla] = [one for one in LANES if one.does == "xla"]
+        assert [command[1:] for command in matrix.commands_of(xla)] == [["ci/dev.py", "conform", "tpu"]]
+        assert not xla.needs, "XLA's CPU device is everywhere"
+        pins = (REPOSITORY / "ci/constraints/tpu.txt").read_text()
+        assert f"\ntorch=={xla.torch}\n" in pins, "the table says what is installed"
+
+    def test_extras_are_asked_of_a_package_and_are_no_part_of_its_folder(self):
+        texts = [" ".join(command) for command in matrix.commands_of(lane(packages=("platforms/cpu[fast]",)))]
+        assert [text for text in texts if "./platforms/cpu[fast]" in text]
+        assert matrix.why_not(lane(packages=("platforms/cpu[fast]",))) == ""
+
     def test_the_template_lane_examines_what_the_command_wrote(self):
         [template] = [one for one in LANES if one.does == "template"]
         texts = [" ".join(command) for command in matrix.commands_of(template)]
@@ -151,20 +168,31 @@ class TestWorkflow:
         assert list(jobs) == [*(one.name for one in LANES), "verdict"]
         for one in LANES:
             steps = jobs[one.name]["steps"]
-            assert {"run": f"python ci/matrix.py run {one.name}"} in steps
+            assert f"python ci/matrix.py run {one.name}" in [step.get("run") for step in steps]
             assert {"python-version": one.python} in [step.get("with") for step in steps]
             assert ("if" in jobs[one.name]) == bool(one.needs), "a job without hardware always runs"
 
     def test_the_verdict_waits_for_every_lane_and_runs_whatever_became_of_them(self):
         job = yaml.safe_load((WORKFLOWS / "ci.yml").read_text())["jobs"]["verdict"]
         assert job["needs"] == [one.name for one in LANES] and job["if"] == "always()"
-        assert set(job["steps"][-1]["env"]) == {matrix.variable_of(one) for one in LANES}
+        told = {matrix.variable_of(one, what) for one in LANES for what in ("RESULT", "NOT_RUN")}
+        assert set(job["steps"][-1]["env"]) == told
 
     def test_a_skipped_hardware_lane_is_not_run_and_never_passed(self):
         lanes = [lane(), lane(name="far", needs=("/dev/far",), runner=("self-hosted", "far"))]
         text, status = matrix.verdict(lanes, {"acme": "success", "far": "skipped"})
         [near, far] = text.splitlines()[2:]
         assert status == 0 and "passed" in near and "not run" in far and "passed" not in far
+
+    def test_a_lane_that_found_out_itself_that_it_cannot_run_is_not_run_and_says_why(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("GITHUB_OUTPUT", str(tmp_path / "outputs"))
+        assert matrix.run_lane(lane(until="the vendor ships in spring")) == 77
+        name, _, reason = (tmp_path / "outputs").read_text().strip().partition("=")
+        job = yaml.safe_load((WORKFLOWS / "ci.yml").read_text())["jobs"]["tpu"]
+        assert job["outputs"] == {name: f"${{{{ steps.{job['steps'][-2]['id']}.outputs.{name} }}}}"}
+        text, status = matrix.verdict([lane()], {"acme": "failure"}, {"acme": reason})
+        assert "not run: the vendor ships in spring" in text and "failed" not in text
+        assert status == 1, "nobody takes it for a lane that has passed"
 
     @pytest.mark.parametrize("result", ["failure", "cancelled", "skipped", ""])
     def test_anything_but_success_of_a_lane_that_needs_nothing_fails_the_whole(self, result):

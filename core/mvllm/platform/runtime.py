@@ -157,8 +157,26 @@ class DeviceRuntime(ABC):
     def seed(self, seed: int) -> None:
         """Seeds the device's generators."""
 
+    def inference_mode(self) -> AbstractContextManager[object]:
+        """A context in which core runs the model, and nothing is recorded for gradients.
+
+        Default: torch's inference mode. Tensors that were made outside of it are used within: the weights and the KV
+        cache. A device whose tensors cannot be used so gives `torch.no_grad()`.
+        """
+        import torch
+
+        return torch.inference_mode()
+
     def step_mark(self) -> None:
-        """Ends a step: a lazy device runs what it has recorded."""
+        """Ends a part of the work: a lazy device runs what it has recorded.
+
+        Core calls it behind the model, and at the end of a step; in the warm-up as in steps, so that what lies between
+        two calls is the same there.
+        """
+
+    def num_compilations(self) -> int | None:
+        """Programs that the device's compiler has made in this process so far; None where nobody counts them."""
+        return None
 
     def end_warm_up(self) -> None:
         """Says that the warm-up is over; once.

@@ -181,7 +181,8 @@ def _apply_top_k(threshold: torch.Tensor, logits: torch.Tensor, filters: Filters
     """Raises thresholds to where a large top_k puts them."""
     rows = filters.broad
     candidates = rows.take(logits).topk(filters.num_broad_candidates, dim=1).values
-    kth = candidates.gather(1, (rows.take(filters.top_k) - 1).unsqueeze(1)).squeeze(1)
+    last = (rows.take(filters.top_k) - 1).clamp(max=filters.num_broad_candidates - 1)  # more: a row that is not broad
+    kth = candidates.gather(1, last.unsqueeze(1)).squeeze(1)
     return rows.put(threshold, torch.maximum(rows.take(threshold), kth))
 
 

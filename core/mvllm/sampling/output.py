@@ -26,7 +26,7 @@ class GatheredLogprobs:
     Attributes:
         rows: int64 [m] on the host; indices into the batch.
         num_logprobs: int64 [m] on the host; most probable tokens that each row asked for.
-        gathered: float32 [m, ...] on the device, as `gather_logprobs` returns.
+        gathered: float32 [m, ...] on the device, as `gather_logprobs` returns; or of all rows of the batch.
     """
 
     rows: np.ndarray
@@ -42,12 +42,14 @@ class SamplerOutput:
         token_ids: int64 [n] on the device; always ids of the vocabulary, without meaning for the rows in `errors`.
         peaks: [n] on the device; the largest logit that each row could choose from. Finite unless something is wrong.
         failures: What is known to have gone wrong already, for indices into the batch.
+        num_rows: Rows of the batch, where more than these were computed; None for all of `token_ids`.
     """
 
     token_ids: torch.Tensor
     peaks: torch.Tensor
     gathered_logprobs: GatheredLogprobs | None = None
     failures: dict[int, str] = field(default_factory=dict)
+    num_rows: int | None = None
     _copies: list[HostCopy] = field(default_factory=list, init=False, repr=False)
 
     def send_to_host(self, to_host: Callable[[torch.Tensor], HostCopy]) -> None:
@@ -81,6 +83,8 @@ class SamplerOutput:
             return {}
         gathered = self._copies[1].wait() if self._copies else found.gathered.cpu()
         token_ids, host = self.tolist(), gathered.numpy()
+        if len(host) != len(found.rows):  # computed for all
+            host = host[found.rows]
         return {
             index: read_logprobs(row, token_ids[index], count)
             for index, count, row in zip(found.rows.tolist(), found.num_logprobs.tolist(), host, strict=True)
@@ -90,7 +94,7 @@ class SamplerOutput:
     @cached_property
     def _host(self) -> np.ndarray:
         """float32 [2, n]: token ids and peaks."""
-        return (self._copies[0].wait() if self._copies else self._packed().cpu()).numpy()
+        return (self._copies[0].wait() if self._copies else self._packed().cpu()).numpy()[:, : self.num_rows]
 
     def _packed(self) -> torch.Tensor:
         """float32 [2, n] on the device: token ids and peaks, for one copy (ids are exact, see MAX_VOCAB_SIZE)."""

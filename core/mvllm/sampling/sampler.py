@@ -19,6 +19,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from mvllm.messages.sampling_params import SamplingParams
 from mvllm.ops.argmax import argmax as reference_argmax
 from mvllm.ops.draw import draw, draw_block
 from mvllm.platform.staging import StepStaging
@@ -32,6 +33,7 @@ from mvllm.sampling.state import (
     BAD_WORDS,
     BIAS,
     LOGPROBS,
+    MAX_VOCAB_SIZE,
     MIN_TOKENS,
     PENALTIES,
     PROCESSED,
@@ -50,6 +52,12 @@ _MAX_CANDIDATES = 1024
 """Up to this top_k, top_p is looked for among the k most probable tokens, and above it in the whole vocabulary."""
 
 
+_STATIC_CANDIDATES = (64, _MAX_CANDIDATES)
+"""Numbers of candidates for top_k where shapes are static; beyond, the whole vocabulary."""
+
+_FEWEST_PLACES = 64
+"""Least length of a list of places to change where shapes are static."""
+
 _ELEMENTS_AT_ONCE = 1 << 18
 """Logits that go through the filters at a time where nothing is gained by more: what is in between stays in the caches,
 and takes little memory."""
@@ -62,6 +70,8 @@ class Sampler:
         staging: Buffers for what goes to the device, where a step must not wait for the one before.
         argmax: The operation of that name.
         filtered_draw: The operation of that name, where somebody provides it.
+        static: Each shape costs a compilation. Every row of logits goes through the same operations, whichever rows
+            need them, and there are few kinds of batches: see `batch_kinds`.
 
     Attributes:
         may_look: Whether the host may wait for the device to decide what to compute.
@@ -72,12 +82,15 @@ class Sampler:
         staging: StepStaging | None = None,
         argmax: Argmax = reference_argmax,
         filtered_draw: FilteredDraw | None = None,
+        *,
+        static: bool = False,
     ) -> None:
         self._staging = staging
         self._argmax = argmax
         self._filtered_draw = filtered_draw
+        self._static = static
         # Else the step before may be under way, and looking at what the device found would be waiting for it.
-        self.may_look = staging is None
+        self.may_look = staging is None and not static
 
     def sample(
         self,
@@ -93,7 +106,7 @@ class Sampler:
         """Samples one token for each line of logits.
 
         Args:
-            logits: [n, vocab], any floating dtype; left as they are.
+            logits: [n, vocab], any floating dtype; left as they are. Where shapes are static, further rows are padding.
             rows: int [n] on the host; the row that each line of logits belongs to.
             state: Settings of the rows.
             history: Tokens of the rows so far; read for penalties, bad words, `min_tokens`, and the place of the draw.
@@ -110,9 +123,13 @@ class Sampler:
         flags = state.flags[rows]
         if mask is None and masks is None and not flags.any():
             peaks, token_ids = self._argmax(logits)
-            return SamplerOutput(token_ids, peaks)
+            return SamplerOutput(token_ids, peaks, num_rows=len(rows))
         if ends is None:
             ends = history.num_tokens[rows]
+        num_rows = len(rows)
+        if self._static:
+            padding = (0, logits.shape[0] - num_rows)
+            rows, ends, flags = np.pad(rows, padding), np.pad(ends, padding), np.pad(flags, padding)
         in_pieces = self.may_look and self._filtered_draw is None
         size = max(1, _ELEMENTS_AT_ONCE // logits.shape[1]) if in_pieces else len(rows)
         batch = partial(
@@ -124,12 +141,13 @@ class Sampler:
             filtered_draw=self._filtered_draw,
             may_look=self.may_look,
             masks=masks,
+            num_rows=num_rows if self._static else None,
         )
         if len(rows) <= size:
             whole = batch(logits, rows, ends=ends, flags=flags, mask=mask)
             token_ids, peaks = whole.choose()
             gathered = None if only_tokens else whole.logprobs_of(token_ids)
-            return SamplerOutput(token_ids, peaks, gathered, whole.failures)
+            return SamplerOutput(token_ids, peaks, gathered, whole.failures, num_rows)
         parts = [slice(begin, begin + size) for begin in range(0, len(rows), size)]
         batches = [
             batch(logits[p], rows[p], ends=ends[p], flags=flags[p], mask=None if mask is None else mask[p])
@@ -164,7 +182,11 @@ class _Edits:
 
 
 class _Batch:
-    """One batch: decided on the host by the constructor, computed on the device by the methods."""
+    """One batch: decided on the host by the constructor, computed on the device by the methods.
+
+    With `num_rows`, shapes are static: all rows are work rows, the first `num_rows` of them are real, and selections
+    are masks.
+    """
 
     def __init__(
         self,
@@ -181,6 +203,7 @@ class _Batch:
         filtered_draw: FilteredDraw | None,
         may_look: bool,
         masks: TokenMasks | None,
+        num_rows: int | None = None,
     ) -> None:
         self.logits, self.rows, self.state, self.history, self.mask = logits, rows, state, history, mask
         self.ends = ends
@@ -192,22 +215,26 @@ class _Batch:
         is_random = (flags & RANDOM).astype(bool)
         is_masked = (flags & ALLOWED).astype(bool)
         if masks is not None:
-            is_masked |= masks.covers(rows)
+            is_masked[:num_rows] |= masks.covers(rows[:num_rows])
         has_lists = is_too_short | is_penalized | (flags & (BIAS | BAD_WORDS)).astype(bool)
         is_processed = (flags & PROCESSED).astype(bool)
         is_edited = has_lists | is_masked | is_processed | (mask is not None)
         is_plain = ~(is_edited | is_random)
+        self.static = num_rows is not None
+        if self.static:
+            is_plain[:] = False
 
         self.argmax, self.filtered_draw, self.may_look = argmax, filtered_draw, may_look
         self.upload = upload = Upload(staging)
         self.plain, self.work = upload.select(is_plain), upload.select(~is_plain)
         in_work = self.work.indices
-        self.greedy, self.random = upload.select(~is_random[in_work]), upload.select(is_random[in_work])
+        self.is_random = is_random
+        self.greedy, self.random = self._select(~is_random[in_work]), self._select(is_random[in_work])
         self.edits = (
             self._add_edits(flags[in_work], is_too_short[in_work], is_masked[in_work]) if is_edited.any() else None
         )
         self.processed = self._add_processed() if is_processed.any() else []
-        self.random_keys = self._add_random(in_work[self.random.indices]) if len(self.random) else None
+        self.random_keys = self._add_random(in_work[self.random.indices]) if is_random.any() else None
         self.with_logprobs = upload.select((flags & LOGPROBS).astype(bool))
         upload.send(logits.device)
 
@@ -231,6 +258,9 @@ class _Batch:
             return None
         num_logprobs = np.minimum(self.state.num_logprobs[self.rows[chosen.indices]], self.logits.shape[1])
         most = int(num_logprobs.max())
+        if self.static:
+            most = min(_power_of_two(most), self.logits.shape[1]) if most else 0
+            return GatheredLogprobs(chosen.indices, num_logprobs, gather_logprobs(self.logits, token_ids, most))
         gathered = gather_logprobs(chosen.take(self.logits), chosen.take(token_ids), most)
         return GatheredLogprobs(chosen.indices, num_logprobs, gathered)
 
@@ -250,7 +280,7 @@ class _Batch:
         if len(edits.masked):
             allowed = allowed_tokens(upload.get(edits.mask_words), len(edits.masked), logits.shape[1])
             masked = edits.masked.take(logits)
-            logits = edits.masked.put(logits, masked.masked_fill_(~allowed, -torch.inf))
+            logits = edits.masked.put(logits, masked.masked_fill(~allowed, -torch.inf))
         blocked = upload.get_ids(edits.blocked_rows), upload.get_ids(edits.blocked_ids)
         if blocked[0].numel():
             logits[blocked] = -torch.inf
@@ -309,6 +339,15 @@ class _Batch:
 
     # --- on the host
 
+    def _select(self, chosen: np.ndarray) -> Selection:
+        return self.upload.mask(chosen) if self.static else self.upload.select(chosen)
+
+    def _add_list(self, values: np.ndarray) -> int:
+        """Adds one of several lists of equal length, whose entries may stand there twice: to few lengths, if static."""
+        if self.static and len(values):
+            values = np.pad(values, (0, max(_FEWEST_PLACES, _power_of_two(len(values))) - len(values)), mode="edge")
+        return self.upload.add(values)
+
     def _add_processed(self) -> list[tuple[int, Selection]]:
         """The logits processors that have something to do, and for which of the work rows."""
         processors = self.state.processors
@@ -325,7 +364,7 @@ class _Batch:
 
     def _add_edits(self, flags: np.ndarray, is_too_short: np.ndarray, is_masked: np.ndarray) -> _Edits:
         """Lists the places to change, as (row among the work rows, token id), and the masks."""
-        add, state = self.upload.add, self.state
+        add, state = self._add_list, self.state
         in_batch = self.rows[self.work.indices]
         blocked_rows, blocked_ids = self._blocked(flags, is_too_short)
         biased = np.flatnonzero(flags & BIAS)
@@ -348,8 +387,8 @@ class _Batch:
             penalty_ids=add(_concatenate([count.token_ids for count in counts])),
             penalty_factors=add(np.repeat(state.repetition[rows], lengths)),
             penalty_amounts=add(amounts),
-            masked=self.upload.select(is_masked),
-            mask_words=add(self._mask_words(is_masked)),
+            masked=self._select(is_masked) if is_masked.any() else self.upload.select(is_masked),
+            mask_words=self.upload.add(self._mask_words(is_masked)),
         )
 
     def _blocked(self, flags: np.ndarray, is_too_short: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -365,7 +404,16 @@ class _Batch:
         return np.repeat(np.concatenate((short, bad)), _lengths(ids)), _concatenate(ids)
 
     def _mask_words(self, is_masked: np.ndarray) -> np.ndarray:
-        """The masks of all rows that have one, or are allowed some tokens only, or both."""
+        """The masks of all rows that have one, or are allowed some tokens only, or both; of all rows, if static."""
+        words = self._words_of(is_masked)
+        if not self.static or not len(words):
+            return words
+        found = words.reshape(int(is_masked.sum()), -1)
+        every = np.zeros((len(is_masked), found.shape[1]), dtype=found.dtype)
+        every[is_masked] = found
+        return every.reshape(-1)
+
+    def _words_of(self, is_masked: np.ndarray) -> np.ndarray:
         rows, masks, allowed = self.rows[self.work.indices[is_masked]], self.masks, self.state.allowed
         is_allowed = [row for row in rows.tolist() if row in allowed]
         if not is_allowed:
@@ -386,12 +434,17 @@ class _Batch:
         upload, state, vocab_size = self.upload, self.state, self.logits.shape[1]
         rows = self.rows[in_batch]
         temperature, top_k, top_p = state.temperature[rows], state.top_k[rows], state.top_p[rows]
+        min_p = state.min_p[rows]
+        if self.static:  # the others are computed, too, for nothing
+            others = ~self.is_random[in_batch]
+            temperature[others], top_k[others], top_p[others], min_p[others] = 1.0, 0, 1.0, 0.0
         has_top_k, has_top_p = (top_k > 0) & (top_k < vocab_size), top_p < 1.0
-        is_narrow = has_top_k & (top_k <= _MAX_CANDIDATES)
+        is_narrow = has_top_k & (top_k <= _MAX_CANDIDATES) & (not self.static)
         is_broad = has_top_k & ~is_narrow
+        any_filter = bool((has_top_k | has_top_p | (min_p > 0)).any())
         own = np.minimum(num_candidates(np.where(has_top_k, top_k, 1)), vocab_size)
         with np.errstate(divide="ignore"):
-            min_p_gap = temperature * np.log(state.min_p[rows])
+            min_p_gap = temperature * np.log(min_p)
             top_p_gap = temperature * (np.log1p(-top_p) - np.float32(np.log(vocab_size)))
         positions = self.ends[in_batch] - self.history.num_prompt_tokens[rows]
         coarse, fine = uniforms(state.seeds[rows], positions)
@@ -407,10 +460,10 @@ class _Batch:
             own_candidates=upload.add(own),
             num_candidates=_most(own[is_narrow]),
             narrow_top_p=bool((is_narrow & has_top_p).any()),
-            broad=upload.select(is_broad),
-            num_broad_candidates=_most(own[is_broad]),
-            nucleus=upload.select(has_top_p & ~is_narrow),
-            any_filter=bool((has_top_k | has_top_p | (state.min_p[rows] > 0)).any()),
+            broad=self._select(is_broad),
+            num_broad_candidates=_static_candidates(_most(own[is_broad])) if self.static else _most(own[is_broad]),
+            nucleus=self._select(has_top_p & ~is_narrow),
+            any_filter=any_filter,
         )
 
 
@@ -433,6 +486,25 @@ class _RandomKeys:
     num_broad_candidates: int
     nucleus: Selection
     any_filter: bool
+
+
+def batch_kinds(vocab_size: int) -> list[SamplingParams]:
+    """Settings of which one row in a batch makes each program that static shapes need, where rows ask for nothing but
+    temperature, top_k, top_p and min_p. Log-probabilities, penalties, masks and the like make further ones.
+    """
+    top_k = dict.fromkeys(min(size, vocab_size - 1) for size in (*_STATIC_CANDIDATES, vocab_size))
+    filtered = [SamplingParams(temperature=1.0, top_k=k, top_p=0.5) for k in top_k if k > 0]
+    return [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), *filtered]
+
+
+def _static_candidates(wanted: int) -> int:
+    """How many candidates top_k looks at, of few numbers."""
+    return next((size for size in _STATIC_CANDIDATES if wanted <= size), MAX_VOCAB_SIZE)
+
+
+def _power_of_two(size: int) -> int:
+    """The next one, from `size` on."""
+    return 1 << (size - 1).bit_length()
 
 
 def _most(candidates: np.ndarray) -> int:

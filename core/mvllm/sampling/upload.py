@@ -34,6 +34,10 @@ class Upload:
         whole = len(indices) == len(chosen)
         return Selection(self, None if whole else self.add(indices), indices)
 
+    def mask(self, chosen: np.ndarray) -> MaskedSelection:
+        """The same in a form whose shapes do not depend on how many rows are chosen."""
+        return MaskedSelection(self, self.add(chosen), np.arange(len(chosen)))
+
     def send(self, device: torch.device) -> None:
         """Copies everything to `device`."""
         if not self._parts:
@@ -80,3 +84,20 @@ class Selection:
     def put(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """Writes `source` into the chosen rows of `target`; returns the result, which may be `source` itself."""
         return source if self._key is None else target.index_copy_(0, self._upload.get_ids(self._key), source)
+
+
+class MaskedSelection(Selection):
+    """Some rows of a batch, of which all are computed and the chosen ones kept.
+
+    Attributes:
+        indices: int64 [n]: all rows, since `take` gives all.
+    """
+
+    def __init__(self, upload: Upload, key: int, indices: np.ndarray) -> None:
+        super().__init__(upload, None, indices)
+        self._mask = key
+
+    def put(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """Returns `target` with the chosen rows of `source`, which has all of them."""
+        chosen = self._upload.get(self._mask) > 0
+        return torch.where(chosen.view(-1, *[1] * (target.dim() - 1)), source, target)

@@ -114,6 +114,12 @@ _ALL = (
         "torch_device",
     ),
     Clause(
+        "DEV-08",
+        "Within `inference_mode`, tensors that were made outside of it are viewed and written, and nothing is recorded "
+        "for gradients.",
+        "torch_device",
+    ),
+    Clause(
         "MEM-01",
         "`memory()` gives `total`, `free`, `used_by_me` and `peak_by_me` in bytes; `peak_by_me` never falls below "
         "`used_by_me` at the time of the call.",
@@ -247,6 +253,12 @@ _ALL = (
     Clause(
         "SHP-02",
         "After `warm_up`, every step has sizes among the buckets, and the compiler is not called again.",
+    ),
+    Clause(
+        "SHP-03",
+        "Where the device counts compilations (`num_compilations`), none comes after the warm-up, whatever requests "
+        "ask of temperature, top-k, top-p and min-p.",
+        "static_shapes",
     ),
     Clause(
         "GRF-01",

@@ -272,22 +272,23 @@ def _draw_arguments(rows: int, size: int) -> tuple[Any, ...]:
     )
     logits = random_tensor(torch.float32, rows, size, seed=rows, scale=2)
     logits[:, 5] = -torch.inf
-    filters = [logits, logits.amax(dim=1), 1 / temperature, temperature * min_p.log(), top_k.long(), top_p]
+    peaks, gap, k = logits.amax(dim=1), temperature * min_p.log(), top_k.long()
     uniforms = torch.rand(2, rows, generator=generator) * 0.999
+
+    def draws(sign: int, other: int) -> torch.Tensor:
+        """The tokens in float64, with every number that decides moved a little."""
+        coarse, fine = (uniforms.double() + 1e-4 * torch.tensor([[sign], [other]])).clamp(min=0)
+        moved_gap, moved_p = gap.double() - 1e-4 * sign, (top_p.double() + 1e-5 * sign).clamp(max=1.0)
+        wide = logits.double(), peaks.double(), (1 / temperature).double()
+        return filtered_draw(*wide, moved_gap, k, moved_p, coarse, fine, draw_block(size))
+
     for _ in range(100):
-        unclear = torch.zeros(rows, dtype=torch.bool)
-        wide = [_wide(argument) for argument in filters]
-        tokens = [
-            filtered_draw(*wide[:3], wide[3] - 1e-4 * sign, wide[4], (wide[5] + 1e-5 * sign).clamp(max=1.0),
-                          *(uniforms.double() + 1e-4 * torch.tensor([[sign], [other]])).clamp(min=0), draw_block(size))
-            for sign in (-1, 1) for other in (-1, 1)
-        ]  # fmt: skip
-        for other in tokens[1:]:
-            unclear |= other != tokens[0]
+        tokens = torch.stack([draws(sign, other) for sign in (-1, 1) for other in (-1, 1)])
+        unclear = (tokens != tokens[0]).any(dim=0)
         if not unclear.any():
             break
         uniforms[:, unclear] = torch.rand(2, int(unclear.sum()), generator=generator) * 0.999
-    return *filters, *uniforms, draw_block(size)
+    return logits, peaks, 1 / temperature, gap, k, top_p, *uniforms, draw_block(size)
 
 
 def _activations(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:

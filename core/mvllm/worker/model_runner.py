@@ -17,8 +17,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -53,7 +53,7 @@ from mvllm.sampling.logits_processor import LogitsProcessorContext
 from mvllm.sampling.masks import TokenMasks
 from mvllm.sampling.output import SamplerOutput
 from mvllm.sampling.processors import LogitsProcessors
-from mvllm.sampling.sampler import Sampler
+from mvllm.sampling.sampler import Sampler, batch_kinds
 from mvllm.sampling.state import PROCESSED, SamplingState, TokenHistory
 from mvllm.worker.device_tokens import DeviceTokens
 from mvllm.worker.draft_model import DraftModel, DraftModelProposer
@@ -76,6 +76,19 @@ logger = get_logger(__name__)
 
 _AGREEMENT_SHARE = 10
 """Ranks that find no memory wait for each other this part of what a step may take at most."""
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _without_gradients(method: _Method) -> _Method:
+    """Runs a method of the runner in the device's inference mode."""
+
+    @wraps(method)
+    def within(self: ModelRunner, *args: Any, **kwargs: Any) -> Any:
+        with self._runtime.inference_mode():
+            return method(self, *args, **kwargs)
+
+    return cast(_Method, within)
 
 
 class ModelRunner:
@@ -154,6 +167,7 @@ class ModelRunner:
         drawn = context.op("filtered_draw", size=config.vocab_size)
         self._make_sampler = partial(
             Sampler,
+            static=self._static,
             argmax=context.op("argmax", size=config.vocab_size).function,
             filtered_draw=None if drawn.provider == REFERENCE else drawn.function,
         )
@@ -252,6 +266,7 @@ class ModelRunner:
             with_prompt_lens=self.model.uses_prompt_lens,
             with_sample_rows=on_device,
             max_drafts=self._num_speculative,
+            every_request_samples=self._static,
         )
         sizes = None if shapes.requests is None else tuple(reversed(sample_sizes(shapes, scheduler.max_num_seqs)))
         self._prompt_logprobs = PromptLogprobs(self.rows, self._runtime, sizes)
@@ -316,7 +331,7 @@ class ModelRunner:
             del self.model
             gc.collect()  # modules and what compiles or replays them refer to each other
 
-    @torch.inference_mode()
+    @_without_gradients
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         """Runs one step, or submits it and returns None, see `collect_output`.
 
@@ -348,12 +363,14 @@ class ModelRunner:
         inputs = self._inputs.build(plan)
         if self._device_tokens is not None:
             inputs.token_ids = self._device_tokens.resolve(inputs.token_ids)
-        hidden = self._forward(inputs, self._pipeline.receive_hidden(len(inputs.token_ids)), self._adapters_of(inputs))
+        hidden, states = self._compute(
+            inputs, self._pipeline.receive_hidden(len(inputs.token_ids)), self._adapters_of(inputs)
+        )
         self.rows.num_computed[inputs.rows] += inputs.num_scheduled
         # Guesses count when they are known to be right.
         self.rows.num_computed[inputs.rows[inputs.sampling]] -= inputs.num_drafts
         if self._pipeline.is_last:
-            return self._finish_last_stage(plan, inputs, hidden)
+            return self._finish_last_stage(plan, inputs, hidden, states)
         self._pipeline.send_hidden(hidden)
         self._pipeline.expect(plan.step, inputs.rows, inputs.sampling)
         return ModelRunnerOutput(step=plan.step)
@@ -386,7 +403,7 @@ class ModelRunner:
             return self._device_tokens.collect(step)
         return self._pipeline.collect(step, self.rows)
 
-    @torch.inference_mode()
+    @_without_gradients
     def profile(self) -> None:
         """Runs the largest step that the limits allow, on a one-block KV cache that it does not write.
 
@@ -417,7 +434,7 @@ class ModelRunner:
         for layer in self._layers:
             layer.kv_cache = None
 
-    @torch.inference_mode()
+    @_without_gradients
     def warm_up(self) -> None:
         """Runs a step of every shape that there can be, where a new shape costs a compilation; where decode steps are
         captured, one of each size.
@@ -451,9 +468,10 @@ class ModelRunner:
             self._runtime.step_mark()
 
     def _run_every_shape(self, shapes: ShapePolicy) -> None:
+        """Steps of every shape; then every kind of sampling, for each number of requests."""
         scheduler, block_size = self._config.scheduler, self._block_size
         limits = {"max_tokens": scheduler.max_num_batched_tokens, "max_rows": scheduler.max_num_seqs}
-        hidden = None
+        states_by_size: dict[int, torch.Tensor] = {}
         for shape in step_shapes(shapes, **limits, max_pages=self.rows.max_pages, block_size=block_size):
             inputs = dry_inputs(
                 min(
@@ -466,30 +484,43 @@ class ModelRunner:
                 block_size=block_size,
                 runtime=self._runtime,
                 with_prompt_lens=self.model.uses_prompt_lens,
+                with_sample_rows=self._device_tokens is not None,
                 num_groups=len(self._groups),
             )
-            hidden = self._forward(inputs, self._pipeline.placeholder(shape.tokens))
-            self._runtime.step_mark()
-        if hidden is None or not self._pipeline.is_last or not self._config.model.kind.generates:
-            return
-        for size in sample_sizes(shapes, scheduler.max_num_seqs):
-            at = self._runtime.from_numpy(np.zeros(size, dtype=np.int32))
-            rows = np.arange(min(size, scheduler.max_num_seqs))
-            logits = self.model.compute_logits(hidden.index_select(0, at))
-            self._sampler.sample(logits[: len(rows)], rows, self.rows.sampling, self.rows.history)
-            self._runtime.step_mark()
+            if self._device_tokens is not None:
+                inputs.token_ids = self._device_tokens.resolve(inputs.token_ids)
+            _, states = self._compute(inputs, self._pipeline.placeholder(shape.tokens))
+            if states is not None:
+                states_by_size[shape.requests] = states
+        for size, states in states_by_size.items():
+            num_rows = min(size, scheduler.max_num_seqs)
+            for params in batch_kinds(self._config.model.vocab_size):
+                state, history = self._drawing_rows(num_rows, [params])
+                sampled = self._choose(states, np.arange(num_rows), state, history)
+                if self._device_tokens is not None:
+                    spare = np.full(size, scheduler.max_num_seqs, dtype=np.int32)
+                    self._device_tokens.keep(sampled, self._runtime.from_numpy(spare))
+                sampled.send_to_host(self._runtime.to_host)
+                sampled.numpy()
+                self._runtime.step_mark()
+
+    def _drawing_rows(self, num_rows: int, params: list[SamplingParams]) -> tuple[SamplingState, TokenHistory]:
+        """Rows that ask for these, and greedy ones after them."""
+        state, history = SamplingState(num_rows, self._config.model.vocab_size, 0), TokenHistory(num_rows, 2)
+        for row in range(num_rows):
+            history.set_row(row, [0], 1)
+            wanted = params[row] if row < len(params) else SamplingParams(temperature=0.0)
+            state.set_row(row, wanted, eos_token_ids=[], request_id="warm-up", num_prompt_tokens=1)
+        return state, history
 
     def _profile_sampling(self, logits: torch.Tensor) -> None:
         """Samples from every row in the way that takes most memory."""
-        num_rows, vocab_size = logits.shape
-        state, history = SamplingState(num_rows, vocab_size, 0), TokenHistory(num_rows, 2)
+        num_rows = logits.shape[0]
         params = SamplingParams(top_p=0.5, repetition_penalty=1.5, logprobs=0)
-        for row in range(num_rows):
-            history.set_row(row, [0], 1)
-            state.set_row(row, params, eos_token_ids=[], request_id="profile", num_prompt_tokens=1)
+        state, history = self._drawing_rows(num_rows, [params] * num_rows)
         sampler = self._make_sampler()
         # As steps will: where none may wait for the device, a whole batch goes through the filters at a time.
-        sampler.may_look = not keeps_tokens_on_device(self._config, self._platform.capabilities)
+        sampler.may_look &= not keeps_tokens_on_device(self._config, self._platform.capabilities)
         sampler.sample(logits, np.arange(num_rows), state, history)
 
     def _logits_processors(self) -> LogitsProcessors | None:
@@ -531,6 +562,26 @@ class ModelRunner:
                 if place not in caches:
                     caches[place] = layer.backend.allocate(num_blocks, block_size, self._runtime.device)
                 layer.kv_cache = caches[place]
+
+    def _compute(
+        self, inputs: StepInputs, intermediate: torch.Tensor | None, adapters: LoRABatch | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Runs the model.
+
+        Returns:
+            [T, hidden_size], what it gives for every token; and on the last stage [L, hidden_size], of the lines whose
+            logits are wanted, or None for none. Both are computed when the device is ready: what follows is a program
+            of its own, which depends on neither T nor the pages.
+        """
+        hidden, states = self._forward(inputs, intermediate, adapters), None
+        if self._pipeline.is_last and self._config.model.kind.generates:
+            if self._static:
+                states = hidden.index_select(0, inputs.logits_at)
+            elif len(inputs.sampling):
+                everything = int(inputs.num_lines.sum()) == len(inputs.logits_at) == hidden.shape[0]
+                states = hidden if everything else hidden.index_select(0, inputs.logits_at)
+        self._runtime.step_mark()
+        return hidden, states
 
     def _forward(
         self, inputs: StepInputs, intermediate: torch.Tensor | None, adapters: LoRABatch | None = None
@@ -580,6 +631,10 @@ class ModelRunner:
         step = ForwardStep(dict(zip(self._plans, plans, strict=True)), prompt_lens)
         hidden: torch.Tensor = self.model(token_ids, positions, step, intermediate)
         return hidden
+
+    @property
+    def _static(self) -> bool:
+        return self._platform.capabilities.static_shapes
 
     @property
     def _is_compiled(self) -> bool:
@@ -632,7 +687,7 @@ class ModelRunner:
         )
 
     def _finish_last_stage(
-        self, plan: SchedulerOutput, inputs: StepInputs, hidden: torch.Tensor
+        self, plan: SchedulerOutput, inputs: StepInputs, hidden: torch.Tensor, states: torch.Tensor | None
     ) -> ModelRunnerOutput | None:
         """Turns hidden states into tokens and whatever else was asked for, and reads them unless that can wait."""
         result = StepResult(plan.step, inputs.rows, inputs.sampling, drafts=plan.draft_token_ids)
@@ -651,7 +706,8 @@ class ModelRunner:
             )
         if len(inputs.sampling):
             masks = TokenMasks(plan.mask_rows, plan.token_masks) if plan.mask_rows else None
-            result.sampled = self._sample(inputs, hidden, masks)
+            assert states is not None
+            result.sampled = self._sample(inputs, states, masks)
         if self._device_tokens is not None:
             self._device_tokens.add(result)
             return None
@@ -678,24 +734,38 @@ class ModelRunner:
         drafts = proposer.propose(inputs.rows[at], others)
         return {position: tokens for position, tokens in zip(at.tolist(), drafts, strict=True) if tokens}
 
-    def _sample(self, inputs: StepInputs, hidden: torch.Tensor, masks: TokenMasks | None) -> SamplerOutput:
+    def _sample(self, inputs: StepInputs, states: torch.Tensor, masks: TokenMasks | None) -> SamplerOutput:
         """Samples for the rows that have reached the end of their known tokens."""
         state, history = self.rows.sampling, self.rows.history
         rows, ends = inputs.rows[inputs.sampling], None
         if inputs.num_drafts.any():
             ends = _counted(history.num_tokens[rows], inputs.num_lines)
             rows = rows.repeat(inputs.num_lines)
-        everything = len(rows) == len(inputs.logits_at) == hidden.shape[0]
-        logits = self.model.compute_logits(hidden if everything else hidden.index_select(0, inputs.logits_at))
-        logits = logits[: len(rows)]
-        if self._device_tokens is None:
-            return self._sampler.sample(logits, rows, state, history, masks=masks, ends=ends)
-        if history.ends_unknown(state.reading_history(rows)):
+        if self._device_tokens is not None and history.ends_unknown(state.reading_history(rows)):
             self._device_tokens.read_all()
-        sampled = self._sampler.sample(logits, rows, state, history, masks=masks)
-        assert inputs.sample_rows is not None
-        self._device_tokens.keep(sampled, inputs.sample_rows)
+        sampled = self._choose(states, rows, state, history, masks=masks, ends=ends)
+        if self._device_tokens is not None:
+            assert inputs.sample_rows is not None
+            self._device_tokens.keep(sampled, inputs.sample_rows)
+        else:
+            sampled.send_to_host(self._runtime.to_host)
         return sampled
+
+    def _choose(
+        self,
+        states: torch.Tensor,
+        rows: np.ndarray,
+        state: SamplingState,
+        history: TokenHistory,
+        *,
+        masks: TokenMasks | None = None,
+        ends: np.ndarray | None = None,
+    ) -> SamplerOutput:
+        """Samples from what the model gives for `rows`; further lines of `states` are padding."""
+        logits = self.model.compute_logits(states)
+        if not self._static:
+            logits = logits[: len(rows)]
+        return self._sampler.sample(logits, rows, state, history, masks=masks, ends=ends)
 
 
 def _closed(*arguments: object) -> torch.Tensor:

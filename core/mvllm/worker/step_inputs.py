@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +29,81 @@ from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.shapes import ShapePolicy
 from mvllm.platform.staging import StepStaging
 from mvllm.worker.rows import RowTable
+
+_Buffer = TypeVar("_Buffer", np.ndarray, torch.Tensor)
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """Which parts the buffer of a step has, after padding. Two steps with equal packings have equal shapes throughout.
+
+    Attributes:
+        tokens, requests, lines, pages: T, R, L, P.
+        prompt_lens, sample_rows: Sizes of these parts; 0 without them.
+        num_groups: Groups of layers.
+    """
+
+    tokens: int
+    requests: int
+    lines: int
+    pages: int
+    prompt_lens: int
+    sample_rows: int
+    num_groups: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the parts, in the order of the module's picture."""
+        table = self.requests * self.pages
+        first = [*[self.tokens] * 3, self.requests + 1, self.requests, self.lines, table]
+        return [*first, self.prompt_lens, self.sample_rows, *[self.tokens, table] * (self.num_groups - 1)]
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Of each group's slots and block table among the parts."""
+        return [(2, 6), *((i, i + 1) for i in range(9, len(self.sizes), 2))]
+
+    def parts(self, buffer: _Buffer) -> list[_Buffer]:
+        """The parts of a buffer. Slices, as every device has them: what `split` gives is no index on some."""
+        ends: list[int] = list(accumulate(self.sizes))
+        return [buffer[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+
+    def layouts(
+        self,
+        parts: list[np.ndarray],
+        views: list[torch.Tensor],
+        *,
+        block_size: int,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> list[BatchLayout]:
+        """One for each group: the parts on the host, and on the device."""
+        shape = (self.requests, self.pages)
+        layout = BatchLayout(
+            num_requests=self.requests,
+            num_tokens=self.tokens,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            block_size=block_size,
+            query_start_loc=parts[3],
+            seq_lens=parts[4],
+            block_table=parts[6].reshape(shape),
+            slot_mapping=parts[2],
+            query_start_loc_device=views[3],
+            seq_lens_device=views[4],
+            block_table_device=views[6].view(shape),
+            slot_mapping_device=views[2],
+        )
+        return [layout] + [
+            replace(
+                layout,
+                block_table=parts[at_table].reshape(shape),
+                slot_mapping=parts[at_slots],
+                block_table_device=views[at_table].view(shape),
+                slot_mapping_device=views[at_slots],
+            )
+            for at_slots, at_table in self.places[1:]
+        ]
 
 
 @dataclass
@@ -43,7 +119,8 @@ class StepInputs:
         num_drafts: int32 [S], host: how many guesses of each of these rows are checked. They stand in the history.
         token_ids, positions: int32 [T], device.
         logits_at: int32 [L], device: index among the T tokens of each sampling row's last known token, and of its
-            guesses behind it. Only here S is padded (with index 0), where there are no guesses.
+            guesses behind it. Only here S is padded (with index 0), where there are no guesses: to a size of its own,
+            or to that of requests, see StepInputBuilder.
         layouts: For the attention backends, one per group of layers. They differ in block_table and slot_mapping alone.
         prompt_lens: int32 [T], device: length of the prompt that each token's request began with, or None.
         sample_rows: int32 [S], device: the rows of `sampling`, padded with a row that no request has, or None.
@@ -85,6 +162,7 @@ class StepInputBuilder:
         with_prompt_lens: Whether the model reads `prompt_lens`.
         with_sample_rows: Whether `sample_rows` is wanted.
         max_drafts: Most guesses that are checked for a row.
+        every_request_samples: S is padded to what R is padded to: one size less that a step's shapes depend on.
 
     Attributes:
         staging: The buffers of the step that `build` has begun. Whoever submits its work ends it there.
@@ -102,7 +180,9 @@ class StepInputBuilder:
         with_prompt_lens: bool = False,
         with_sample_rows: bool = False,
         max_drafts: int = 0,
+        every_request_samples: bool = False,
     ) -> None:
+        self._every_request_samples = every_request_samples
         self._rows = rows
         self._block_size = block_size
         self._shapes = shapes
@@ -163,17 +243,21 @@ class StepInputBuilder:
         padded_requests = ShapePolicy.pad(num_requests, self._shapes.requests)
         pages = ShapePolicy.pad(-(-max_seq_len // self._block_size), self._shapes.pages)
         padded_sampling = ShapePolicy.pad(num_sampling, self._shapes.requests) if num_sampling else 0
-        padded_lines = padded_sampling if num_drafts is None else num_lines
-
-        sizes = [padded_tokens] * 3 + [padded_requests + 1, padded_requests, padded_lines, padded_requests * pages]
-        sizes.append(padded_tokens if self._with_prompt_lens else 0)
-        sizes.append(padded_sampling if self._with_sample_rows else 0)
-        sizes += [padded_tokens, padded_requests * pages] * (table.num_groups - 1)
-        ends = list(accumulate(sizes))
+        if self._every_request_samples:
+            padded_sampling = padded_requests
+        packing = _Packing(
+            tokens=padded_tokens,
+            requests=padded_requests,
+            lines=padded_sampling if num_drafts is None else num_lines,
+            pages=pages,
+            prompt_lens=padded_tokens if self._with_prompt_lens else 0,
+            sample_rows=padded_sampling if self._with_sample_rows else 0,
+            num_groups=table.num_groups,
+        )
+        padded_lines, num_places = packing.lines, sum(packing.sizes)
         self.staging.begin_step()
-        buffer = self.staging.buffer(ends[-1], torch.int32)
-        host = buffer.numpy()
-        parts = [host[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+        buffer = self.staging.buffer(num_places, torch.int32)
+        parts = packing.parts(buffer.numpy())
         token_ids, positions, _, query_start_loc, lens, logits_at, _, prompt_lens, sample_rows = parts[:9]
 
         lens[:num_requests] = seq_lens
@@ -192,8 +276,7 @@ class StepInputBuilder:
         token_ids[:num_tokens] = history.token_ids[row_of_token, position]
         positions[:num_tokens] = position
         page, offset = position // self._block_size, position % self._block_size
-        places = [(2, 6), *((i, i + 1) for i in range(9, len(parts), 2))]  # of each group's slots and block table
-        for group, (at_slots, at_table) in enumerate(places):
+        for group, (at_slots, at_table) in enumerate(packing.places):
             slots, block_table = parts[at_slots], parts[at_table].reshape(padded_requests, pages)
             tables = table.block_table[group * table.max_rows :]
             known = block_table[:num_requests, : tables.shape[1]]  # a bucket may be wider than any sequence
@@ -221,33 +304,9 @@ class StepInputBuilder:
             query_start_loc[num_requests + 1 :] = num_tokens
             lens[num_requests:] = 0
 
-        device = self.staging.send(buffer[: ends[-1]])
-        views = device.split(sizes)
-        layout = BatchLayout(
-            num_requests=padded_requests,
-            num_tokens=padded_tokens,
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
-            block_size=self._block_size,
-            query_start_loc=query_start_loc,
-            seq_lens=lens,
-            block_table=parts[6].reshape(padded_requests, pages),
-            slot_mapping=parts[2],
-            query_start_loc_device=views[3],
-            seq_lens_device=views[4],
-            block_table_device=views[6].view(padded_requests, pages),
-            slot_mapping_device=views[2],
-        )
-        layouts = [layout] + [
-            replace(
-                layout,
-                block_table=parts[at_table].reshape(padded_requests, pages),
-                slot_mapping=parts[at_slots],
-                block_table_device=views[at_table].view(padded_requests, pages),
-                slot_mapping_device=views[at_slots],
-            )
-            for at_slots, at_table in places[1:]
-        ]
+        views = packing.parts(self.staging.send(buffer[:num_places]))
+        lengths = {"max_query_len": max_query_len, "max_seq_len": max_seq_len}
+        layouts = packing.layouts(parts, views, block_size=self._block_size, **lengths)
         return StepInputs(
             rows,
             num_scheduled,
@@ -309,40 +368,45 @@ def dry_inputs(
     block_size: int,
     runtime: DeviceRuntime,
     with_prompt_lens: bool = False,
+    with_sample_rows: bool = False,
     num_groups: int = 1,
 ) -> StepInputs:
-    """Inputs of a step of given sizes, its tokens shared out evenly, that reads block 0 and writes nothing."""
+    """Inputs of a step of given sizes, its tokens shared out evenly, that reads block 0 and writes nothing.
+
+    They come to the device as those of steps do, in one copy that is cut in the same way.
+    """
     query_len = -(-num_tokens // num_requests)
-    starts = np.minimum(np.arange(padded_requests + 1, dtype=np.int32) * query_len, num_tokens).astype(np.int32)
-    seq_lens = np.diff(starts).astype(np.int32)
-    block_table = np.zeros((padded_requests, pages), dtype=np.int32)
-    slot_mapping = np.full(padded_tokens, -1, dtype=np.int32)
-    layout = BatchLayout(
-        num_requests=padded_requests,
-        num_tokens=padded_tokens,
-        max_query_len=query_len,
-        max_seq_len=query_len,
-        block_size=block_size,
-        query_start_loc=starts,
-        seq_lens=seq_lens,
-        block_table=block_table,
-        slot_mapping=slot_mapping,
-        query_start_loc_device=runtime.from_numpy(starts),
-        seq_lens_device=runtime.from_numpy(seq_lens),
-        block_table_device=runtime.from_numpy(block_table),
-        slot_mapping_device=runtime.from_numpy(slot_mapping),
+    packing = _Packing(
+        tokens=padded_tokens,
+        requests=padded_requests,
+        lines=padded_requests,
+        pages=pages,
+        prompt_lens=padded_tokens if with_prompt_lens else 0,
+        sample_rows=padded_requests if with_sample_rows else 0,
+        num_groups=num_groups,
     )
+    buffer = np.zeros(sum(packing.sizes), dtype=np.int32)
+    parts = packing.parts(buffer)
+    _, positions, _, query_start_loc, seq_lens, logits_at = parts[:6]
+    positions[:] = np.arange(padded_tokens) % query_len
+    query_start_loc[:] = np.minimum(np.arange(padded_requests + 1, dtype=np.int32) * query_len, num_tokens)
+    seq_lens[:] = np.diff(query_start_loc)
+    logits_at[:] = np.maximum(query_start_loc[1:] - 1, 0)
+    for at_slots, _ in packing.places:
+        parts[at_slots][:] = -1
+    views = packing.parts(runtime.from_numpy(buffer))
     return StepInputs(
         rows=np.arange(num_requests),
         num_scheduled=seq_lens[:num_requests],
         first_positions=np.zeros(num_requests, dtype=np.int32),
         sampling=np.arange(num_requests),
         num_drafts=np.zeros(num_requests, dtype=np.int32),
-        token_ids=runtime.from_numpy(np.zeros(padded_tokens, dtype=np.int32)),
-        positions=runtime.from_numpy((np.arange(padded_tokens) % query_len).astype(np.int32)),
-        logits_at=runtime.from_numpy(np.maximum(starts[1:] - 1, 0)),
-        layouts=[layout] * num_groups,
-        prompt_lens=runtime.from_numpy(np.zeros(padded_tokens, dtype=np.int32)) if with_prompt_lens else None,
+        token_ids=views[0],
+        positions=views[1],
+        logits_at=views[5],
+        layouts=packing.layouts(parts, views, block_size=block_size, max_query_len=query_len, max_seq_len=query_len),
+        prompt_lens=views[7] if with_prompt_lens else None,
+        sample_rows=views[8] if with_sample_rows else None,
     )
 
 

@@ -23,6 +23,13 @@ def test_devices_come_with_all_that_is_asked_of_them(machine):
     assert not first.mig_enabled and not second.mig_enabled  # T4s cannot be partitioned, and say so with an error
 
 
+def test_the_library_is_found_where_a_container_has_it_mounted(machine, monkeypatch, tmp_path):
+    machine(A100.format(n=0))
+    monkeypatch.setattr(nvml, "FOLDERS", (str(tmp_path / "not-there"), os.path.dirname(nvml.LIBRARY)))
+    monkeypatch.setattr(nvml, "LIBRARY", os.path.basename(nvml.LIBRARY))
+    assert len(read_inventory().devices) == 1
+
+
 def test_a_device_without_memory_of_its_own_tells_none(machine):
     machine(SPARK.format(n=0))
     [device] = read_inventory().devices

@@ -18,6 +18,7 @@ importlib.import_module("platforms.torch-gpu.tests.interpreted")
 
 from mvllm_torch_gpu.attention import BLOCK_SIZES, TritonAttention  # noqa: E402
 from mvllm_torch_gpu.platform import TorchGpuPlatform  # noqa: E402
+from mvllm_torch_gpu.settings import Settings  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")  # of the interpreter, about poison
 
@@ -32,6 +33,7 @@ class SomePlatform(TorchGpuPlatform):
     """One whose devices compute in another float8."""
 
     title, package, float8 = "Some", "mvllm-some", "float8_e4m3fnuz"
+    settings = Settings("MVLLM_SOME", "some")
     spec = init_device = uses_host_memory = None
 
 
@@ -87,7 +89,7 @@ def test_the_tables_of_a_graph_give_what_the_steps_own_give():
     bench.fill(0.5)
     plan = bench.begin(case.layout)
     assert plan.is_decode(4)
-    room = plan.room(64)
+    room = plan.room(torch.empty(4, 64, dtype=torch.int32))
     assert room.max_seq_len == 64 * 16 and room.block_table.shape == (4, 64)
     room.block_table.fill_(10**6)  # what an earlier step has left beyond this one's tables is not followed
     for part, given in room.parts_to_fill(plan):

@@ -159,9 +159,15 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "float8-codes": lambda: _float8_product(64, (128, 128), native=False),
 }
 
-_CONVERTING = ("decode-float8", "float8-decode", "float8-prefill", "float8-blocks")
-UNREADABLE = {(name, target) for name in _CONVERTING for target in ("sm_80",)}
-"""Launches with a dtype that a target has no conversions of: there float8 is kept as codes."""
+_OCP = frozenset({"sm_89", "sm_90", "sm_100", "sm_120", "gfx950", "gfx1201"})
+TAKEN_BY = {
+    "decode-float8": _OCP,
+    "float8-decode": _OCP,
+    "float8-prefill": _OCP,
+    "float8-blocks": _OCP,
+    "float8-other-codes": frozenset({"gfx942"}),
+}
+"""Launches with a dtype of its own, and the targets that compute in that: elsewhere float8 is kept as codes."""
 
 
 def main(targets: list[str], names: list[str]) -> int:
@@ -174,7 +180,7 @@ def main(targets: list[str], names: list[str]) -> int:
         with compiled.launches() as caught, torch.device("meta"):  # tensors that hold nothing: nothing is looked at
             LAUNCHES[name]()
         for target in targets:
-            if (name, target) in UNREADABLE:
+            if target not in TAKEN_BY.get(name, {target}):
                 continue
             for launch in caught:
                 found = compiled.compile_for(launch, target)

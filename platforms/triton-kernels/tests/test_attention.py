@@ -199,7 +199,7 @@ def test_a_long_context_is_split_without_being_asked():
     assert_right(make_spec(2, 2, 16), [(300, 1)], spread=2.0)
 
 
-# ------------------------------------------------------------------------------------------------------------- at random
+# at random
 
 
 @pytest.mark.parametrize("seed", [*range(3), *(more(seed) for seed in range(3, 60))])

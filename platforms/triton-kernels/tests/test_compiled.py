@@ -18,6 +18,9 @@ ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
+GFX = ("90a", "942", "950", "1100", "1201")
+
+
 def compile_launches(tmp_path, targets, *names):
     environment = {
         **os.environ,
@@ -46,6 +49,6 @@ def test_attention_is_compiled_a_few_times_and_not_for_each_kind_of_step():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("target", [*(f"sm_{n}" for n in (80, 89, 90, 100, 120)), *(f"gfx{n}" for n in GFX)])
 def test_every_launch_compiles(tmp_path, target):
     assert compile_launches(tmp_path, target)

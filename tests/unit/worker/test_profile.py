@@ -48,6 +48,7 @@ def test_a_model_that_reads_the_prompts_lengths_gets_them(reads_them: bool, monk
     runner._layers, runner._cache_places, runner._groups = [], [], [None]
     runner._block_size, runner.rows = BLOCK_SIZE, make_rows()
     runner.model, runner._adapters, runner._draft = SimpleNamespace(uses_prompt_lens=reads_them), None, None
+    runner._device_tokens = None
     monkeypatch.setattr(runner, "kv_cache_needs", lambda: KVCacheNeeds(8, (BLOCK_SIZE,)))
     monkeypatch.setattr(runner, "_forward", lambda inputs, intermediate, adapters=None: given.append(inputs))
     monkeypatch.setattr(FakePlatform, "shapes", lambda self: ShapePolicy(), raising=False)

@@ -180,6 +180,23 @@ def test_a_healthy_device_is_silent(bound_device: DeviceRuntime) -> None:
     bound_device.release_cached_memory()
 
 
+@clause("DEV-08")
+def test_tensors_from_outside_are_used_in_the_inference_mode(bound_device: DeviceRuntime) -> None:
+    cache = bound_device.to_device(torch.zeros(4, 2, 3))
+    weight = torch.nn.Parameter(bound_device.to_device(torch.arange(12.0).view(4, 3)))
+    with bound_device.inference_mode():
+        rows = cache.flatten(0, 1)
+        rows.index_copy_(0, bound_device.to_device(torch.tensor([1, 6])), weight.view(2, 2, 3)[:, 1])
+        product = weight.t() @ weight
+        rows[0] = 5.0
+        assert not product.requires_grad
+    expected = torch.zeros(8, 3)
+    expected[1], expected[6], expected[0] = torch.tensor([3.0, 4, 5]), torch.tensor([9.0, 10, 11]), 5.0
+    assert torch.equal(bound_device.to_host(cache).wait().view(8, 3), expected)
+    host = torch.arange(12.0).view(4, 3)
+    assert torch.equal(bound_device.to_host(product).wait(), host.t() @ host)
+
+
 @clause("DEV-07")
 def test_a_host_copy_outlives_what_it_was_made_from(bound_device: DeviceRuntime) -> None:
     copy = bound_device.to_host(bound_device.to_device(torch.arange(4096)) * 2)

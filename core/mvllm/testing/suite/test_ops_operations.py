@@ -45,8 +45,8 @@ def move(runtime: DeviceRuntime, arguments: tuple[Any, ...]) -> list[Any]:
             argument = runtime.to_device(argument.clone())
         elif isinstance(argument, QuantizedWeight | Float8Weight):
             names = [field.name for field in fields(argument)]
-            there = move(runtime, tuple(getattr(argument, name) for name in names))
-            argument = replace(argument, **dict(zip(names, there, strict=True)))
+            parts = move(runtime, tuple(getattr(argument, name) for name in names))
+            argument = replace(argument, **dict(zip(names, parts, strict=True)))
         moved.append(argument)
     return moved
 
@@ -73,7 +73,7 @@ def call(runtime: DeviceRuntime, provider: OpProvider, trial: OpTrial) -> tuple[
         prepared = provider.prepare(weights if isinstance(trial.weight, tuple) else weights[0])
         for place, weight in zip(places, prepared if isinstance(trial.weight, tuple) else (prepared,), strict=True):
             arguments[place] = weight
-    with torch.inference_mode():
+    with runtime.inference_mode():
         found = results(provider.function(*arguments))
     return [runtime.to_host(tensor).wait() for tensor in found], arguments
 
@@ -153,7 +153,7 @@ def test_references_run_on_the_device(
 ) -> None:
     for trial in trials(op, claimed_dtype):
         arguments = move(bound_device, trial.make())
-        with torch.inference_mode():
+        with bound_device.inference_mode():
             found = results(SCHEMAS[op].reference(*arguments))
         for one, other in zip(found, results(exact(trial)), strict=True):
             host = bound_device.to_host(one).wait()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from mvllm.messages.inputs import TokensPrompt
+from mvllm.messages.sampling_params import SamplingParams
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import CompileBackend, DeviceRuntime, ShapePolicy
 from mvllm.testing.marks import clause, not_claimed
 from mvllm.testing.subject import Examinee
-from mvllm.testing.zoo import Zoo, assert_tokens, engine, generate, main_dtype, tie_of
+from mvllm.testing.zoo import MAX_LEN, VOCAB_SIZE, Zoo, assert_tokens, engine, generate, main_dtype, tie_of
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs
 from mvllm.worker.worker import Worker
 
@@ -79,6 +83,45 @@ def test_steps_have_sizes_among_the_buckets_and_nothing_is_compiled_after_warm_u
         buckets = getattr(shapes, name)
         assert not buckets or seen[name] <= {0, *buckets}, f"{name}: {sorted(seen[name])}, but buckets are {buckets}"
     assert compiled_after_warm_up == []
+
+
+@clause("SHP-03", needs="static_shapes")
+def test_no_request_that_only_samples_compiles_anything(
+    subject: Examinee, free_device: None, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if subject.platform.worker_class() is not None:
+        not_claimed("core's worker")
+    bound: list[DeviceRuntime] = []
+    init_device = Worker.init_device
+
+    def watched(self: Worker) -> None:
+        init_device(self)
+        bound.append(self.runtime)
+
+    monkeypatch.setattr(Worker, "init_device", watched)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(2, VOCAB_SIZE) for _ in range(rng.randint(1, MAX_LEN // 2))] for _ in range(11)]
+    with engine(subject, zoo.checkpoint("llama")) as llm:
+        with enter_phase(Phase.WORKER):
+            warm = bound[0].num_compilations()
+        if warm is None:
+            not_claimed("a count of compilations")
+        for round_ in range(4):
+            params = [
+                SamplingParams(
+                    temperature=rng.choice([0.0, 0.6, 1.0]),
+                    top_k=rng.choice([-1, 1, 7, VOCAB_SIZE - 1]),
+                    top_p=rng.choice([1.0, 0.8]),
+                    min_p=rng.choice([0.0, 0.1]),
+                    max_tokens=rng.randint(1, 9),
+                    ignore_eos=True,
+                    detokenize=False,
+                )
+                for _ in prompts[round_:]
+            ]
+            llm.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in prompts[round_:]], params, use_tqdm=False)
+        with enter_phase(Phase.WORKER):
+            assert bound[0].num_compilations() == warm
 
 
 @clause("SHP-01")

@@ -27,15 +27,17 @@ SETTINGS: dict[str, dict[str, float | int]] = {
 }
 
 
-def sample(runtime: DeviceRuntime, logits: torch.Tensor, params: list[SamplingParams]) -> SamplerOutput:
-    """One token for each row of logits, given on the host."""
+def sample(
+    runtime: DeviceRuntime, logits: torch.Tensor, params: list[SamplingParams], *, static: bool = False
+) -> SamplerOutput:
+    """One token for each row of logits, given on the host; further rows are padding where shapes are static."""
     rows = len(params)
     state, history = SamplingState(rows, logits.shape[1], 0), TokenHistory(rows, 8)
     for row, one in enumerate(params):
         history.set_row(row, [1, 2, 3], 3)
         state.set_row(row, one, eos_token_ids=[], request_id=f"request {row}", num_prompt_tokens=3)
-    with torch.inference_mode():
-        return Sampler().sample(runtime.to_device(logits), np.arange(rows), state, history)
+    with runtime.inference_mode():
+        return Sampler(static=static).sample(runtime.to_device(logits), np.arange(rows), state, history)
 
 
 def random_logits(rows: int, seed: int = 0) -> torch.Tensor:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 LIBRARY = "libnvidia-ml.so.1"
+FOLDERS = ("/usr/local/nvidia/lib64", "/usr/lib/wsl/lib", "/run/opengl-driver/lib")
+"""Where it is, too, unknown to the loader: where containers and virtual machines get the driver's libraries mounted."""
 
 _NOT_SUPPORTED = 3
 _NO_PERMISSION = 4
@@ -248,10 +250,7 @@ def opened() -> Iterator[Nvml]:
     Raises:
         NvmlError: There is no driver, or it does not answer.
     """
-    try:
-        library = ctypes.CDLL(LIBRARY)
-    except OSError as e:
-        raise NvmlError(*_no_library()) from e
+    library = _load()
     nvml = Nvml(library)
     nvml.call("nvmlInit_v2")
     try:
@@ -268,6 +267,16 @@ def read_inventory() -> Inventory:
     """
     with opened() as nvml:
         return nvml.inventory()
+
+
+def _load() -> ctypes.CDLL:
+    reason: OSError | None = None
+    for folder in ("", *FOLDERS):
+        try:
+            return ctypes.CDLL(os.path.join(folder, LIBRARY))
+        except OSError as e:
+            reason = reason or e  # of what is tried first
+    raise NvmlError(*_no_library()) from reason
 
 
 def _no_library() -> tuple[str, None, str]:

@@ -88,7 +88,7 @@ class ChosenAttention(TritonAttention):
         self, query: torch.Tensor, kv: Cache, metadata: PagedMetadata, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         assert isinstance(metadata, ChosenMetadata)
-        ways = {
+        ways: dict[str, Callable[[], torch.Tensor]] = {
             name: partial(self._by_library, library, query, kv, metadata)
             for name, library in self._libraries.items()
             if name in metadata.plans and library.takes(metadata)
@@ -97,7 +97,7 @@ class ChosenAttention(TritonAttention):
         name = self._chosen.get(kind)
         if ways and name is None:
             name = next(iter(ways)) if self._forced else self._fastest(query, kv, metadata, ways, kind)
-        if name in ways:
+        if name is not None and name in ways:
             return ways[name]()
         return super().forward(query, kv, metadata, sinks)
 

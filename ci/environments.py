@@ -1,0 +1,285 @@
+"""Virtual environments of the repository, made by commands of few words.
+
+The idea: an environment is a function of a few files. Whoever makes one hashes them and writes the hash into it as the
+very last act. A second run that finds the same hash has nothing to do; an environment that says "unfinished" was
+abandoned half-way and is made again. `ci/dev.py` makes .venv so, `ci/tpu_lane.py` .venv-tpu.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+TAIL = 25  # lines of a failed command's output that fit a screen
+TOO_LONG = 124  # the exit status of a command that was ended because its time was over
+
+
+class StepFailed(Exception):
+    """A command failed; everything worth saying is already in the message."""
+
+
+# --------------------------------------------------------------------------------------------------------- environments
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What an environment was made from.
+
+    Attributes:
+        inputs: Hash of all inputs: equal hashes, equal environments. "unfinished" in one that was abandoned half-way.
+        kernels: Hash of those that the compiled kernels depend on; compiling is the slow part of an update.
+        device: The same for the example device; empty where no compiler can make it.
+    """
+
+    inputs: str
+    kernels: str = ""
+    device: str = ""
+
+
+UNFINISHED = Stamp("unfinished")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment, there or yet to be made.
+
+    Attributes:
+        root: The repository: where commands run.
+        folder: The environment's folder.
+    """
+
+    root: Path
+    folder: Path
+
+    @property
+    def bin(self) -> Path:
+        """Where its commands are."""
+        return self.folder / ("Scripts" if os.name == "nt" else "bin")
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        return self.bin / "python"
+
+    @property
+    def stamp(self) -> Path:
+        """The file of its stamp: there from the first moment on, so that a half-made environment is known as one."""
+        return self.folder / "mvllm-setup.json"
+
+    def read_stamp(self) -> Stamp | None:
+        """Returns its stamp, or None where there is none (or none that can be read)."""
+        try:
+            return Stamp(**json.loads(self.stamp.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def write_stamp(self, stamp: Stamp) -> None:
+        """Says what it was made from."""
+        self.folder.mkdir(exist_ok=True)
+        draft = self.stamp.with_suffix(".draft")
+        draft.write_text(json.dumps(asdict(stamp)) + "\n")
+        draft.replace(self.stamp)
+
+    def hash_of(self, files: Sequence[Path]) -> str:
+        """A hash of files' contents, of the repository's place and of Python's version."""
+        # Editable installs remember where they are.
+        digest = hashlib.sha256(f"{self.root}\n{sys.version_info[:2]}\n".encode())
+        for file in files:
+            content = file.read_bytes()
+            digest.update(f"{file.relative_to(self.root)}\n{len(content)}\n".encode())
+            digest.update(content)
+        return digest.hexdigest()
+
+    def has(self, commands: Sequence[str]) -> bool:
+        """Whether these commands are there (a few stats; the stamp says the rest)."""
+        return all((self.bin / name).exists() for name in commands)
+
+    def works(self) -> bool:
+        """Whether its Python and pip run."""
+        return self.python.exists() and self.capture([self.python, "-m", "pip", "--version"])[1] == 0
+
+    def remove(self) -> None:
+        """Throws it away."""
+        if self.folder.is_symlink() or self.folder.is_file():
+            self.folder.unlink()
+        elif self.folder.exists():
+            shutil.rmtree(self.folder)
+
+    def variables(self, **extra: str) -> dict[str, str]:
+        """The environment of every child: the caller's, minus what would leak other installations into this one."""
+        leaks = (
+            "PYTHONHOME",
+            "PYTHONPATH",
+            "PYTHONDONTWRITEBYTECODE",  # tests start hundreds of interpreters: each would compile all of mvllm again
+            "PIP_TARGET",
+            "PIP_PREFIX",
+            "PIP_USER",
+            "PIP_REQUIRE_VIRTUALENV",
+            "PIP_CONSTRAINT",
+        )
+        kept = {name: value for name, value in os.environ.items() if name not in leaks}
+        quiet = {
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            "PIP_NO_INPUT": "1",
+            "PYTHONNOUSERSITE": "1",
+            "VIRTUAL_ENV": str(self.folder),
+        }
+        path = {"PATH": os.pathsep.join([str(self.bin), os.environ.get("PATH", os.defpath)])}
+        return {**kept, **quiet, **path, **extra}
+
+    def capture(
+        self, command: Sequence[str | Path], limit: float | None = None, extra: dict[str, str] | None = None
+    ) -> tuple[str, int]:
+        """Runs a command to its end.
+
+        Args:
+            limit: Seconds after which it is ended.
+            extra: Further environment variables.
+
+        Returns:
+            Its output (stdout and stderr together) and exit status.
+        """
+        try:
+            process = subprocess.run(
+                [str(part) for part in command],
+                cwd=self.root,
+                env=self.variables(**(extra or {})),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=limit,
+            )
+        except subprocess.TimeoutExpired as error:
+            return f"{(error.output or b'').decode(errors='replace')}\nended after {limit:.0f} s", TOO_LONG
+        except OSError as error:
+            return f"{type(error).__name__}: {error}", 127
+        return process.stdout.decode(errors="replace"), process.returncode
+
+
+@contextlib.contextmanager
+def only_one() -> Iterator[None]:
+    """Lets two commands started together make one environment, not two halves."""
+    try:
+        import fcntl
+    except ImportError:  # not a Unix
+        yield
+        return
+    with open(__file__, encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def pinned(name: str, constraints: Path) -> str:
+    """Returns the version that a file of constraints pins `name` to.
+
+    Raises:
+        StepFailed: It pins none.
+    """
+    match = re.search(rf"^{re.escape(name)}==(\S+)", constraints.read_text(), re.MULTILINE | re.IGNORECASE)
+    if match is None:
+        raise StepFailed(f"error: {constraints} pins no version of {name}\n  remedy: add a line `{name}==<version>`")
+    return match.group(1)
+
+
+# ------------------------------------------------------------------------------------------------ steps and failures
+
+
+@dataclass
+class Steps:
+    """Prints `[2/4] what ... 12.3 s` for each command, and one screen when one of them fails.
+
+    Attributes:
+        environment: What the commands run in.
+        total: How many there will be.
+        ends: The time, of time.monotonic, at which whatever runs is ended; None for no limit.
+    """
+
+    environment: Environment
+    total: int
+    ends: float | None = None
+    done: int = 0
+
+    def run(self, title: str, command: Sequence[str | Path]) -> str:
+        """Runs `command` quietly; returns its output.
+
+        Raises:
+            StepFailed: It could not start, its exit status was not zero, or the time was over.
+        """
+        self.done += 1
+        label = f"[{self.done}/{self.total}] {title} ..."
+        started = time.monotonic()
+        limit = None if self.ends is None else max(self.ends - started, 1.0)
+        with ticking(label, started):
+            output, status = self.environment.capture(command, limit)
+        seconds = time.monotonic() - started
+        finish(label, f"{seconds:.1f} s" if status == 0 else f"FAILED after {seconds:.1f} s")
+        if status != 0:
+            raise StepFailed(failure_screen(title, command, status, output))
+        return output
+
+
+@contextlib.contextmanager
+def ticking(label: str, started: float) -> Iterator[None]:
+    """On a terminal, shows the seconds pass; elsewhere, just says what begins."""
+    print(label, end="", flush=True)
+    if not sys.stdout.isatty():
+        yield
+        return
+    stop = threading.Event()
+
+    def tick() -> None:
+        while not stop.wait(1.0):
+            print(f"\r{label} {time.monotonic() - started:.0f} s", end="", flush=True)
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def finish(label: str, result: str) -> None:
+    """Ends the line that `ticking` began."""
+    print(f"\r{label} {result}" if sys.stdout.isatty() else f" {result}", flush=True)
+
+
+REMEDIES = (
+    (r"ensurepip", "install your system's venv package (Debian, Ubuntu: apt install python3-venv)"),
+    (r"No space left on device", "free some disk: an environment takes about 2 GB"),
+    (
+        r"No matching distribution|ResolutionImpossible|ConnectionError|ConnectTimeout|ReadTimeout|name resolution",
+        "pip could not get the pinned version: check the network, pip's settings (pip config list), Python's version",
+    ),
+    (r"Read-only file system|Permission denied", "make the repository's folder writable for you"),
+)
+
+
+def failure_screen(title: str, command: Sequence[str | Path], status: int, output: str) -> str:
+    """What is shown of a command that failed: it, the end of its output, and what helps where that is known."""
+    lines = output.strip().splitlines()
+    shown = lines[-TAIL:]
+    left_out = len(lines) - len(shown)
+    screen = [
+        f"error: {title} failed with exit status {status}",
+        f"  command: {shlex.join(str(part) for part in command)}",
+        f"  output{f' (last {TAIL} of {len(lines)} lines)' if left_out else ''}:",
+        *(f"    {line[:200]}" for line in shown or ["(nothing)"]),
+    ]
+    remedy = next((text for pattern, text in REMEDIES if re.search(pattern, output)), None)
+    if remedy:
+        screen.append(f"  remedy: {remedy}")
+    return "\n".join(screen)

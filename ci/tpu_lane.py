@@ -1,0 +1,204 @@
+#!/usr/bin/env python3
+"""The lane `tpu`: the TPU platform on XLA's own CPU device, in an environment of its own, .venv-tpu.
+
+    python3 ci/dev.py conform tpu    the conformance suite with one device and with two, and the parity of families
+    python3 ci/dev.py test           the gate, with a smoke part of it
+
+What stands between torch and XLA wants a torch of its own (ci/constraints/tpu.txt): nothing of this can run in .venv.
+XLA compiles for the host as it does for a TPU, and the host's processor can pose as several devices. Whatever depends
+on what XLA computes, on static shapes and on collectives is examined for real; what depends on the chip is not.
+
+Where the environment cannot be made, for want of the network, a compiler, disk or this Python's wheels, the lane is NOT
+RUN, with the reason, and ends with 77: neither passed nor failed. A test that fails in it fails the lane.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import stub_libraries
+from environments import UNFINISHED, Environment, Stamp, StepFailed, Steps, only_one, pinned
+
+ROOT = Path(__file__).resolve().parent.parent
+LANE = Environment(ROOT, ROOT / ".venv-tpu")
+CONSTRAINTS = ROOT / "ci" / "constraints" / "tpu.txt"
+PLATFORM = ROOT / "platforms" / "tpu"
+WAIVERS = PLATFORM / "waivers.toml"
+REPORTS = ROOT / "build" / "lanes" / "tpu" / "reports"
+TOOLS = ("python", "mvllm", "pytest")
+PARITY = tuple(f"tests/conformance/models/test_{family}.py" for family in ("llama", "qwen3", "opt"))
+NOT_RUN = 77
+NUM_BYTES = 4 * 10**9  # of disk, while it is being made; 2.4e9 in the end
+PATIENCE = 900.0  # seconds for making the environment
+PATIENCE_OF_THE_GATE = 240.0  # its tests alone take long enough
+NETWORK = ("--timeout", "20", "--retries", "2")
+
+Run = Callable[[Sequence[str], dict[str, str]], int]
+"""Runs a command of the environment with further variables, passing its output through; returns its exit status."""
+
+
+class NotRun(Exception):
+    """The lane cannot be run here; the message says why."""
+
+
+# --------------------------------------------------------------------------------------------------------------- set-up
+
+
+def wanted_stamp() -> Stamp:
+    """What the environment is a function of."""
+    files = [ROOT / "pyproject.toml", PLATFORM / "pyproject.toml", CONSTRAINTS, ROOT / "ci" / "stub_libraries.py"]
+    return Stamp(LANE.hash_of(files))
+
+
+def why_not() -> str:
+    """What this machine lacks for making the environment, as far as a look can tell; empty for nothing."""
+    if not (PLATFORM / "pyproject.toml").is_file():
+        return "there is no platforms/tpu in this repository"
+    if sys.platform != "linux":
+        return f"torch_xla has wheels for Linux only; this is {sys.platform}"
+    if absent := stub_libraries.missing_tools():
+        return f"this machine has no {' and no '.join(absent)}, which ci/stub_libraries.py needs"
+    if (free := shutil.disk_usage(ROOT).free) < NUM_BYTES:
+        return f"it takes {NUM_BYTES / 1e9:.0f} GB of disk to make its environment, and {free / 1e9:.1f} GB are free"
+    return ""
+
+
+def setup(patience: float = PATIENCE) -> None:
+    """Makes .venv-tpu, or makes it again where its inputs changed; does nothing (in milliseconds) otherwise.
+
+    Args:
+        patience: Seconds that this may take.
+
+    Raises:
+        NotRun: It could not be made.
+    """
+    with only_one():
+        wanted = wanted_stamp() if (PLATFORM / "pyproject.toml").is_file() else UNFINISHED
+        if LANE.read_stamp() == wanted != UNFINISHED and LANE.has(TOOLS):
+            return
+        if reason := why_not():
+            raise NotRun(reason)
+        started = time.monotonic()
+        print(f"Making the environment in {LANE.folder} (2.4 GB, 1 GB to fetch; about two minutes)", flush=True)
+        LANE.remove()
+        LANE.write_stamp(UNFINISHED)
+        try:
+            install(Steps(LANE, total=5, ends=started + patience))
+        except StepFailed as failure:
+            raise NotRun(f"its environment could not be made within {patience:.0f} s:\n{failure}") from failure
+        LANE.write_stamp(wanted)
+        print(f"Environment ready after {time.monotonic() - started:.0f} s", flush=True)
+
+
+def install(steps: Steps) -> None:
+    """Makes the environment, from nothing."""
+    steps.run(f"virtual environment, Python {sys.version.split()[0]}", [sys.executable, "-m", "venv", LANE.folder])
+    # Nothing is resolved: torch asks for libraries of gigabytes that are not wanted, and the constraints name all else.
+    # Nothing is compiled ahead: of torch's modules few are ever imported.
+    quiet = ("--quiet", "--progress-bar", "off")
+    pip: list[str | Path] = [LANE.python, "-m", "pip", "install", *quiet, "--no-compile", "--no-deps"]
+    stack = [f"{name}=={pinned(name, CONSTRAINTS)}" for name in ("torch", "torch_xla")]
+    steps.run(" and ".join(stack), [*pip, *NETWORK, *stack])
+    [libraries] = LANE.folder.glob("lib/python*/site-packages/torch/lib")
+    stubs = [LANE.python, ROOT / "ci" / "stub_libraries.py", libraries]
+    steps.run("stubs of what torch loads and XLA does not call", stubs)
+    steps.run("what these and mvllm require", [*pip, *NETWORK, "-r", CONSTRAINTS])
+    steps.run("mvllm and mvllm-tpu", [*pip, "--no-build-isolation", "-e", ROOT, "-e", PLATFORM])
+
+
+# ------------------------------------------------------------------------------------------------------------ what runs
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command of the lane.
+
+    Attributes:
+        title: What it examines.
+        command: Of the environment; its first word is a name in the environment's folder of commands.
+        num_devices: What XLA's host poses as.
+    """
+
+    title: str
+    command: tuple[str, ...]
+    num_devices: int = 1
+
+
+def whole(arguments: Sequence[str] = ()) -> list[Part]:
+    """The lane's parts. With arguments for `mvllm conformance` it is that alone, with them."""
+    parts = []
+    for num_devices in (1, 2):
+        named = f"{num_devices} {'device' if num_devices == 1 else 'devices'}"
+        report = () if arguments else ("--report", str(REPORTS / f"conformance-{named.replace(' ', '-')}.json"))
+        parts.append(Part(f"conformance, {named}", conformance(*report, *arguments), num_devices))
+    if arguments:
+        return parts
+    return [
+        *parts,
+        Part("the platform's tests", tests("platforms/tpu/tests")),
+        Part("parity of Llama, Qwen3 and OPT", tests("--mvllm-platform", "tpu", *PARITY)),
+    ]
+
+
+def smoke() -> list[Part]:
+    """What the gate has time for."""
+    return [
+        Part("conformance, thinned out, of few families", conformance("--quick", "--only", "PLG,PRB,CFG,ATT,RUN")),
+        Part(
+            "parity of a small Llama",
+            tests(f"{PLATFORM}/tests/test_on_xlas_cpu_device.py", "-k", "transformers and llama"),
+        ),
+    ]
+
+
+def conformance(*arguments: str) -> tuple[str, ...]:
+    """The suite on the platform."""
+    waivers = ("--waivers", str(WAIVERS)) if WAIVERS.is_file() and "--waivers" not in arguments else ()
+    return ("mvllm", "conformance", "--platform", "tpu", *waivers, *arguments)
+
+
+def tests(*arguments: str) -> tuple[str, ...]:
+    """Tests of the repository: the only platform of this environment is the one that they examine."""
+    return ("pytest", "-q", "-p", "no:cacheprovider", "-m", "not exhaustive", *arguments)
+
+
+def start(command: Sequence[str], variables: dict[str, str]) -> int:
+    """Runs a command of the environment, passing its output through; returns its exit status."""
+    program = [str(LANE.bin / command[0]), *command[1:]]
+    return subprocess.run(program, cwd=ROOT, env=LANE.variables(**variables), stdin=subprocess.DEVNULL).returncode
+
+
+def run(parts: Sequence[Part], patience: float = PATIENCE, run_command: Run = start) -> int:
+    """Makes the environment and runs `parts`, all of them, whatever becomes of each.
+
+    Returns:
+        0 if all passed, 1 if one failed, NOT_RUN if the environment could not be made.
+    """
+    try:
+        setup(patience)
+    except NotRun as reason:
+        print(f"tpu: NOT RUN: {reason}", flush=True)
+        return NOT_RUN
+    REPORTS.mkdir(parents=True, exist_ok=True)
+    failed: list[str] = []
+    for part in parts:
+        print(f"\ntpu: {part.title}:", flush=True)
+        variables = {
+            "PJRT_DEVICE": "CPU",
+            "CPU_NUM_DEVICES": str(part.num_devices),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        if status := run_command(part.command, variables):
+            failed.append(f"{part.title} (exit status {status})")
+    titles = "; ".join(part.title for part in parts)
+    print(
+        f"\ntpu: FAILED: {'; '.join(failed)}" if failed else f"\ntpu: passed on XLA's CPU device: {titles}", flush=True
+    )
+    return 1 if failed else 0

@@ -1,0 +1,1 @@
+"""mvllm on TPUs, and on XLA's CPU device: the TPU platform plugin."""

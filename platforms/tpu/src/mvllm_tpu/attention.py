@@ -1,0 +1,171 @@
+"""Paged attention in operations that XLA compiles: static shapes, nothing that depends on data, no host in between.
+
+    keys, values: [num_blocks, block_size, num_kv_heads, head_size or value_size]
+
+Each tile (see `tiles`) gathers all blocks that its request's row of the block table can name, computes scores of its
+queries against all of them in float32, and masks what a query does not see. Writing is one scatter into the flat cache,
+in place; slots of padding lie outside of it, where XLA stores nothing. All of a step's indices are computed on the host
+and come to the device in one copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout, KVLayout
+from mvllm_tpu.tiles import NOWHERE, TileShape, cut
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_BLOCK_SIZES = (16, 32, 64, 128, 256, 8, 4, 2, 1)
+_MOST_GATHERED = 1 << 28
+"""Bytes of keys, values and scores that are computed with at a time."""
+
+Cache = tuple[torch.Tensor, ...]
+"""Keys, and values unless these lie in the keys."""
+
+
+@dataclass(frozen=True)
+class XlaMetadata:
+    """What one step needs. All int32, on the device.
+
+    Attributes:
+        shape: Of the tiles.
+        slots: [T]: where each token is stored; NOWHERE for padding.
+        place: [T]: see Tiles.
+        request, first_token, first_position, length: [tiles], see Tiles.
+        block_table: [R, pages].
+    """
+
+    shape: TileShape
+    slots: torch.Tensor
+    place: torch.Tensor
+    request: torch.Tensor
+    first_token: torch.Tensor
+    first_position: torch.Tensor
+    length: torch.Tensor
+    block_table: torch.Tensor
+
+
+class XlaAttention(AttentionBackend):
+    """Attention as operations of torch that every XLA device compiles."""
+
+    @classmethod
+    def validate(cls, spec: AttentionSpec) -> list[str]:
+        reasons = spec.contradictions()
+        for what, name in (("computes in", spec.dtype), ("stores keys and values as", spec.kv_dtype)):
+            if name not in _DTYPES:
+                reasons.append(f"it {what} {', '.join(_DTYPES)}, not {name}")
+        return reasons
+
+    def kv_layout(self) -> KVLayout:
+        per_head = sum(self._sizes()) * _DTYPES[self.spec.kv_dtype].itemsize
+        return KVLayout(_BLOCK_SIZES, self.spec.num_kv_heads * per_head)
+
+    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> Cache:
+        dtype = _DTYPES[self.spec.kv_dtype]
+        shape = (num_blocks, block_size, self.spec.num_kv_heads)
+        self.require_room(num_blocks * block_size * self.kv_layout().bytes_per_token, device)
+        try:
+            caches = tuple(torch.zeros((*shape, size), dtype=dtype, device=device) for size in self._sizes())
+            self.materialize()
+        except RuntimeError as e:  # what runtimes raise, in many wordings
+            raise MemoryError(f"A KV cache of {num_blocks} blocks of {block_size} tokens does not fit: {e}") from e
+        return caches
+
+    def require_room(self, size: int, device: torch.device) -> None:
+        """Fails where so many bytes do not fit.
+
+        Raises:
+            MemoryError: They do not.
+        """
+
+    def materialize(self) -> None:
+        """Runs what has been recorded, where operations are."""
+
+    def build_metadata(self, batch: BatchLayout) -> XlaMetadata:
+        tiles = cut(batch.query_start_loc, batch.seq_lens, batch.num_tokens)
+        slots = np.where(batch.slot_mapping < 0, NOWHERE, batch.slot_mapping).astype(np.int32)
+        parts = (slots, tiles.place, tiles.request, tiles.first_token, tiles.first_position, tiles.length)
+        packed = torch.from_numpy(np.concatenate(parts)).to(batch.block_table_device.device)
+        ends = list(accumulate(len(part) for part in parts))  # slices: what torch_xla's split gives is no index
+        stored_at, place, request, first_token, first_position, length = (
+            packed[a:b] for a, b in zip([0, *ends], ends, strict=False)
+        )
+        return XlaMetadata(
+            tiles.shape, stored_at, place, request, first_token, first_position, length, batch.block_table_device
+        )
+
+    def write_kv(self, kv: Cache, key: torch.Tensor, value: torch.Tensor, metadata: XlaMetadata) -> None:
+        for cache, new in zip(kv, (key, value), strict=False):  # no second one where values lie in the keys
+            cache.flatten(0, 1).index_copy_(0, metadata.slots.long(), new.to(cache.dtype))
+
+    def forward(
+        self, query: torch.Tensor, kv: Cache, metadata: XlaMetadata, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        size, count = metadata.shape.size, metadata.shape.count
+        along = torch.arange(size, device=query.device, dtype=torch.int32)
+        within = torch.minimum(along, metadata.length.unsqueeze(1) - 1)  # past the end: the last query once more
+        tokens = (metadata.first_token.unsqueeze(1) + within).flatten()
+        queries = query.index_select(0, tokens).unflatten(0, (count, size)).float()
+        positions = metadata.first_position.unsqueeze(1) + within
+        tables = metadata.block_table.index_select(0, metadata.request)
+        step = self._tiles_at_a_time(metadata, kv)
+        results = [
+            self._attend(queries[i : i + step], positions[i : i + step], tables[i : i + step], kv, sinks)
+            for i in range(0, count, step)
+        ]
+        result = results[0] if len(results) == 1 else torch.cat(results)
+        return result.flatten(0, 1).index_select(0, metadata.place).flatten(1).to(query.dtype)
+
+    def copy_blocks(self, kv: Cache, source: torch.Tensor, destination: torch.Tensor) -> None:
+        for cache in kv:
+            cache.index_copy_(0, destination, cache.index_select(0, source))
+
+    def _sizes(self) -> tuple[int, ...]:
+        """Elements of a head, of each that is stored: keys, and values where they are not the keys'."""
+        return (self.spec.head_size,) if self.spec.values_in_keys else (self.spec.head_size, self.spec.value_size)
+
+    def _tiles_at_a_time(self, metadata: XlaMetadata, kv: Cache) -> int:
+        spec, num_keys = self.spec, metadata.block_table.shape[1] * kv[0].shape[1]
+        per_key = spec.num_kv_heads * sum(self._sizes()) + 2 * spec.num_heads * metadata.shape.size
+        return max(1, min(metadata.shape.count, _MOST_GATHERED // (4 * per_key * num_keys)))
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        positions: torch.Tensor,
+        tables: torch.Tensor,
+        kv: Cache,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Queries [n, size, heads, head_size] at positions [n, size]; tables [n, pages] name their blocks.
+
+        Returns:
+            float32 [n, size, heads, value_size].
+        """
+        spec, num_tiles = self.spec, len(query)
+        parts = [cache.index_select(0, tables.flatten()).view(num_tiles, -1, *cache.shape[2:]).float() for cache in kv]
+        key, value = parts[0], parts[-1][..., : spec.value_size]
+        key_at = torch.arange(key.shape[1], device=query.device, dtype=torch.int32)
+        # What no query of the tile sees may hold anything, NaN too, and 0 x NaN is NaN.
+        seen = key_at <= positions[:, -1:]
+        hidden = key_at > positions.unsqueeze(-1)  # [n, size, keys]
+        if spec.sliding_window is not None:
+            seen = seen & (key_at > positions[:, :1] - spec.sliding_window)
+            hidden = hidden | (key_at <= positions.unsqueeze(-1) - spec.sliding_window)
+        value = torch.where(seen[..., None, None], value, 0.0)
+        # Query heads that share a key/value head are neighbours: [n, size, kv_heads, group, head_size].
+        grouped = query.unflatten(2, (spec.num_kv_heads, -1))
+        scores = torch.einsum("nqkgd,nmkd->nkgqm", grouped, key) * spec.scale
+        if spec.soft_cap is not None:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
+        if sinks is not None:
+            extra = sinks.float().view(1, spec.num_kv_heads, -1, 1, 1).expand(num_tiles, -1, -1, query.shape[1], 1)
+            scores = torch.cat((scores, extra), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : key.shape[1]]
+        return torch.einsum("nkgqm,nmkd->nqkgd", weights, value).flatten(2, 3)

@@ -1,0 +1,39 @@
+"""What `mvllm doctor` asks the TPU platform. Files and metadata are read; no device is opened."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from mvllm.plugin_api import Check, CheckStatus, ConfigError
+from mvllm_tpu import machine, runtimes
+from mvllm_tpu.probe import INSTALL
+
+
+def checks() -> list[Check]:
+    """Devices, and what leads to them."""
+    return [_devices(), _runtime()]
+
+
+def _devices() -> Check:
+    found = machine.find()
+    if found.problem is not None:
+        return Check("platform.tpu.devices", CheckStatus.BROKEN, f"{found.problem}.", found.remedy)
+    return Check("platform.tpu.devices", CheckStatus.OK, f"Devices: {', '.join(found.names)}.")
+
+
+def _runtime() -> Check:
+    try:
+        runtime = runtimes.choose()
+    except ConfigError as e:
+        return Check("platform.tpu.runtime", CheckStatus.BROKEN, str(e), f"Unset {runtimes.VARIABLE}.")
+    if runtime is None:
+        return Check("platform.tpu.runtime", CheckStatus.BROKEN, "Nothing here leads from torch to XLA.", INSTALL)
+    versions = ", ".join(f"{name} {_version(name)}" for name in (runtime.name, "torch"))
+    return Check("platform.tpu.runtime", CheckStatus.OK, f"{versions}.")
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "(of unknown version)"

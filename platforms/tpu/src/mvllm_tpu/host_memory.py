@@ -1,0 +1,43 @@
+"""The host's memory, which is also that of XLA's CPU device: that one keeps no books of its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+PROC = Path("/proc")
+
+
+def total() -> int:
+    """Installed bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def free() -> int:
+    """Bytes that could be allocated now without pushing anything out."""
+    return _fields("meminfo").get("MemAvailable", total() // 2)
+
+
+def resident() -> tuple[int, int]:
+    """Bytes of this process in memory: now, and at most since `reset_peak`."""
+    fields = _fields("self/status")
+    used = fields.get("VmRSS", 0)
+    return used, max(used, fields.get("VmHWM", 0))
+
+
+def reset_peak() -> None:
+    """Starts the peak anew from what is resident now; where the system does not allow it, it stays."""
+    try:
+        (PROC / "self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _fields(name: str) -> dict[str, int]:
+    """`Name:   123 kB` lines, in bytes."""
+    try:
+        text = (PROC / name).read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return {}
+    lines = (line.split() for line in text.splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3 and words[2] == "kB"}

@@ -1,0 +1,163 @@
+"""One device behind torch_xla's lazy tensors, bound to a worker.
+
+An operation only adds to a graph. `torch_xla.sync` ends it: what has been recorded is one program, which is compiled if
+none with these operations and shapes has run before, and then runs while the host goes on.
+
+    host     record, record, sync ── record, record, sync ──────── wait
+    device                       [ program           ][ program   ]
+
+Reading a single tensor would run its part of the graph alone, and all of it again at the next sync: so every way to the
+host ends the graph first. A tensor that was written in place gets its old buffer back (XLA calls that donation): there
+is one KV cache, not two.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import AbstractContextManager
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as metrics
+import torch_xla.runtime as xr
+
+from mvllm.plugin_api import DeviceRuntime, HostCopy, MemoryInfo, PlatformError, WorkerContext, get_logger
+from mvllm_tpu import compile_cache, host_memory
+
+logger = get_logger("mvllm.tpu.runtime")
+
+
+class LazyCopy:
+    """A copy to the host, made when it is asked for.
+
+    Args:
+        tensor: On the device, its program submitted.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor: torch.Tensor | None = tensor
+        self._host: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        """The host tensor, once the device has computed it."""
+        if self._host is None:
+            assert self._tensor is not None
+            self._host, self._tensor = self._tensor.cpu(), None
+        return self._host
+
+
+class LazyRuntime(DeviceRuntime):
+    """The device that this process opens.
+
+    Raises:
+        PlatformError: XLA opens none.
+    """
+
+    def __init__(self, ctx: WorkerContext) -> None:
+        try:
+            compile_cache.use()
+            self.device = torch_xla.device()
+            self._kind = xr.device_type()
+        except (RuntimeError, ValueError) as e:
+            variables = {name: value for name, value in os.environ.items() if name.startswith(("PJRT_", "TPU_"))}
+            raise PlatformError(
+                f"XLA opens no device for rank {ctx.rank}: {str(e).splitlines()[0]}. Variables: {variables}. Run: "
+                "mvllm doctor --platform tpu"
+            ) from e
+        self._peak_before = 0
+        self._warm_compilations: int | None = None
+        self._open = True
+        self.seed(ctx.seed)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether this is XLA's CPU device."""
+        return self._kind == "CPU"
+
+    def synchronize(self) -> None:
+        torch_xla.sync(wait=True)
+        xm.wait_device_ops()
+
+    def memory(self) -> MemoryInfo:
+        torch_xla.sync(wait=True)
+        if self.on_host:
+            used, peak = host_memory.resident()
+            return MemoryInfo(host_memory.total(), host_memory.free(), used, peak)
+        found = xm.get_memory_info(self.device)
+        used, limit, most = (int(found[name]) for name in ("bytes_used", "bytes_limit", "peak_bytes_used"))
+        peak = most if most > self._peak_before else used  # the device's peak cannot be set back
+        return MemoryInfo(limit, limit - used, used, max(peak, used))
+
+    def reset_peak_memory(self) -> None:
+        torch_xla.sync(wait=True)
+        if self.on_host:
+            host_memory.reset_peak()
+        else:
+            self._peak_before = int(xm.get_memory_info(self.device)["peak_bytes_used"])
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        require_room(math.prod(shape) * dtype.itemsize, self.device, f"A tensor of {list(shape)}, {dtype},")
+        made = torch.zeros(shape, dtype=dtype, device=self.device)
+        torch_xla.sync(wait=True)
+        return made
+
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        return host.to(self.device)  # keeps a copy until the next sync sends it
+
+    def to_host(self, tensor: torch.Tensor) -> HostCopy:
+        torch_xla.sync()
+        return LazyCopy(tensor)
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        xm.set_rng_state(seed, str(self.device))
+
+    def inference_mode(self) -> AbstractContextManager[object]:
+        return torch.no_grad()  # views of lazy tensors made outside cannot be taken within torch's inference mode
+
+    def step_mark(self) -> None:
+        torch_xla.sync()
+
+    def health(self) -> None:
+        try:
+            torch_xla.sync(wait=True)
+        except RuntimeError as e:
+            raise PlatformError(f"The device {self.device} does not answer: {str(e).splitlines()[0]}.") from e
+
+    def shutdown(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        try:
+            torch_xla.sync(wait=True)
+        except RuntimeError as e:  # a device that has failed is left as it is
+            logger.warning("The device %s was not left in order: %s", self.device, str(e).splitlines()[0])
+
+    def num_compilations(self) -> int:
+        return num_compilations()
+
+
+def num_compilations() -> int:
+    """Programs that XLA has compiled in this process, by its own counter."""
+    data = metrics.metric_data("CompileTime")
+    return 0 if data is None else int(data[0])
+
+
+def require_room(size: int, device: torch.device, what: str) -> None:
+    """Fails before the device would: on the host, the system would end the process.
+
+    Raises:
+        MemoryError: There are fewer free bytes than `size`.
+    """
+    if xr.device_type() == "CPU":
+        free = host_memory.free()
+    else:
+        found = xm.get_memory_info(device)
+        free = int(found["bytes_limit"]) - int(found["bytes_used"])
+    if size > free:
+        raise MemoryError(f"{what} takes {size / 2**30:.2f} GiB; {free / 2**30:.2f} GiB are free on {device}.")

@@ -1,0 +1,145 @@
+"""The TPU platform: TPUs, and XLA's CPU device, through torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mvllm.plugin_api import (
+    AttentionBackend,
+    AttentionSpec,
+    Capabilities,
+    Check,
+    Communicator,
+    CompileBackend,
+    ConfigChange,
+    DeviceRuntime,
+    EngineConfig,
+    GroupSpec,
+    LaunchTopology,
+    ParallelConfig,
+    Plan,
+    Platform,
+    PlatformError,
+    PlatformSpec,
+    Refusal,
+    Refusals,
+    ShapePolicy,
+    WorkerContext,
+)
+from mvllm_tpu import machine, runtimes, shapes
+from mvllm_tpu.plugin import SPEC
+from mvllm_tpu.probe import INSTALL
+from mvllm_tpu.runtimes.interface import Runtime
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("bfloat16", "float32")
+KV_DTYPES = DTYPES
+HOST_MEMORY_SHARE = 0.5
+"""Share of memory taken on XLA's CPU device when the user names none: it is the host's."""
+
+COLLECTIVES = frozenset(
+    {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv", "gather", "all_to_all", "barrier"}
+)
+
+
+def make_platform() -> Platform:
+    """The factory that the plugin's PlatformSpec names."""
+    return TPUPlatform()
+
+
+class TPUPlatform(Platform):
+    """Workers on devices that XLA compiles for."""
+
+    @property
+    def spec(self) -> PlatformSpec:
+        return SPEC
+
+    @property
+    def capabilities(self) -> Capabilities:
+        runtime = runtimes.choose()
+        return Capabilities(
+            dtypes=DTYPES,
+            kv_dtypes=KV_DTYPES,
+            lazy=runtime is not None and runtime.lazy,
+            compile=runtime is not None and runtime.compiles,
+            static_shapes=True,
+            unified_memory=machine.find().on_host,
+            fork_safe=runtime is None or runtime.fork_safe,
+            collectives=COLLECTIVES,
+            prefix_caching=True,
+            chunked_prefill=True,
+            sliding_window=True,
+            soft_cap=True,
+            sinks=True,
+            mla=True,
+        )
+
+    def plan(self, config: EngineConfig) -> Plan | Refusals:
+        refusals = [
+            Refusal(field, f"{name} is not supported on this platform", f"Use one of: auto, {', '.join(supported)}.")
+            for field, name, supported in (
+                ("model.dtype", config.model.dtype, DTYPES),
+                ("cache.dtype", config.cache.dtype, KV_DTYPES),
+            )
+            if name not in ("auto", *supported)
+        ]
+        if refusals:
+            return Refusals(tuple(refusals))
+        changes = []
+        if config.cache.memory_utilization is None and machine.find().on_host:
+            reason = "the memory of XLA's CPU device is the host's; set it yourself to take more"
+            changes.append(ConfigChange("cache.memory_utilization", HOST_MEMORY_SHARE, reason))
+        return Plan(tuple(changes))
+
+    def topology(self, parallel: ParallelConfig) -> LaunchTopology:
+        num_workers = parallel.world_size
+        across = ("mp", "external_launcher")
+        runtime = runtimes.choose()
+        variables = {} if runtime is None else dict(runtime.variables(machine.find()))
+        return LaunchTopology(
+            num_workers=num_workers,
+            devices_per_worker=1,
+            executors=("uni", *across) if num_workers == 1 else across,
+            env_per_worker=(variables,) * num_workers,
+            device_variable=machine.VISIBLE_VARIABLE,
+        )
+
+    def init_device(self, ctx: WorkerContext) -> DeviceRuntime:
+        return _runtime().bind(ctx)
+
+    def communicator(self, group: GroupSpec, device: torch.device) -> Communicator:
+        return _runtime().communicator(group, device)
+
+    def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
+        from mvllm_tpu.attention import XlaAttention
+
+        problems = XlaAttention.validate(spec)
+        if problems:
+            raise PlatformError(f"The TPU platform has no attention for this model: {'; '.join(problems)}.")
+        return _runtime().attention(spec)
+
+    def compiler(self) -> CompileBackend | None:
+        return _runtime().compiler()
+
+    def shapes(self) -> ShapePolicy:
+        return shapes.policy()
+
+    def doctor(self) -> Sequence[Check]:
+        from mvllm_tpu import doctor
+
+        return doctor.checks()
+
+
+def _runtime() -> Runtime:
+    """The runtime of this process.
+
+    Raises:
+        PlatformError: None is installed.
+    """
+    found = runtimes.choose()
+    if found is None:
+        raise PlatformError(f"Nothing here leads from torch to XLA: torch_xla is not installed. {INSTALL}")
+    return found

@@ -1,0 +1,15 @@
+"""XlaAttention on torch_tpu's eager tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from mvllm_tpu.attention import XlaAttention
+from mvllm_tpu.eager_runtime import require_room
+
+
+class EagerAttention(XlaAttention):
+    """See XlaAttention."""
+
+    def require_room(self, size: int, device: torch.device) -> None:
+        require_room(size, device, "The KV cache of a layer")

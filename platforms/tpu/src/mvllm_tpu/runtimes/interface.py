@@ -1,0 +1,68 @@
+"""What the platform asks of a way from torch to XLA.
+
+Building a Runtime, and reading its facts, imports neither torch nor its library: the front end does that, too.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+
+    from mvllm.plugin_api import (
+        AttentionBackend,
+        AttentionSpec,
+        Communicator,
+        CompileBackend,
+        DeviceRuntime,
+        GroupSpec,
+        WorkerContext,
+    )
+    from mvllm_tpu.machine import Devices
+
+
+class Runtime(ABC):
+    """One way from torch to XLA.
+
+    Attributes:
+        name: The library's, as Python imports it.
+        lazy: As in Capabilities: operations are recorded, and run at `DeviceRuntime.step_mark`.
+        compiles: Whether `compiler` gives something: Capabilities.compile.
+        fork_safe: As in Capabilities.
+    """
+
+    name: ClassVar[str]
+    lazy: ClassVar[bool]
+    compiles: ClassVar[bool] = False
+    fork_safe: ClassVar[bool] = True
+
+    def problem(self, devices: Devices) -> str | None:
+        """Why it cannot open these devices; None where it can, as far as files and variables tell. Phase: any."""
+        return None
+
+    @abstractmethod
+    def variables(self, devices: Devices) -> Mapping[str, str]:
+        """Variables that every worker gets. Phase: engine."""
+
+    @abstractmethod
+    def bind(self, ctx: WorkerContext) -> DeviceRuntime:
+        """Binds this process to its device. Phase: worker.
+
+        Raises:
+            PlatformError: There is no such device, or it cannot be opened.
+        """
+
+    @abstractmethod
+    def communicator(self, group: GroupSpec, device: torch.device) -> Communicator:
+        """Joins a group of at least two ranks. Phase: worker."""
+
+    @abstractmethod
+    def attention(self, spec: AttentionSpec) -> AttentionBackend:
+        """Attention for a spec that `XlaAttention.validate` has accepted. Phase: worker."""
+
+    def compiler(self) -> CompileBackend | None:
+        """The compiler, where `compiles`. Phase: worker."""
+        return None

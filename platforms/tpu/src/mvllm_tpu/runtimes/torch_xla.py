@@ -1,0 +1,47 @@
+"""torch_xla: tensors are lazy. Operations are recorded, and compiled and run as one program at `torch_xla.sync`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from mvllm_tpu.runtimes.interface import Runtime
+
+if TYPE_CHECKING:
+    import torch
+
+    from mvllm.plugin_api import (
+        AttentionBackend,
+        AttentionSpec,
+        Communicator,
+        DeviceRuntime,
+        GroupSpec,
+        WorkerContext,
+    )
+    from mvllm_tpu.machine import Devices
+
+
+class TorchXla(Runtime):
+    """See Runtime."""
+
+    name: ClassVar[str] = "torch_xla"
+    lazy: ClassVar[bool] = True
+
+    def variables(self, devices: Devices) -> Mapping[str, str]:
+        """PJRT_DEVICE, so that XLA does not guess."""
+        return {"PJRT_DEVICE": devices.kind}
+
+    def bind(self, ctx: WorkerContext) -> DeviceRuntime:
+        from mvllm_tpu.lazy_runtime import LazyRuntime
+
+        return LazyRuntime(ctx)
+
+    def communicator(self, group: GroupSpec, device: torch.device) -> Communicator:
+        from mvllm_tpu.communicator import make_communicator
+
+        return make_communicator(group, device)
+
+    def attention(self, spec: AttentionSpec) -> AttentionBackend:
+        from mvllm_tpu.runtimes.lazy_attention import LazyAttention
+
+        return LazyAttention(spec)

@@ -1,0 +1,50 @@
+"""Fixtures: this process sees a machine that the test describes."""
+
+from __future__ import annotations
+
+import pytest
+
+from mvllm_tpu import machine, runtimes
+
+VARIABLES = (machine.PJRT_VARIABLE, machine.NUM_CPUS_VARIABLE, machine.VISIBLE_VARIABLE, runtimes.VARIABLE)
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """No variable says which devices there are."""
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def host(bare, tmp_path, monkeypatch):
+    """A machine without TPUs, as a folder; `add(device, ...)` puts chips on its bus, `files(...)` into /dev."""
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+
+    class Host:
+        root = tmp_path
+
+        def add(self, *devices, vendor="0x1ae0"):
+            for device in devices:
+                folder = tmp_path / f"sys/bus/pci/devices/0000:00:{len(list(tmp_path.rglob('vendor'))):02x}.0"
+                folder.mkdir(parents=True)
+                (folder / "vendor").write_text(f"{vendor}\n")
+                (folder / "device").write_text(f"{device}\n")
+
+        def files(self, *names):
+            for name in names:
+                path = tmp_path / "dev" / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch()
+
+    return Host()
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Says which libraries an import would find."""
+
+    def only(*names):
+        monkeypatch.setattr(runtimes, "is_installed", lambda name: name in names)
+
+    return only

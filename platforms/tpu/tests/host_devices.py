@@ -1,0 +1,59 @@
+"""torch_tpu on XLA's CPU device: it brings none itself, so a library is built that offers one as if it were a TPU's.
+
+    python -m platforms.tpu.tests.host_devices FOLDER    builds it, and prints the variables for a shell
+
+For tests only: torch_tpu's own interface to a plugin is newer than this plugin's, and some of what it asks for is not
+there (README.md of the platform lists it).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).with_suffix(".c")
+NEEDED = ("torch_tpu", "xla_plugins.xla_cpu_pjrt")
+
+
+def why_not() -> str:
+    """What is missing here; empty for nothing."""
+    for name in NEEDED:
+        try:
+            found = importlib.util.find_spec(name)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            return f"{name} is not installed: it wants an environment of its own"
+    return "" if shutil.which("gcc") else "this machine has no gcc"
+
+
+def build(folder: Path) -> dict[str, str]:
+    """Builds the library into `folder`.
+
+    Returns:
+        Variables with which a process finds XLA's CPU device through torch_tpu.
+    """
+    spec = importlib.util.find_spec("xla_plugins.xla_cpu_pjrt")
+    assert spec is not None and spec.origin is not None
+    plugin = Path(spec.origin).parent
+    library = folder / "libhost_devices.so"
+    defines = [f'-DREAL_LIBRARY="{plugin / "xla_cpu_pjrt.so"}"', f"-I{plugin / 'include'}"]
+    subprocess.run(["gcc", "-O1", "-shared", "-fPIC", *defines, "-o", library, SOURCE, "-ldl"], check=True)
+    return {
+        "PJRT_DEVICE": "CPU",
+        "TPU_LIBRARY_PATH": str(library),
+        "MVLLM_TPU_RUNTIME": "torch_tpu",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch would load it before anyone can say which device is meant
+    }
+
+
+if __name__ == "__main__":
+    reason = why_not()
+    if reason or len(sys.argv) != 2:
+        sys.exit(reason or "one folder is expected")
+    for name, value in build(Path(sys.argv[1])).items():
+        print(f"export {name}={shlex.quote(value)}")

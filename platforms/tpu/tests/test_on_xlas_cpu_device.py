@@ -1,0 +1,109 @@
+"""Whole engines on XLA's CPU device: the tokens are transformers', and nothing is compiled after the warm-up.
+
+Run where torch_xla is installed, with PJRT_DEVICE=CPU; skipped elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+pytest.importorskip("torch_xla", reason="torch_xla is not installed: it wants the torch of its own version")
+if os.environ.get("PJRT_DEVICE") != "CPU":
+    pytest.skip("PJRT_DEVICE is not CPU", allow_module_level=True)
+
+from mvllm import LLM, SamplingParams
+from mvllm.testing.zoo import Zoo
+from mvllm_tpu.lazy_runtime import num_compilations
+
+LENGTHS = (3, 21, 40, 57)
+NUM_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory):
+    return Zoo(tmp_path_factory.mktemp("models"))
+
+
+def engine(folder, **settings):
+    """Small enough that prompts are cut into chunks; block by block, so that steps cross all page buckets."""
+    defaults = {
+        "platform": "tpu",
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "max_model_len": 96,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "block_size": 4,
+        "kv_cache_memory_bytes": 2**24,
+        "use_tqdm_on_load": False,
+    }
+    return LLM(str(folder), **(defaults | settings))
+
+
+def greedy(llm, prompts):
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs], [output.num_cached_tokens for output in outputs]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
+def test_tokens_are_transformers_in_chunks_with_hits_and_after_preemption(zoo, family):
+    expected = zoo.oracle(family, LENGTHS, NUM_TOKENS)
+    with engine(expected.folder) as llm:
+        warm = num_compilations()
+        tokens, _ = greedy(llm, expected.prompts)  # 40 and 57 tokens do not fit into a step of 32
+        assert tokens == expected.tokens
+        tokens, cached = greedy(llm, expected.prompts)
+        assert tokens == expected.tokens and min(cached[1:]) > 0, "the prompts are in the cache by now"
+        assert num_compilations() == warm
+        summary = llm.llm_engine.cache_summary
+    # Requests of 5 blocks at first, 8 at the end: two of them begin, and cannot both go on.
+    expected = zoo.oracle(family, (20,) * 3, NUM_TOKENS)
+    small = {"kv_cache_memory_bytes": 13 * (summary.total_bytes // summary.num_blocks), "max_model_len": 32}
+    with engine(expected.folder, **small) as llm:
+        warm = num_compilations()
+        tokens, _ = greedy(llm, expected.prompts)
+        assert tokens == expected.tokens
+        assert llm.llm_engine.stats.num_preemptions > 0
+        assert num_compilations() == warm
+
+
+def test_random_traffic_compiles_nothing_after_the_warm_up(zoo):
+    rng = random.Random(0)
+    with engine(zoo.checkpoint("llama"), block_size=16) as llm:
+        warm = num_compilations()
+        assert warm > 0
+        for _ in range(6):
+            prompts = [
+                {"prompt_token_ids": [rng.randrange(2, 90) for _ in range(rng.randint(1, 70))]}
+                for _ in range(rng.randint(1, 12))
+            ]
+            params = [
+                SamplingParams(
+                    temperature=rng.choice([0.0, 0.3, 1.0]),
+                    top_k=rng.choice([-1, 1, 5, 40]),
+                    top_p=rng.choice([1.0, 0.9, 0.3]),
+                    min_p=rng.choice([0.0, 0.1]),
+                    seed=rng.choice([None, 7]),
+                    max_tokens=rng.randint(1, 20),
+                    ignore_eos=True,
+                    detokenize=False,
+                )
+                for _ in prompts
+            ]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            assert [len(output.outputs[0].token_ids) for output in outputs] == [each.max_tokens for each in params]
+        assert num_compilations() == warm
+
+
+def test_seeds_give_the_same_tokens_whatever_else_is_in_the_step(zoo):
+    prompt = {"prompt_token_ids": [5, 6, 7, 8]}
+    seeded = SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=8, ignore_eos=True, detokenize=False)
+    other = SamplingParams(temperature=0.7, top_k=9, max_tokens=5, ignore_eos=True, detokenize=False)
+    with engine(zoo.checkpoint("llama")) as llm:
+        [alone] = llm.generate([prompt], seeded, use_tqdm=False)
+        among = llm.generate([prompt] * 4, [other, seeded, other, other], use_tqdm=False)
+    assert list(among[1].outputs[0].token_ids) == list(alone.outputs[0].token_ids)

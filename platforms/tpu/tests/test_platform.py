@@ -1,0 +1,56 @@
+"""What the platform answers without a device."""
+
+from __future__ import annotations
+
+import pytest
+
+from mvllm.platform.phases import Phase, enter_phase
+from mvllm.plugin_api import ConfigError, ParallelConfig, PlatformError
+from mvllm_tpu import compile_cache, machine, runtimes
+from mvllm_tpu.platform import make_platform
+
+
+def test_every_worker_is_told_which_device_xla_opens(host, installed, monkeypatch):
+    installed("torch_xla")
+    monkeypatch.setenv(machine.PJRT_VARIABLE, "CPU")
+    topology = make_platform().topology(ParallelConfig(tensor_parallel_size=2))
+    assert [dict(each) for each in topology.env_per_worker] == [{"PJRT_DEVICE": "CPU"}] * 2
+
+
+def test_a_worker_without_a_runtime_says_what_to_install(host, installed):
+    installed()
+    with pytest.raises(PlatformError, match="torch-xla"):
+        make_platform().compiler()
+
+
+def test_a_runtime_is_chosen_by_name(bare, installed, monkeypatch):
+    installed("torch_xla")
+    monkeypatch.setenv(runtimes.VARIABLE, "torch_xla")
+    assert runtimes.choose().name == "torch_xla"
+    monkeypatch.setenv(runtimes.VARIABLE, "jax")
+    with pytest.raises(ConfigError, match=r"'jax'.*torch_xla"):
+        runtimes.choose()
+
+
+def test_buckets_hold_any_step():
+    with enter_phase(Phase.WORKER):
+        shapes = make_platform().shapes()
+    for buckets in (shapes.tokens, shapes.requests, shapes.pages):
+        assert shapes.pad(1 << 20, buckets) >= 1 << 20
+
+
+def test_programs_are_kept_by_version(monkeypatch, tmp_path):
+    monkeypatch.delenv(compile_cache.VARIABLE, raising=False)
+    assert compile_cache.folder() is None
+    monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(compile_cache, "version", lambda name: "1")
+    one = compile_cache.folder()
+    monkeypatch.setattr(compile_cache, "version", lambda name: "2")
+    assert one is not None and one.parent == tmp_path and compile_cache.folder() != one
+
+
+def test_doctor_tells_of_devices_and_of_the_runtime(host, installed):
+    installed()
+    found = {check.id: check for check in make_platform().doctor()}
+    assert set(found) == {"platform.tpu.devices", "platform.tpu.runtime"}
+    assert all(check.status.value == "broken" and check.remedy for check in found.values())

@@ -1,0 +1,110 @@
+"""What the probe says of machines with and without TPUs. Neither torch nor XLA is loaded for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from mvllm_tpu import machine
+from mvllm_tpu.probe import probe
+
+
+def test_without_a_tpu_it_says_so_and_offers_xlas_cpu_device(host, installed):
+    installed("torch_xla")
+    found = probe()
+    assert not found.available and "There is no TPU" in found.reason
+    assert "PJRT_DEVICE=CPU" in found.remedy
+
+
+def test_without_a_way_to_xla_it_says_what_to_install(host, installed, monkeypatch):
+    installed()
+    monkeypatch.setenv(machine.PJRT_VARIABLE, "CPU")
+    found = probe()
+    assert not found.available and "torch_xla is not installed" in found.reason
+    assert "mvllm-tpu[torch-xla]" in found.remedy
+
+
+@pytest.mark.parametrize(("count", "shown"), [(None, "XLA's CPU device"), ("2", "2 x XLA's CPU device")])
+def test_xlas_cpu_device_is_taken_where_it_is_asked_for(host, installed, monkeypatch, count, shown):
+    installed("torch_xla")
+    monkeypatch.setenv(machine.PJRT_VARIABLE, "cpu")
+    if count:
+        monkeypatch.setenv(machine.NUM_CPUS_VARIABLE, count)
+    found = probe()
+    assert found.available and found.reason == f"{shown}, through torch_xla"
+    assert len(found.devices) == int(count or 1)
+
+
+@pytest.mark.parametrize("text", ["0", "two", "-1", ""])
+def test_a_number_of_devices_that_is_none_is_told(host, installed, monkeypatch, text):
+    installed("torch_xla")
+    monkeypatch.setenv(machine.PJRT_VARIABLE, "CPU")
+    monkeypatch.setenv(machine.NUM_CPUS_VARIABLE, text)
+    found = probe()
+    assert not found.available and repr(text) in found.reason and found.remedy
+
+
+def test_chips_are_counted_and_named(host, installed):
+    installed("torch_xla")
+    host.add("0x005e", "0x005e", "0x1234")
+    host.files("accel0", "accel1")
+    found = probe()
+    assert found.available and [device.name for device in found.devices] == ["TPU v4", "TPU v4"]
+
+
+def test_newer_chips_are_found_behind_vfio(host, installed):
+    installed("torch_xla")
+    host.add("0x006f")
+    host.files("vfio/vfio", "vfio/0")
+    assert [device.name for device in probe().devices] == ["TPU v6e"]
+
+
+def test_vfio_groups_of_other_devices_are_no_chips(host, installed):
+    installed("torch_xla")
+    host.files("vfio/vfio", "vfio/12")
+    assert not probe().available
+
+
+def test_chips_that_a_container_does_not_get_are_told(host, installed):
+    installed("torch_xla")
+    host.add("0x0063")
+    found = probe()
+    assert not found.available and "TPU v5e is there" in found.reason and "--device" in found.remedy
+
+
+def test_hidden_chips_are_not_shown(host, installed, monkeypatch):
+    installed("torch_xla")
+    host.add("0x005e", "0x0063")
+    host.files("accel0", "accel1")
+    monkeypatch.setenv(machine.VISIBLE_VARIABLE, "1")
+    assert [device.name for device in probe().devices] == ["TPU v5e"]
+    monkeypatch.setenv(machine.VISIBLE_VARIABLE, "1,7")
+    found = probe()
+    assert not found.available and "7, of 2 chips" in found.reason and "0 to 1" in found.remedy
+
+
+def test_another_device_is_not_guessed_at(host, installed, monkeypatch):
+    installed("torch_xla")
+    monkeypatch.setenv(machine.PJRT_VARIABLE, "ROCKET")
+    found = probe()
+    assert not found.available and "'ROCKET'" in found.reason and machine.PJRT_VARIABLE in found.remedy
+
+
+@pytest.mark.parametrize("asked", ["nonsense", "torch_xla"])
+def test_a_runtime_that_cannot_be_had_is_told(host, installed, monkeypatch, asked):
+    installed()
+    monkeypatch.setenv(machine.PJRT_VARIABLE, "CPU")
+    monkeypatch.setenv("MVLLM_TPU_RUNTIME", asked)
+    found = probe()
+    assert not found.available and asked in found.reason and found.remedy
+
+
+def test_looking_loads_neither_torch_nor_xla():
+    program = (
+        "import sys; from mvllm_tpu.probe import probe; probe(); from mvllm_tpu.platform import make_platform; "
+        "make_platform().capabilities; print({'torch', 'torch_xla'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "set()", done.stderr

@@ -1,0 +1,156 @@
+"""ci/tpu_lane.py: an environment of its own, a lane that is not run where there is none, and never passed then."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+
+import pytest
+
+from tests.packaging.conftest import CONSTRAINTS, REPOSITORY, load_script
+
+COPIED = (
+    *(f"ci/{name}.py" for name in ("tpu_lane", "environments", "stub_libraries")),
+    "ci/constraints/tpu.txt",
+    "pyproject.toml",
+    "platforms/tpu/pyproject.toml",
+)
+
+
+@pytest.fixture
+def lane(tmp_path, monkeypatch):
+    """The script in a repository of few files. Its commands are recorded, not run; those of pip make empty files."""
+    for name in COPIED:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    module = load_script(tmp_path / "ci" / "tpu_lane.py", monkeypatch)
+    module.commands = []
+    module.failing = None
+
+    def capture(environment, command, limit=None, extra=None):
+        module.commands.append(" ".join(map(str, command)))
+        if module.failing and module.failing in module.commands[-1]:
+            return "Could not fetch URL: name resolution failed", 1
+        if "-m venv" in module.commands[-1]:
+            environment.bin.mkdir(parents=True)
+            (environment.folder / "lib/python3/site-packages/torch/lib").mkdir(parents=True)
+        for tool in module.TOOLS:
+            (environment.bin / tool).touch()
+        return "", 0
+
+    monkeypatch.setattr(module.Environment, "capture", capture)
+    monkeypatch.setattr(module.stub_libraries, "missing_tools", list)
+    module.started = []
+    module.statuses = {}
+
+    def start(command, variables):
+        module.started.append((command, variables))
+        return next((status for word, status in module.statuses.items() if word in " ".join(command)), 0)
+
+    module.start_recorded = start
+    return module
+
+
+def test_the_environment_is_made_once_and_without_resolving_what_torch_requires(lane):
+    lane.setup()
+    installs = [command for command in lane.commands if " pip install " in command]
+    assert all("--no-deps" in command for command in installs)
+    assert f"torch=={lane.pinned('torch', lane.CONSTRAINTS)} torch_xla==" in installs[0]
+    assert installs[1].endswith("ci/constraints/tpu.txt") and str(lane.PLATFORM) in installs[2]
+    [stubs] = [i for i, command in enumerate(lane.commands) if "stub_libraries.py" in command]
+    assert "torch_xla==" in lane.commands[stubs - 1], "stubs are made once there is a torch"
+    lane.commands.clear()
+    lane.setup()
+    assert lane.commands == []
+
+
+@pytest.mark.parametrize("file", ["ci/constraints/tpu.txt", "platforms/tpu/pyproject.toml", "ci/stub_libraries.py"])
+def test_a_changed_input_makes_it_anew(lane, file):
+    lane.setup()
+    lane.commands.clear()
+    with open(lane.ROOT / file, "a") as changed:
+        changed.write("\n# changed\n")
+    lane.setup()
+    assert "-m venv" in lane.commands[0]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "says"),
+    [
+        (lambda lane, patch: setattr(lane, "failing", "torch_xla=="), "name resolution"),
+        (lambda lane, patch: setattr(lane, "failing", "stub_libraries"), "could not be made"),
+        (lambda lane, patch: patch.setattr(lane.stub_libraries, "missing_tools", lambda: ["gcc"]), "has no gcc"),
+        (lambda lane, patch: patch.setattr(lane, "NUM_BYTES", 10**18), "GB of disk"),
+        (lambda lane, patch: shutil.rmtree(lane.PLATFORM), "no platforms/tpu"),
+    ],
+    ids=["no network", "no stubs", "no compiler", "no disk", "no platform"],
+)
+def test_where_there_is_no_environment_nothing_runs_and_the_reason_is_given(lane, monkeypatch, capsys, prepare, says):
+    prepare(lane, monkeypatch)
+    assert lane.run(lane.whole(), run_command=lane.start_recorded) == 77
+    printed = capsys.readouterr().out
+    assert "tpu: NOT RUN: " in printed and says in printed and "passed" not in printed
+    assert lane.started == []
+
+
+def test_an_environment_that_failed_is_tried_again(lane):
+    lane.failing = "torch_xla=="
+    with pytest.raises(lane.NotRun):
+        lane.setup()
+    lane.failing = None
+    lane.commands.clear()
+    lane.setup()
+    assert "-m venv" in lane.commands[0]
+
+
+def test_all_runs_on_xlas_host_with_one_device_and_with_two_then_its_tests_and_parity(lane, capsys):
+    assert lane.run(lane.whole(), run_command=lane.start_recorded) == 0
+    assert {variables["PJRT_DEVICE"] for _, variables in lane.started} == {"CPU"}
+    suites = [variables for command, variables in lane.started if "conformance" in command]
+    assert [variables["CPU_NUM_DEVICES"] for variables in suites] == ["1", "2"]
+    reports = {command[command.index("--report") + 1] for command, _ in lane.started if "--report" in command}
+    assert len(reports) == 2, "neither run overwrites the other's report"
+    own, parity = [command for command, _ in lane.started if command[0] == "pytest"]
+    assert "platforms/tpu/tests" in own
+    files = [word for word in parity if word.endswith(".py")]
+    assert len(files) == 3 and all((REPOSITORY / file).is_file() for file in files)
+    assert "passed" in capsys.readouterr().out
+
+
+def test_arguments_go_to_the_suite_which_then_runs_alone(lane):
+    lane.run(lane.whole(["--only", "ATT"]), run_command=lane.start_recorded)
+    assert len(lane.started) == 2
+    assert all(command[1] == "conformance" and command[-2:] == ("--only", "ATT") for command, _ in lane.started)
+
+
+def test_waivers_of_the_platform_are_given_unless_others_are(lane):
+    assert "--waivers" not in lane.conformance()
+    lane.WAIVERS.touch()
+    assert str(lane.WAIVERS) in lane.conformance()
+    assert lane.conformance("--waivers", "mine.toml").count("--waivers") == 1
+
+
+@pytest.mark.parametrize("failing", ["conformance", "pytest"])
+def test_what_fails_fails_the_lane_and_the_rest_runs_all_the_same(lane, capsys, failing):
+    lane.statuses[failing] = 3
+    assert lane.run(lane.smoke(), run_command=lane.start_recorded) == 1
+    printed = capsys.readouterr().out
+    assert "tpu: FAILED: " in printed and "exit status 3" in printed and "passed" not in printed
+    assert len(lane.started) == len(lane.smoke())
+
+
+def test_what_takes_longer_than_one_has_patience_for_is_ended(tmp_path, monkeypatch):
+    environments = load_script(REPOSITORY / "ci" / "environments.py", monkeypatch)
+    steps = environments.Steps(environments.Environment(tmp_path, tmp_path / "venv"), total=1, ends=0.0)
+    with pytest.raises(environments.StepFailed, match="ended after 1 s"):
+        steps.run("a long one", [sys.executable, "-c", "print('begun', flush=True); import time; time.sleep(300)"])
+
+
+def test_its_pins_are_those_of_the_other_environment_except_for_torch():
+    def pins(path):
+        return dict(re.findall(r"^([\w.-]+)==([\w.+-]+)", path.read_text(), re.MULTILINE))
+
+    ours, others = pins(REPOSITORY / "ci/constraints/tpu.txt"), pins(CONSTRAINTS)
+    assert {name: pin for name, pin in ours.items() if others.get(name, pin) != pin} == {"torch": ours["torch"]}
+    assert ours.keys() - others.keys() == {"torch_xla", "absl-py"}
