@@ -16,6 +16,7 @@ Token ids may be marks of tokens that only the device knows, see TokenHistory; D
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import TypeVar
 
@@ -51,7 +52,7 @@ class _Packing:
     sample_rows: int
     num_groups: int
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """Of the parts, in the order of the module's picture."""
         table = self.requests * self.pages

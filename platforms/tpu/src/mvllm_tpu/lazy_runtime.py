@@ -23,29 +23,20 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
 import torch_xla.runtime as xr
 
-from mvllm.plugin_api import DeviceRuntime, HostCopy, MemoryInfo, PlatformError, WorkerContext, get_logger
-from mvllm_tpu import compile_cache, host_memory
+from mvllm.plugin_api import (
+    DeviceRuntime,
+    FinishedHostCopy,
+    HostCopy,
+    MemoryInfo,
+    PlatformError,
+    WorkerContext,
+    get_logger,
+)
+from mvllm_tpu import compile_cache, host_memory, machine
 
 logger = get_logger("mvllm.tpu.runtime")
 
-
-class LazyCopy:
-    """A copy to the host, made when it is asked for.
-
-    Args:
-        tensor: On the device, its program submitted.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor: torch.Tensor | None = tensor
-        self._host: torch.Tensor | None = None
-
-    def wait(self) -> torch.Tensor:
-        """The host tensor, once the device has computed it."""
-        if self._host is None:
-            assert self._tensor is not None
-            self._host, self._tensor = self._tensor.cpu(), None
-        return self._host
+_NAN_FLAG = "xla_cpu_enable_fast_min_max"
 
 
 class LazyRuntime(DeviceRuntime):
@@ -57,6 +48,7 @@ class LazyRuntime(DeviceRuntime):
 
     def __init__(self, ctx: WorkerContext) -> None:
         try:
+            let_nan_pass()
             compile_cache.use()
             self.device = torch_xla.device()
             self._kind = xr.device_type()
@@ -111,7 +103,7 @@ class LazyRuntime(DeviceRuntime):
 
     def to_host(self, tensor: torch.Tensor) -> HostCopy:
         torch_xla.sync()
-        return LazyCopy(tensor)
+        return FinishedHostCopy(tensor.cpu())  # at once: later work may write into the same buffer
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -142,6 +134,12 @@ class LazyRuntime(DeviceRuntime):
         return num_compilations()
 
 
+def let_nan_pass() -> None:
+    """Has XLA's CPU device find a NaN where it looks for the largest element, as TPUs do. Before XLA starts."""
+    if machine.find().on_host and _NAN_FLAG not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_NAN_FLAG}=false".strip()
+
+
 def num_compilations() -> int:
     """Programs that XLA has compiled in this process, by its own counter."""
     data = metrics.metric_data("CompileTime")
@@ -156,6 +154,8 @@ def require_room(size: int, device: torch.device, what: str) -> None:
     """
     if xr.device_type() == "CPU":
         free = host_memory.free()
+    elif xr.is_spmd():  # XLA has no figures then, and fails itself
+        return
     else:
         found = xm.get_memory_info(device)
         free = int(found["bytes_limit"]) - int(found["bytes_used"])
