@@ -39,7 +39,7 @@ class Stamp:
 
     Attributes:
         inputs: Hash of all inputs: equal hashes, equal environments. "unfinished" in one that was abandoned half-way.
-        kernels: Hash of those that the compiled kernels depend on; compiling is the slow part of an update.
+        kernels: Hash of those that the slow part of making it depends on: compiled kernels, or what is fetched.
         device: The same for the example device; empty where no compiler can make it.
     """
 

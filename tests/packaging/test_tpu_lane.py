@@ -65,14 +65,26 @@ def test_the_environment_is_made_once_and_without_resolving_what_torch_requires(
     assert lane.commands == []
 
 
-@pytest.mark.parametrize("file", ["ci/constraints/tpu.txt", "platforms/tpu/pyproject.toml", "ci/stub_libraries.py"])
-def test_a_changed_input_makes_it_anew(lane, file):
+@pytest.mark.parametrize(
+    ("file", "anew"),
+    [
+        ("ci/constraints/tpu.txt", True),
+        ("ci/stub_libraries.py", True),
+        ("platforms/tpu/pyproject.toml", False),
+        ("pyproject.toml", False),
+    ],
+)
+def test_a_changed_input_brings_it_up_to_date_and_only_what_is_fetched_makes_it_anew(lane, file, anew):
     lane.setup()
     lane.commands.clear()
     with open(lane.ROOT / file, "a") as changed:
         changed.write("\n# changed\n")
     lane.setup()
-    assert "-m venv" in lane.commands[0]
+    assert any("-m venv" in command for command in lane.commands) == anew
+    assert str(lane.PLATFORM) in lane.commands[-1]
+    lane.commands.clear()
+    lane.setup()
+    assert lane.commands == []
 
 
 @pytest.mark.parametrize(

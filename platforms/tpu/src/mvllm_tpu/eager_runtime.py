@@ -9,6 +9,7 @@ Run on XLA's CPU device only; not run on hardware.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -129,7 +130,7 @@ def _open(on_host: bool) -> torch.device:
     return torch.device("tpu", torch.empty(0, device="tpu").device.index)
 
 
-def _accelerator() -> object:
+def _accelerator() -> Any:
     return torch.accelerator  # noqa: TID251 this is the runtime through which others reach the device
 
 
