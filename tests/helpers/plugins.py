@@ -63,3 +63,9 @@ def late_platform_path(folder: Path) -> list[str]:
 def prepend(monkeypatch: pytest.MonkeyPatch, paths: list[str]) -> None:
     for path in reversed(paths):
         monkeypatch.syspath_prepend(path)
+
+
+def several_platform_path(folder: Path) -> list[str]:
+    """The same for the platform whose workers drive several devices."""
+    metadata = write_metadata(folder, "mvllm-several", "[mvllm.platforms]\nseveral = tests.helpers.several_plugin\n")
+    return [str(metadata), str(ROOT)]

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from mvllm.executor.interface import Executor
+from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.topology import WorkerContext
 from mvllm.worker.wrapper import WorkerWrapper
 from tests.helpers.thread_ranks import ThreadCommunicator, _Meeting
@@ -41,15 +42,22 @@ class ThreadExecutor(Executor):
 
     def __init__(self, config: Any, platform: Any) -> None:
         super().__init__(config, platform)
-        size = config.parallel.world_size
+        with enter_phase(Phase.ENGINE):
+            size = platform.topology(config.parallel).num_workers
+        num_devices = config.parallel.world_size // size
         shared = MeetingPlatform(platform)
-        self._answering = size - config.parallel.tensor_parallel_size
+        self._answering = size - config.parallel.tensor_parallel_size // num_devices
         self._threads = [ThreadPoolExecutor(1) for _ in range(size)]
         self._workers = [
             WorkerWrapper(
                 config,
                 shared,  # type: ignore[arg-type]
-                WorkerContext(rank, rank, size, size, seed=config.model.seed, init_method="tcp://nowhere:1"),
+                WorkerContext(
+                    *(rank, rank, size, size),
+                    seed=config.model.seed,
+                    init_method="tcp://nowhere:1",
+                    num_devices=num_devices,
+                ),
             )
             for rank in range(size)
         ]

@@ -19,7 +19,9 @@ def frame(tmp_path):
     """A copy of what ci/dev.py reads, in a folder of its own."""
     compiled = ("platforms/cpu", "plugins/example-device")
     builds = [f"{folder}/{name}" for folder in compiled for name in ("pyproject.toml", "setup.py")]
-    builds += [f"platforms/{name}/pyproject.toml" for name in ("triton-kernels", "torch-gpu", "cuda", "rocm", "tpu")]
+    builds += [
+        f"platforms/{name}/pyproject.toml" for name in ("triton-kernels", "torch-gpu", "cuda", "rocm", "tpu", "xpu")
+    ]
     scripts = [f"ci/{name}.py" for name in ("dev", "environments", "tpu_lane", "stub_libraries")]
     for name in (*scripts, "ci/constraints/cpu.txt", "pyproject.toml", *builds):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

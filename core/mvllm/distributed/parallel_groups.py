@@ -6,11 +6,14 @@ takes the ranks at one place in each of them:
     tensor_parallel_size = 2, pipeline_parallel_size = 3         rank  0 1   2 3   4 5
                                                                  tp    0 1 | 0 1 | 0 1
     pp groups: (0, 2, 4) and (1, 3, 5)                           pp    0 0   1 1   2 2
+
+A rank is a worker here. Where workers drive several devices, one has what as many neighbours in a tensor-parallel group
+would have, and tensor_parallel_size is counted in workers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mvllm.config.engine_config import ParallelConfig
@@ -59,15 +62,18 @@ def join_groups(
     Raises:
         ConfigError: The sizes do not make up the world, or there is no address to meet at.
     """
-    if ctx.world_size == 1:  # one worker, whatever number of devices it drives
+    if ctx.world_size * ctx.num_devices != parallel.world_size or parallel.tensor_parallel_size % ctx.num_devices:
+        raise ConfigError(
+            f"tensor_parallel_size {parallel.tensor_parallel_size} × pipeline_parallel_size "
+            f"{parallel.pipeline_parallel_size} makes {parallel.world_size} ranks, but {ctx.world_size} were started"
+            + (f" with {ctx.num_devices} devices each." if ctx.num_devices > 1 else ".")
+        )
+    if ctx.num_devices > 1:  # the devices of one worker are one rank of the group
+        parallel = replace(parallel, tensor_parallel_size=parallel.tensor_parallel_size // ctx.num_devices)
+    if ctx.world_size == 1:
         alone = (ctx.rank,)
         return ParallelGroups(
             *(GroupCoordinator(GroupSpec(name, alone, ctx.rank), local_rank=ctx.local_rank) for name in ("tp", "pp"))
-        )
-    if ctx.world_size != parallel.world_size:
-        raise ConfigError(
-            f"tensor_parallel_size {parallel.tensor_parallel_size} × pipeline_parallel_size "
-            f"{parallel.pipeline_parallel_size} makes {parallel.world_size} ranks, but {ctx.world_size} were started."
         )
     if ctx.init_method is None:
         raise ConfigError(f"{ctx.world_size} ranks have to meet, but the executor gave them no address (init_method).")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import ConfigError
+from mvllm.executor.devices import check_topology
 from mvllm.executor.interface import Executor
 from mvllm.platform import doors
 from mvllm.platform.ask import ask
@@ -31,9 +32,11 @@ def make_executor(config: EngineConfig, platform: Platform) -> Executor:
 
     Raises:
         ConfigError: The choice is unknown, or the platform does not allow it, or it cannot run this many workers.
+        PlatformError: The platform's topology does not have the devices for this configuration.
     """
     with enter_phase(Phase.ENGINE):
         topology: LaunchTopology = ask(platform, "topology", config.parallel, returns=LaunchTopology)
+        check_topology(config, platform, topology)
     name = config.parallel.distributed_executor_backend or _default(topology, config, platform)
     if name in _BUILT_IN:
         if name not in topology.executors:

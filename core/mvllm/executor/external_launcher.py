@@ -19,11 +19,14 @@ import msgspec
 from mvllm.config.engine_config import EngineConfig
 from mvllm.distributed.rank_exchange import RankExchange
 from mvllm.errors import ConfigError
+from mvllm.executor.devices import devices_per_worker, with_workers_as_ranks
 from mvllm.executor.late_output import start_step
 from mvllm.executor.uniproc import InProcessExecutor
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.platform.ask import ask
 from mvllm.platform.interface import Platform
-from mvllm.platform.topology import WorkerContext
+from mvllm.platform.phases import Phase, enter_phase
+from mvllm.platform.topology import LaunchTopology, WorkerContext
 from mvllm.platform.worker_protocol import KVCacheNeeds
 
 _T = TypeVar("_T")
@@ -88,13 +91,17 @@ class ExecutorWithExternalLauncher(InProcessExecutor):
 
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
         launched = LaunchedRank.from_environment(os.environ)
-        parallel = config.parallel
+        with enter_phase(Phase.ENGINE):
+            topology: LaunchTopology = ask(platform, "topology", config.parallel, returns=LaunchTopology)
+        num_devices = devices_per_worker(config.parallel, topology.num_workers)
+        parallel = with_workers_as_ranks(config.parallel, num_devices)
         if launched.world_size != parallel.world_size:
+            drives = "" if num_devices == 1 else f", each of which drives {num_devices} devices"
             raise ConfigError(
                 f"The launcher started {launched.world_size} ranks, but tensor_parallel_size "
-                f"{parallel.tensor_parallel_size} × pipeline_parallel_size {parallel.pipeline_parallel_size} makes "
-                f"{parallel.world_size}. Start {parallel.world_size}, or set sizes whose product is "
-                f"{launched.world_size}."
+                f"{config.parallel.tensor_parallel_size} × pipeline_parallel_size {parallel.pipeline_parallel_size} "
+                f"makes {parallel.world_size}{drives}. Start {parallel.world_size}, or set sizes whose product is "
+                f"{launched.world_size * num_devices}."
             )
         self._answers_at_once = launched.rank >= parallel.world_size - parallel.tensor_parallel_size
         self._exchange = RankExchange(launched.rank, launched.world_size, launched.host)
@@ -106,6 +113,7 @@ class ExecutorWithExternalLauncher(InProcessExecutor):
             seed=config.model.seed,
             init_method=self._exchange.init_method,
             every_rank_answers=True,
+            num_devices=num_devices,
         )
         super().__init__(config, platform, ctx)
 

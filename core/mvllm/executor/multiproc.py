@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from mvllm.config.engine_config import EngineConfig, replace_field
 from mvllm.executor.config_codec import encode_config
+from mvllm.executor.devices import devices_per_worker
 from mvllm.executor.engine_queues import EngineQueues
 from mvllm.executor.handshake import WorkerStart
 from mvllm.executor.process_group import Launch, ProcessGroup
@@ -86,6 +87,7 @@ def _launches(
                 seed=config.model.seed,
                 in_engine_process=False,
                 init_method=meeting.address if meeting else None,
+                num_devices=devices_per_worker(parallel, len(names)),
             ),
             platform=platform.spec.name,
             config=quiet if rank else encoded,  # one progress bar

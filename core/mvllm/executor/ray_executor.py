@@ -23,6 +23,7 @@ from mvllm.config.engine_config import EngineConfig, replace_field
 from mvllm.errors import ConfigError, PlatformError
 from mvllm.executor.config_codec import encode_config
 from mvllm.executor.descriptor_door import DescriptorDoor, Parcel
+from mvllm.executor.devices import devices_per_worker
 from mvllm.executor.engine_queues import EngineQueues
 from mvllm.executor.message_queue import MessageReader, MessageWriter
 from mvllm.executor.process_tools import search_path, unnamed_file
@@ -230,6 +231,7 @@ def _starts(
             seed=config.model.seed,
             in_engine_process=False,
             init_method=meeting,
+            num_devices=devices_per_worker(config.parallel, len(placed)),
         )
         starts.append(
             RayWorkerStart(

@@ -24,6 +24,7 @@ import msgspec
 
 from mvllm.config.engine_config import EngineConfig, ParallelConfig
 from mvllm.errors import EngineDeadError, WorkerError
+from mvllm.executor.devices import devices_per_worker, with_workers_as_ranks
 from mvllm.executor.engine_queues import response_queue_name
 from mvllm.executor.interface import Executor
 from mvllm.executor.message_queue import (
@@ -400,11 +401,12 @@ def _unreadable(worker: WorkerView, what: str, error: Exception | None = None) -
 
 def worker_names(parallel: ParallelConfig, num_workers: int) -> list[str]:
     """What workers are called, in rank order: `Worker_TP0`, `Worker_PP1_TP0`, or just `Worker` where there is one."""
-    tp = parallel.tensor_parallel_size
-    if num_workers != parallel.world_size:  # some drive several devices: ranks are not workers
-        return [f"Worker_{rank}" for rank in range(num_workers)]
     if num_workers == 1:
         return ["Worker"]
+    parallel = with_workers_as_ranks(parallel, devices_per_worker(parallel, num_workers))
+    tp = parallel.tensor_parallel_size
+    if num_workers != parallel.world_size:  # what they drive is their own class's affair
+        return [f"Worker_{rank}" for rank in range(num_workers)]
     stage = ["" if parallel.pipeline_parallel_size == 1 else f"_PP{rank // tp}" for rank in range(num_workers)]
     part = ["" if tp == 1 else f"_TP{rank % tp}" for rank in range(num_workers)]
     return [f"Worker{a}{b}" for a, b in zip(stage, part)]
@@ -412,6 +414,7 @@ def worker_names(parallel: ParallelConfig, num_workers: int) -> list[str]:
 
 def _reply_rank(parallel: ParallelConfig, num_workers: int) -> int:
     """Who answers a step: the first rank of the last pipeline stage."""
+    parallel = with_workers_as_ranks(parallel, devices_per_worker(parallel, num_workers))
     return num_workers - parallel.tensor_parallel_size if num_workers == parallel.world_size else 0
 
 

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mvllm.config.engine_config import EngineConfig
+from mvllm.executor.devices import devices_per_worker
 from mvllm.executor.interface import Executor
 from mvllm.executor.late_output import start_step
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -63,6 +64,7 @@ class UniProcExecutor(InProcessExecutor):
             local_rank=parallel.data_parallel_rank,
             local_world_size=parallel.data_parallel_size,
             seed=config.model.seed,
+            num_devices=devices_per_worker(parallel, 1),
         )
         super().__init__(config, platform, ctx)
 

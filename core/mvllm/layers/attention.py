@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -96,6 +96,8 @@ class Sinks(nn.Module):
     Attributes:
         weight: [heads on this rank].
     """
+
+    partitions: Mapping[str, int] = {"weight": 0}
 
     def __init__(self, ctx: BuildContext, name: str, num_heads: int, heads: HeadShare) -> None:
         super().__init__()

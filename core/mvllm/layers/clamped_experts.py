@@ -11,7 +11,7 @@ are the first rank's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -69,8 +69,11 @@ class ClampedExperts(nn.Module):
             )
         self.name, self.hidden_size, self.intermediate_size = name, hidden_size, intermediate_size
         self.num_experts, self.alpha, self.limit = num_experts, alpha, limit
-        self.band = share(intermediate_size, ctx.tp, f"inner elements of {name}")
+        self.band = share(intermediate_size, ctx.shares, f"inner elements of {name}")
         size = self.band.stop - self.band.start
+        names = ("gate_up", "gate_up_bias", "down", "down_bias")
+        self.partitions: Mapping[str, int] = {} if num_experts % ctx.num_devices else dict.fromkeys(names, 0)
+        self._place = ctx.place
         self.gate_up_bias = ctx.parameter(num_experts, 2 * size)
         self.down_bias = ctx.parameter(num_experts, hidden_size)
         gate_up, down = ctx.parameter(num_experts, 2 * size, hidden_size), ctx.parameter(num_experts, hidden_size, size)
@@ -144,6 +147,8 @@ class ClampedExperts(nn.Module):
                 columns = dequantize(packed["down_proj_blocks"][e], packed["down_proj_scales"][e])
                 self.down[e] = columns[:, start : start + size]
             self.packed = None
+            for name in ("gate_up", "down"):
+                setattr(self, name, self._place(getattr(self, name), self.partitions.get(name)))
         if self._op.prepare is not None:
             prepared = self._op.prepare((self.gate_up.data, self.down.data))
             del self.gate_up, self.down

@@ -22,6 +22,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Share:
+    """One of the equal parts that layers are cut into.
+
+    Attributes:
+        number: Which of them.
+        of: How many there are.
+    """
+
+    number: int
+    of: int
+
+
+@dataclass(frozen=True)
 class BuildContext:
     """Everything outside the model that its layers need while they are built.
 
@@ -35,6 +48,8 @@ class BuildContext:
         kv_dtype: Storage dtype of the KV cache by name.
         quantization: How the model's matrices are quantized; None for a model of floats.
         with_adapters: LoRA adapters will add to what linear layers compute.
+        num_devices: Devices that this worker drives, and over which its share of each layer is cut once more.
+        spread: `DeviceRuntime.place`, for tensors of several devices.
     """
 
     dtype: torch.dtype
@@ -46,6 +61,22 @@ class BuildContext:
     kv_dtype: str
     quantization: QuantizationMethod | None = None
     with_adapters: bool = False
+    num_devices: int = 1
+    spread: Callable[[torch.Tensor, int | None], torch.Tensor] | None = None
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """The share in each layer of each device of this worker. They lie side by side.
+
+        tensor_parallel_size = 4, 2 workers with 2 devices each      worker   0   |   1
+                                                                     share  0   1 | 2   3
+        """
+        first, of = self.tp.rank_in_group * self.num_devices, self.tp.world_size * self.num_devices
+        return tuple(Share(first + i, of) for i in range(self.num_devices))
+
+    def place(self, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
+        """The same tensor, each device of this worker with an equal part along `dim`; all of it with None."""
+        return tensor if self.num_devices == 1 or self.spread is None else self.spread(tensor, dim)
 
     @property
     def dtype_name(self) -> str:

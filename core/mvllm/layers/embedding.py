@@ -8,7 +8,7 @@ rows, the rest of their band is zero:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,7 +55,10 @@ class VocabBand(nn.Module):
         band: Rows on this rank, real ones and others.
         first: The token id of its first row.
         layout: The real rows, as a matrix of the checkpoint.
+        partitions: As in Linear.
     """
+
+    partitions: Mapping[str, int] = {"weight": 0}
 
     def __init__(
         self,
@@ -69,11 +72,13 @@ class VocabBand(nn.Module):
     ) -> None:
         super().__init__()
         self.vocab_size = vocab_size
-        self.band = -(-vocab_size // ctx.tp.world_size)
+        self.band = -(-vocab_size // (ctx.tp.world_size * ctx.num_devices)) * ctx.num_devices
         self.first = self.band * ctx.tp.rank_in_group
         first, stop = min(self.first, vocab_size), min(self.first + self.band, vocab_size)
         part = Part(name, vocab_size, slice(first, stop), slice(0, stop - first))
-        self.layout = MatrixLayout((part,), hidden_size, slice(0, hidden_size), self.band, is_head=is_head, tied=tied)
+        self.layout = MatrixLayout(
+            (part,), hidden_size, slice(0, hidden_size), self.band, is_head=is_head, tied=tied, partition=0
+        )
         self._tp = ctx.tp
 
 

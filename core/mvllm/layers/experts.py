@@ -1,7 +1,8 @@
 """The experts of a mixture of experts: many small gated MLPs, each filled from its own tensors of the checkpoint.
 
 Tensor parallelism cuts every expert along its inner size, so that ranks stay equally loaded whatever the router picks;
-what `forward` gives is this rank's share of a sum over ranks.
+what `forward` gives is this rank's share of a sum over ranks. The devices of one rank, where it drives several, have
+some of the experts each; all of them where these do not divide evenly.
 
 The operation takes floats. Experts that a checkpoint stores quantized are dequantized when they have been read; those
 of a model that is quantized while it loads stay as they are.
@@ -9,7 +10,7 @@ of a model that is quantized while it loads stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -54,8 +55,10 @@ class GatedExperts(nn.Module):
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
         super().__init__()
-        band = share(intermediate_size, ctx.tp, f"inner elements of {name}")
+        band = share(intermediate_size, ctx.shares, f"inner elements of {name}")
         size = band.stop - band.start
+        self.partitions: Mapping[str, int] = {} if num_experts % ctx.num_devices else {"gate_up": 0, "down": 0}
+        self._place = ctx.place
         self.gate_up = ctx.parameter(num_experts, 2 * size, hidden_size)
         self.down = ctx.parameter(num_experts, hidden_size, size)
         self._op = ctx.op("moe", num_experts=num_experts, top_k=top_k, hidden_size=hidden_size, intermediate_size=size)
@@ -113,6 +116,9 @@ class GatedExperts(nn.Module):
             floats, stored = (self.gate_up, self.down)[which].data, self.stored.pop(key)
             assert isinstance(stored, QuantizedMatrix)
             floats[e] = stored.dequantized(floats.shape[-1], floats.dtype, floats.device)
+        for name in ("gate_up", "down"):
+            if not isinstance(getattr(self, name), nn.Parameter):  # those are placed as they have been read
+                setattr(self, name, self._place(getattr(self, name), self.partitions.get(name)))
         if self._op.prepare is not None:
             prepared = self._op.prepare((self.gate_up.data, self.down.data))
             del self.gate_up, self.down

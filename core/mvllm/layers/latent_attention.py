@@ -17,7 +17,7 @@ Sources: DeepSeek-V2, arXiv:2405.04434.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -73,7 +73,7 @@ class LatentAttention(nn.Module):
     def __init__(self, ctx: BuildContext, name: str, shape: LatentShape, rotary: RotaryEmbedding) -> None:
         super().__init__()
         self.shape = shape
-        share = HeadShare.of(shape.num_heads, shape.num_heads, ctx.tp)
+        share = HeadShare.of(shape.num_heads, shape.num_heads, ctx.shares)
         heads = HeadShare(share.num_heads, 1, share.first_head, 0)
         query_size = shape.num_heads * (shape.plain_size + shape.rope_size)
         hidden_size, bias = shape.hidden_size, shape.bias
@@ -118,6 +118,8 @@ class _HeadMatrices(nn.Module):
         weight: [heads · (plain_size + value_size), rank].
     """
 
+    partitions: Mapping[str, int] = {"weight": 0}
+
     def __init__(self, ctx: BuildContext, name: str, shape: LatentShape, heads: HeadShare) -> None:
         super().__init__()
         size = shape.plain_size + shape.value_size
@@ -131,6 +133,7 @@ class _HeadMatrices(nn.Module):
         self.stored = stored_matrix(ctx, self._layout)
         weight = ctx.parameter(num_rows, shape.rank)
         self.weight: torch.Tensor = weight if self.stored is None else weight.data
+        self._place = ctx.place
 
     def absorb(self, plain: torch.Tensor) -> torch.Tensor:
         """Query heads [T, heads, plain_size] in the latent's space, [T, heads, rank]."""
@@ -152,6 +155,7 @@ class _HeadMatrices(nn.Module):
         if self.stored is not None:
             self.weight.copy_(self.stored.dequantized(self.weight.shape[1], self.weight.dtype, self.weight.device))
             self.stored = None
+            self.weight = self._place(self.weight, 0)
 
     def _of_heads(self) -> tuple[torch.Tensor, ...]:
         return self.weight.unflatten(0, (-1, sum(self._sizes))).split(self._sizes, dim=1)

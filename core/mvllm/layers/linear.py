@@ -9,20 +9,24 @@ columns of which checkpoint tensors it is made of. The parallel variants differ 
     QKV               likewise, cut along heads; a key/value head is copied where ranks outnumber them
 
 A quantized matrix is made of the same parts; how they are read and multiplied is its quantization method's to say.
+
+Where a worker drives several devices, its matrix is what as many workers would hold, side by side: cut evenly along
+`MatrixLayout.partition`, each device gets what a worker of its own would have.
+
+    QKV, two devices    rows   q₀ k₀ v₀ | q₁ k₁ v₁
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from mvllm.distributed.group import GroupCoordinator
 from mvllm.errors import ConfigError
-from mvllm.layers.context import BuildContext
+from mvllm.layers.context import BuildContext, Share
 from mvllm.layers.matrix_layout import MatrixLayout, Part
 from mvllm.layers.quantization.matrix import Product, QuantizedMatrix
 from mvllm.layers.quantization.rounded_matrix import float_targets
@@ -40,6 +44,7 @@ class Linear(nn.Module):
         bias: Whether there is a bias.
         columns: The columns that this rank holds; None for all.
         transposed: The checkpoint stores matrices as [in, out].
+        partition: As in MatrixLayout.
 
     Attributes:
         weight: [out_features, columns], or what the op provider's `prepare` made of it after loading. Of a quantized
@@ -47,6 +52,7 @@ class Linear(nn.Module):
         bias: [out_features] or None.
         quantized: Whether the matrix is quantized.
         takes_adapters: Whether LoRA adapters may add to its product. Not where a layer uses the matrix in another way.
+        partitions: The dimension along which devices of this worker share each parameter; those not named are whole.
     """
 
     weight: Any
@@ -62,11 +68,18 @@ class Linear(nn.Module):
         bias: bool,
         columns: slice | None = None,
         transposed: bool = False,
+        partition: int | None = None,
     ) -> None:
         super().__init__()
         columns = columns or slice(0, in_features)
         out_features = max(part.destination.stop for part in parts)
-        self.layout = MatrixLayout(tuple(parts), in_features, columns, out_features, bias, transposed)
+        self.layout = MatrixLayout(
+            tuple(parts), in_features, columns, out_features, bias, transposed, partition=partition
+        )
+        self.partitions: Mapping[str, int] = {} if partition is None else {"weight": partition}
+        if partition == 0:
+            self.partitions = {"weight": 0, "bias": 0}
+        self._num_devices = ctx.num_devices
         self.out_features = out_features
         self.bias = ctx.parameter(out_features) if bias else None
         matrix = ctx.quantized(self.layout)
@@ -89,8 +102,8 @@ class Linear(nn.Module):
         Returns:
             Whether `forward` now does both, and gives [..., out_features / 2].
         """
-        if ctx.with_adapters:
-            return False  # they add to the product before it is gated
+        if ctx.with_adapters or ctx.num_devices > 1:
+            return False  # they add to the product before it is gated; each device gates what it has itself
         size = self.out_features // 2
         activation = ctx.op("silu_and_mul", size=size)
         if isinstance(self.weight, QuantizedMatrix):
@@ -132,7 +145,8 @@ class ColumnParallelLinear(Linear):
     """Each rank computes a band of the outputs.
 
     `bands` lists the checkpoint matrices, stacked in this order, with their rows. A name that stands there more than
-    once is one matrix of the checkpoint, in which these bands lie one below the other.
+    once is one matrix of the checkpoint, in which these bands lie one below the other. Of several devices, each has its
+    part of all bands, in this order.
     """
 
     def __init__(
@@ -144,14 +158,16 @@ class ColumnParallelLinear(Linear):
         bias: bool,
         transposed: bool = False,
     ) -> None:
-        parts, start, offsets = [], 0, dict.fromkeys([name for name, _ in bands], 0)
-        for name, num_rows in bands:
-            band = share(num_rows, ctx.tp, f"output features of {name}")
-            stop, offset = start + band.stop - band.start, offsets[name]
-            whole = sum(rows for other, rows in bands if other == name)
-            parts.append(Part(name, whole, slice(offset + band.start, offset + band.stop), slice(start, stop)))
-            start, offsets[name] = stop, offset + num_rows
-        super().__init__(ctx, parts, in_features, bias=bias, transposed=transposed)
+        parts, start = [], 0
+        for device in ctx.shares:
+            offsets = dict.fromkeys([name for name, _ in bands], 0)
+            for name, num_rows in bands:
+                band = share(num_rows, [device], f"output features of {name}")
+                stop, offset = start + band.stop - band.start, offsets[name]
+                whole = sum(rows for other, rows in bands if other == name)
+                parts.append(Part(name, whole, slice(offset + band.start, offset + band.stop), slice(start, stop)))
+                start, offsets[name] = stop, offset + num_rows
+        super().__init__(ctx, parts, in_features, bias=bias, transposed=transposed, partition=0)
 
 
 class RowParallelLinear(Linear):
@@ -167,10 +183,10 @@ class RowParallelLinear(Linear):
         bias: bool,
         transposed: bool = False,
     ) -> None:
-        columns = share(in_features, ctx.tp, f"input features of {name}")
+        columns = share(in_features, ctx.shares, f"input features of {name}")
         rows = slice(0, out_features)
         part = Part(name, out_features, rows, rows)
-        super().__init__(ctx, [part], in_features, bias=bias, columns=columns, transposed=transposed)
+        super().__init__(ctx, [part], in_features, bias=bias, columns=columns, transposed=transposed, partition=1)
         self._tp = ctx.tp
         self._adds_bias = ctx.tp.is_first
 
@@ -192,37 +208,45 @@ class HeadShare:
     """Attention heads of one rank.
 
     Attributes:
-        num_heads, num_kv_heads: Heads on this rank.
+        num_heads, num_kv_heads: Heads on this rank, copies counted.
         first_head, first_kv_head: Where they begin among all heads.
+        devices: The heads of each device of this rank, where it drives several.
     """
 
     num_heads: int
     num_kv_heads: int
     first_head: int
     first_kv_head: int
+    devices: tuple[HeadShare, ...] = ()
 
     @classmethod
-    def of(cls, num_heads: int, num_kv_heads: int, tp: GroupCoordinator) -> HeadShare:
-        """The heads of this rank. With fewer key/value heads than ranks, neighbouring ranks hold copies of one.
+    def of(cls, num_heads: int, num_kv_heads: int, shares: Sequence[Share]) -> HeadShare:
+        """The heads of this rank. With fewer key/value heads than shares, neighbouring ones hold copies of one.
 
-            8 heads, 2 key/value heads, 4 ranks:   rank       0     1     2     3
+            8 heads, 2 key/value heads, 4 shares:  share      0     1     2     3
                                                    heads     0 1   2 3   4 5   6 7
                                                    kv head    0     0     1     1
 
         Raises:
             ConfigError: The heads do not divide evenly.
         """
-        heads = share(num_heads, tp, "attention heads")
-        if num_kv_heads >= tp.world_size:
-            kv = share(num_kv_heads, tp, "key/value heads")
-        elif tp.world_size % num_kv_heads == 0:
-            first = tp.rank_in_group * num_kv_heads // tp.world_size
-            kv = slice(first, first + 1)
-        else:
-            raise ConfigError(
-                f"tensor_parallel_size={tp.world_size} is not a multiple of the model's {num_kv_heads} key/value heads."
-            )
-        return cls(heads.stop - heads.start, kv.stop - kv.start, heads.start, kv.start)
+        devices = []
+        for each in shares:
+            heads = share(num_heads, [each], "attention heads")
+            if num_kv_heads >= each.of:
+                kv = share(num_kv_heads, [each], "key/value heads")
+            elif each.of % num_kv_heads == 0:
+                first = each.number * num_kv_heads // each.of
+                kv = slice(first, first + 1)
+            else:
+                raise ConfigError(
+                    f"tensor_parallel_size={each.of} is not a multiple of the model's {num_kv_heads} key/value heads."
+                )
+            devices.append(cls(heads.stop - heads.start, kv.stop - kv.start, heads.start, kv.start))
+        if len(devices) == 1:
+            return devices[0]
+        counts = (sum(d.num_heads for d in devices), sum(d.num_kv_heads for d in devices))
+        return cls(*counts, devices[0].first_head, devices[0].first_kv_head, tuple(devices))
 
 
 class QKVLinear(Linear):
@@ -240,7 +264,7 @@ class QKVLinear(Linear):
 
     Attributes:
         heads: This rank's share.
-        sizes: Output features of query, key and value on this rank.
+        sizes: Output features of query, key and value on one device of this rank.
     """
 
     def __init__(
@@ -256,34 +280,54 @@ class QKVLinear(Linear):
         transposed: bool = False,
         by_group: bool = False,
     ) -> None:
-        self_heads = HeadShare.of(num_heads, num_kv_heads, ctx.tp)
-        q_size, kv_size = self_heads.num_heads * head_size, self_heads.num_kv_heads * head_size
-        sizes = (q_size, kv_size, kv_size)
-        firsts = (self_heads.first_head, self_heads.first_kv_head, self_heads.first_kv_head)
-        full = (num_heads * head_size, num_kv_heads * head_size, num_kv_heads * head_size)
-        parts, destination, offset = [], 0, 0
-        for i, (size, first) in enumerate(zip(sizes, firsts, strict=True)):
-            name, num_rows = (names[i], full[i]) if len(names) == 3 else (names[0], sum(full))
-            start = first * head_size + (offset if len(names) == 1 else 0)
-            parts.append(Part(name, num_rows, slice(start, start + size), slice(destination, destination + size)))
-            destination += size
-            offset += full[i]
-        if by_group:
-            parts = _parts_by_group(names[0], self_heads, num_heads, num_kv_heads, head_size)
-        super().__init__(ctx, parts, hidden_size, bias=bias, transposed=transposed)
+        self_heads = HeadShare.of(num_heads, num_kv_heads, ctx.shares)
+        devices = self_heads.devices or (self_heads,)
+        q_size, kv_size = devices[0].num_heads * head_size, devices[0].num_kv_heads * head_size
+        parts = []
+        for i, device in enumerate(devices):
+            if by_group:
+                own = _parts_by_group(names[0], device, num_heads, num_kv_heads, head_size)
+            else:
+                own = _parts_one_below_the_other(names, device, num_heads, num_kv_heads, head_size)
+            start = i * (q_size + 2 * kv_size)
+            for part in own:
+                rows = slice(start + part.destination.start, start + part.destination.stop)
+                parts.append(replace(part, destination=rows))
+        super().__init__(ctx, parts, hidden_size, bias=bias, transposed=transposed, partition=0)
         self.heads = self_heads
-        self.sizes = sizes
+        self.sizes = (q_size, kv_size, kv_size)
         self._head_size = head_size
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The product for `x` [T, hidden_size] as query [T, heads, head_size], and key and value [T, kv_heads, ...]."""
-        q, k, v = self.forward(x).split(self.sizes, dim=-1)
+        y = self.forward(x)
         shape = (x.shape[0], -1, self._head_size)
+        if self._num_devices > 1:
+            q, k, v = y.unflatten(-1, (self._num_devices, -1)).split(self.sizes, dim=-1)
+            return q.reshape(shape), k.reshape(shape), v.reshape(shape)
+        q, k, v = y.split(self.sizes, dim=-1)
         return q.view(shape), k.view(shape), v.view(shape)
 
 
+def _parts_one_below_the_other(
+    names: tuple[str, ...], device: HeadShare, num_heads: int, num_kv_heads: int, head_size: int
+) -> list[Part]:
+    """Queries, keys and values of a device, out of three matrices, or of one in which these lie in this order."""
+    sizes = [count * head_size for count in (device.num_heads, device.num_kv_heads, device.num_kv_heads)]
+    firsts = (device.first_head, device.first_kv_head, device.first_kv_head)
+    full = [count * head_size for count in (num_heads, num_kv_heads, num_kv_heads)]
+    parts, destination, offset = [], 0, 0
+    for i, (size, first) in enumerate(zip(sizes, firsts, strict=True)):
+        name, num_rows = (names[i], full[i]) if len(names) == 3 else (names[0], sum(full))
+        start = first * head_size + (offset if len(names) == 1 else 0)
+        parts.append(Part(name, num_rows, slice(start, start + size), slice(destination, destination + size)))
+        destination += size
+        offset += full[i]
+    return parts
+
+
 def _parts_by_group(name: str, share: HeadShare, num_heads: int, num_kv_heads: int, head_size: int) -> list[Part]:
-    """Queries, keys and values of a rank, out of a matrix that holds them group by group.
+    """Queries, keys and values of a device, out of a matrix that holds them group by group.
 
     6 heads, 2 key/value heads:   q0 q1 q2 k0 v0 q3 q4 q5 k1 v1
     """
@@ -325,16 +369,16 @@ def loaded_product(weight: Any, op: ResolvedOp | None) -> tuple[Product, Any]:
     return op.function, weight if op.prepare is None else op.prepare(weight.data)
 
 
-def share(size: int, group: GroupCoordinator, what: str) -> slice:
-    """This rank's equal share of `size`.
+def share(size: int, shares: Sequence[Share], what: str) -> slice:
+    """What neighbouring shares have of `size`, together.
 
     Raises:
         ConfigError: It does not divide evenly.
     """
-    if size % group.world_size:
+    first, last = shares[0], shares[-1]
+    if size % first.of:
         raise ConfigError(
-            f"{size} {what} cannot be shared evenly by {group.world_size} ranks: "
-            "choose a tensor_parallel_size that divides it."
+            f"{size} {what} cannot be shared evenly by {first.of} ranks: choose a tensor_parallel_size that divides it."
         )
-    band = size // group.world_size
-    return slice(band * group.rank_in_group, band * (group.rank_in_group + 1))
+    band = size // first.of
+    return slice(band * first.number, band * (last.number + 1))

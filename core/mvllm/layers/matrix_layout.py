@@ -35,6 +35,8 @@ class MatrixLayout:
         transposed: The checkpoint stores matrices as [in, out].
         is_head: Its products are logits.
         tied: It is the token embedding, which the checkpoint has under the embedding's name only.
+        partition: The dimension along which the devices of this rank share it, where it drives several; None where each
+            holds all of it.
     """
 
     parts: tuple[Part, ...]
@@ -45,6 +47,7 @@ class MatrixLayout:
     transposed: bool = False
     is_head: bool = False
     tied: bool = False
+    partition: int | None = None
 
     @property
     def num_columns(self) -> int:

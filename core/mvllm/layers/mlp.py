@@ -38,7 +38,8 @@ class GatedMLP(nn.Module):
         bands = [(f"{name}.{band}", intermediate_size) for band in names]
         self.gate_up = ColumnParallelLinear(ctx, bands, hidden_size, bias=bias)
         self.down = RowParallelLinear(ctx, f"{name}.down_proj", intermediate_size, hidden_size, bias=bias)
-        size = self.gate_up.out_features // 2
+        self._num_devices = ctx.num_devices
+        size = self.gate_up.out_features // 2 // ctx.num_devices
         self._act: Activation | None = gated_activation(ctx, hidden_act, size)
         if ACTIVATIONS[hidden_act] == "silu" and self.gate_up.fuse_silu_and_mul(ctx):
             self._act = None
@@ -46,7 +47,11 @@ class GatedMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
         gated = self.gate_up(x)
-        return self.down(gated if self._act is None else self._act(gated))
+        if self._act is None:
+            return self.down(gated)
+        if self._num_devices > 1:  # each has its gates and, behind them, what they gate
+            return self.down(self._act(gated.unflatten(-1, (self._num_devices, -1))).flatten(-2))
+        return self.down(self._act(gated))
 
 
 class MLP(nn.Module):

@@ -87,7 +87,11 @@ class QKWidthNorm(nn.Module):
         super().__init__()
         self.names, self.eps = names, eps
         self.full_sizes = (num_heads * head_size, num_kv_heads * head_size)
-        self.firsts = (heads.first_head * head_size, heads.first_kv_head * head_size)
+        devices = heads.devices or (heads,)
+        self._shares = (
+            [(device.first_head * head_size, device.num_heads * head_size) for device in devices],
+            [(device.first_kv_head * head_size, device.num_kv_heads * head_size) for device in devices],
+        )
         self.q_weight = ctx.parameter(heads.num_heads * head_size)
         self.k_weight = ctx.parameter(heads.num_kv_heads * head_size)
         # What a sum over ranks counts: a key/value head as often as there are copies of it.
@@ -115,10 +119,12 @@ class QKWidthNorm(nn.Module):
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Checkpoint tensor names and what this rank takes of them."""
         weights = (self.q_weight, self.k_weight)
-        for name, weight, full, first in zip(self.names, weights, self.full_sizes, self.firsts, strict=True):
-            size = weight.numel()
-            target = WeightTarget(weight, (full,), (slice(first, first + size),), (slice(0, size),))
-            yield f"{name}.weight", target
+        for name, weight, full, shares in zip(self.names, weights, self.full_sizes, self._shares, strict=True):
+            start = 0
+            for first, size in shares:
+                source, destination = slice(first, first + size), slice(start, start + size)
+                yield f"{name}.weight", WeightTarget(weight, (full,), (source,), (destination,))
+                start += size
 
 
 class LayerNorm(nn.Module):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -54,6 +54,8 @@ class CausalLM(nn.Module, ABC):
         self.stage = PipelineStage.of(config.num_layers, ctx.pp)
         self.scores: nn.Module | None = None
         self._quantization = ctx.quantization
+        self._place, self._spreads = ctx.place, ctx.num_devices > 1
+        self._placed: dict[nn.Parameter, nn.Parameter] = {}
         # Modules and all the tensors that they wait for, by tensor.
         self._waiting: dict[str, list[tuple[nn.Module, set[str]]]] = {}
         self._prepared: set[nn.Module] = set()
@@ -98,13 +100,14 @@ class CausalLM(nn.Module, ABC):
                 for name, target in of_module():
                     targets.setdefault(name, []).append(target)
                     names.add(name)
-                if hasattr(module, "prepare_weights"):
+                if self._spreads or hasattr(module, "prepare_weights"):
                     for name in names:
                         self._waiting.setdefault(name, []).append((module, names))
         return targets
 
     def tensor_loaded(self, name: str) -> None:
-        """Lets op providers turn the weights of a module into the form they want, once all its tensors are loaded.
+        """Once all tensors of a module are loaded: spreads its weights over the devices, where there are several, and
+        lets op providers turn them into the form they want.
 
         That is not left to the end, so that no more than one layer is in memory in two forms.
 
@@ -115,7 +118,7 @@ class CausalLM(nn.Module, ABC):
             names.remove(name)
             if not names:
                 self._prepared.add(module)
-                _prepare(module)
+                self._prepare(module)
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint tensor that no target names is fine to skip.
@@ -146,7 +149,8 @@ class CausalLM(nn.Module, ABC):
         prepared = self._prepared
         for module in list(self.modules()):
             if module not in prepared:
-                _prepare(module)
+                self._prepare(module)
+        self._placed.clear()
         prepared.clear()  # the model is among them, and would hold itself
 
     @property
@@ -169,8 +173,20 @@ class CausalLM(nn.Module, ABC):
     def _layer_numbers(self) -> Iterator[int]:
         return iter(range(self.stage.first, self.stage.stop))
 
+    def _prepare(self, module: nn.Module) -> None:
+        if self._spreads:
+            self._spread(module)
+        prepare = getattr(module, "prepare_weights", None)
+        if prepare is not None:
+            prepare()
 
-def _prepare(module: nn.Module) -> None:
-    prepare = getattr(module, "prepare_weights", None)
-    if prepare is not None:
-        prepare()
+    def _spread(self, module: nn.Module) -> None:
+        """Has the devices of this worker share the parameters of a module, as it says in `partitions`."""
+        partitions: Mapping[str, int] = getattr(module, "partitions", {})
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in self._placed:
+                if not hasattr(module, "weight_targets"):  # belongs to another one, or is not loaded from a checkpoint
+                    continue
+                placed = self._place(parameter.data, partitions.get(name))
+                self._placed[parameter] = nn.Parameter(placed, requires_grad=False)
+            setattr(module, name, self._placed[parameter])

@@ -27,8 +27,8 @@ class AttentionSpec:
     """One kind of attention layer, as this rank holds it. Phase: worker.
 
     Attributes:
-        num_heads: Query heads on this rank.
-        num_kv_heads: Key/value heads on this rank; divides `num_heads`.
+        num_heads: Query heads on this rank, those of all devices that it drives together.
+        num_kv_heads: Key/value heads on this rank, likewise; divides `num_heads`.
         head_size: Elements per head.
         dtype: Compute dtype by name.
         kv_dtype: Storage dtype of the cache by name. One of 8 bits comes with scales that the backend finds by itself,
@@ -77,7 +77,8 @@ class KVLayout:
 
     Attributes:
         block_sizes: Tokens per block that it accepts, the preferred one first.
-        bytes_per_token: Bytes one token takes in one layer, all tensors (scales, too) together.
+        bytes_per_token: Bytes one token takes in one layer, all tensors (scales, too) together, and on all devices that
+            the worker drives. These share the key/value heads, if their number divides them.
     """
 
     block_sizes: tuple[int, ...]

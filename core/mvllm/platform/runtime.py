@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from mvllm.errors import PlatformError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemoryInfo:
-    """Bytes on the device. Phase: worker.
+    """Bytes on the device; of a worker that drives several devices, on all of them together. Phase: worker.
 
     Attributes:
         total: Physical memory.
@@ -82,6 +85,10 @@ class DeviceRuntime(ABC):
 
     Phase: worker; every method, from the worker's thread. One instance per worker, returned by `Platform.init_device`.
 
+    Where a worker drives several devices, all of them are one device to core: it computes with whole tensors, and says
+    of each weight how the devices share it (`place`). How the work is divided, and what the devices tell each other for
+    that, is the platform's: its compiler's, for instance, which finds it from where the weights lie.
+
     Attributes:
         device: What torch accepts as `device=`; opaque to core.
     """
@@ -144,6 +151,29 @@ class DeviceRuntime(ABC):
         import torch
 
         return self.to_device(torch.from_numpy(array))
+
+    def place(self, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
+        """The same tensor, spread over the devices of this worker. Only where `WorkerContext.num_devices` is above 1.
+
+        Args:
+            tensor: On the device. It may be changed in place; core drops it soon.
+            dim: Each device gets an equal part along this dimension, in order; its size is a multiple of their number.
+                With None each gets all of it.
+
+        Raises:
+            PlatformError: The platform cannot spread tensors. This is the default.
+        """
+        raise PlatformError(
+            f"This worker drives several devices, but {type(self).__name__} does not implement `place`, which spreads "
+            "tensors over them. Set tensor_parallel_size=1, or use a platform version that does."
+        )
+
+    def parts(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """What each device of this worker holds of a tensor on the device, on the host, in the order of the devices.
+
+        For tests and diagnosis; may be slow. Of one device: all of it.
+        """
+        return [self.to_host(tensor).wait()]
 
     def event(self) -> Event:
         """A new event; the null event where order of work equals order of calls."""

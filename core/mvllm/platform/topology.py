@@ -17,7 +17,9 @@ class LaunchTopology:
 
     Attributes:
         num_workers: Worker processes. World size need not equal this: one worker may drive several devices.
-        devices_per_worker: Devices each of them drives.
+        devices_per_worker: Devices each of them drives. Core's worker has those of neighbouring ranks of one
+            tensor-parallel group, and spreads its tensors over them with `DeviceRuntime.place`; so a worker never holds
+            more than one pipeline stage.
         executors: Executors that may be used (`uni`, `mp`, `ray`, `external_launcher`), the preferred one first.
         env_per_worker: Variables to set for each worker before it imports anything, one mapping per worker. A worker in
             the process of its engine core has those that nobody set, and only while the engine starts; none where torch
@@ -62,6 +64,8 @@ class WorkerContext:
         every_rank_answers: Each rank belongs to an engine core of its own, which wants the whole result of every step.
             Otherwise one core drives all ranks, and only the last pipeline stage answers.
         options: Platform-specific options by name.
+        num_devices: Devices that the worker drives, where `LaunchTopology.devices_per_worker` gives it several. The
+            worker of `local_rank` r has those numbered from r * num_devices on, among the ones that its variables show.
     """
 
     rank: int = 0
@@ -73,6 +77,7 @@ class WorkerContext:
     init_method: str | None = None
     every_rank_answers: bool = False
     options: Mapping[str, str] = field(default_factory=dict)
+    num_devices: int = 1
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,14 @@ from typing import Any
 
 import torch
 
+from mvllm.config.engine_args import EngineArgs
+from mvllm.engine.planning import settle_config
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.platform.choose import choose_platform
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import Communicator, DeviceRuntime, GroupSpec, Platform, WorkerContext
+from mvllm.testing.attention_cases import make_spec
+from mvllm.worker.worker import Worker
 
 SIGN = "@mvllm-rank "
 SHAPES = ((6, 8), (1, 4096), (3, 4, 12))
@@ -32,6 +36,8 @@ class World:
     platform: Platform
     context: WorkerContext
     dtypes: list[str]
+    folder: str = ""
+    total: int = 0
     runtime: DeviceRuntime | None = None
     communicator: Communicator | None = None
 
@@ -244,6 +250,78 @@ def close(world: World) -> str:
     return ""
 
 
+def place(world: World) -> str:
+    host, count = world.mine(1, (24, 48), torch.float32), world.context.num_devices
+    for dim in (0, 1, None):
+        placed = world.device.place(world.device.to_device(host.clone()), dim)
+        if problem := _differs(placed, host, world):
+            return f"place(tensor, {dim}) changes the tensor: {problem}"
+        expected = [host] * count if dim is None else list(host.chunk(count, dim))
+        parts = world.device.parts(placed)
+        if len(parts) != count:
+            return f"parts() of a tensor placed along {dim} gives {len(parts)} tensors for {count} devices"
+        for device, (part, right) in enumerate(zip(parts, expected, strict=True)):
+            if not torch.equal(part, right):
+                shapes = f"a tensor of {tuple(part.shape)}, expected {tuple(right.shape)}"
+                return f"place(tensor, {dim}) gives device {device} {shapes}, or other values"
+    return ""
+
+
+def cache(world: World) -> str:
+    count, num_blocks = world.context.num_devices, 8
+    spec = make_spec(num_heads=4 * count, num_kv_heads=2 * count, dtype=world.dtypes[0])
+    layout = world.platform.attention_backend(spec).kv_layout()
+    backend = world.platform.attention_backend(spec)
+    made = backend.allocate(num_blocks, layout.block_sizes[0], world.device.device)
+    tensors = [made] if isinstance(made, torch.Tensor) else list(made)
+    bytes_of = [0] * count
+    for tensor in tensors:
+        for device, part in enumerate(world.device.parts(tensor)):
+            bytes_of[device] += part.numel() * part.element_size()
+    share = num_blocks * layout.block_sizes[0] * layout.bytes_per_token // count
+    if max(bytes_of) > share or min(bytes_of) == 0:
+        return f"a cache of which kv_layout has {share} bytes on each device takes {bytes_of} on them"
+    sizes = spec.head_size + spec.value_size
+    most = 1.5 * spec.num_kv_heads * (sizes + 4) * torch_dtype(spec.kv_dtype).itemsize  # scales, and some padding
+    if layout.bytes_per_token > most:
+        return f"a token takes {layout.bytes_per_token} bytes on all devices; on one it would take about {most:.0f}"
+    return ""
+
+
+def total(world: World) -> str:
+    world.total = world.device.memory().total
+    return "" if world.total > 0 else "memory().total is 0"
+
+
+def weights(world: World) -> str:
+    """Core's worker loads a model; each device may have half of it and a bit."""
+    args = EngineArgs.from_kwargs(
+        model=world.folder,
+        platform=world.platform.spec.name,
+        dtype=world.dtypes[0],
+        skip_tokenizer_init=True,
+        use_tqdm_on_load=False,
+        tensor_parallel_size=world.context.num_devices,
+    )
+    config = settle_config(args.create_engine_config(), world.platform)
+    worker = Worker(config, world.platform, world.context)
+    worker.init_device()
+    worker.load_model()
+    parameters = list(worker.runner.model.parameters())
+    whole = sum(p.numel() * p.element_size() for p in parameters)
+    bytes_of = [0] * world.context.num_devices
+    for parameter in parameters:
+        for device, part in enumerate(worker.runtime.parts(parameter.data)):
+            bytes_of[device] += part.numel() * part.element_size()
+    worker.shutdown()
+    fair = whole / world.context.num_devices
+    if whole == 0:
+        return ""  # the platform keeps them in a form of its own
+    if max(bytes_of) > 1.25 * fair or min(bytes_of) < 0.75 * fair:
+        return f"of {whole} bytes of weights the devices hold {bytes_of}; each should have about {fair:.0f}"
+    return ""
+
+
 COLLECTIVES: dict[str, Callable[[World], str]] = {
     "all_reduce": all_reduce,
     "all_gather": all_gather,
@@ -255,6 +333,8 @@ COLLECTIVES: dict[str, Callable[[World], str]] = {
     "barrier": barrier,
 }
 TRIALS: dict[str, Callable[[World], str]] = {"bind": bind, "join": join, **COLLECTIVES, "close": close}
+OF_SEVERAL_DEVICES = {"bind": bind, "place": place, "cache": cache, "total": total, "close": close, "weights": weights}
+"""What a worker tries that drives several devices."""
 
 _digest = hashlib.sha256()
 
@@ -269,18 +349,21 @@ def main(order: dict[str, Any]) -> int:
         local_world_size=order["world_size"],
         in_engine_process=False,
         init_method=order["init_method"],
+        num_devices=order["num_devices"],
     )
-    world = World(choose_platform(order["platform"]).platform, context, order["dtypes"])
+    world = World(choose_platform(order["platform"]).platform, context, order["dtypes"], order["checkpoint"])
     for name in order["what"]:
         if name in COLLECTIVES and (name not in world.platform.capabilities.collectives or context.world_size == 1):
             continue
         _digest = hashlib.sha256()
         try:
             with enter_phase(Phase.WORKER):
-                error = TRIALS[name](world)
+                error = {**TRIALS, **OF_SEVERAL_DEVICES}[name](world)
         except Exception as e:  # noqa: BLE001  (told to whoever asked)
             error = f"{type(e).__name__}: {e}"
         answer = {"did": name, "error": error, "digest": _digest.hexdigest()}
+        if name == "total":
+            answer["total"] = world.total
         if name == "bind" and world.runtime is not None:
             answer["device"] = str(world.runtime.device)
         sys.stdout.write(f"\n{SIGN}{json.dumps(answer)}\n")

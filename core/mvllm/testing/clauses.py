@@ -120,6 +120,12 @@ _ALL = (
         "torch_device",
     ),
     Clause(
+        "DEV-09",
+        "Where a worker drives several devices, `place` gives each an equal part of a tensor along a dimension, in "
+        "order, or all of it; `parts` says what each has.",
+        "devices_per_process",
+    ),
+    Clause(
         "MEM-01",
         "`memory()` gives `total`, `free`, `used_by_me` and `peak_by_me` in bytes; `peak_by_me` never falls below "
         "`used_by_me` at the time of the call.",
@@ -136,6 +142,11 @@ _ALL = (
         "`is_out_of_memory` knows the error of a tensor that torch cannot make on the device for want of memory, and "
         "no other.",
         "torch_device",
+    ),
+    Clause(
+        "MEM-05",
+        "Where a worker drives several devices, `memory()` counts all of them; memory that is the host's, once.",
+        "devices_per_process",
     ),
     Clause(
         "KVL-01",
@@ -158,6 +169,12 @@ _ALL = (
         "What `write_kv` stores is what `forward` reads, rounded to the storage dtype (in 8 bits: with a scale for "
         "each token and head): a query with one visible key gets that key's value.",
         "torch_device",
+    ),
+    Clause(
+        "KVL-06",
+        "Where a worker drives several devices, these share the key/value heads, if their number divides them: a token "
+        "takes no more bytes on all of them than it would on one.",
+        "devices_per_process",
     ),
     Clause(
         "ATT-01",
@@ -282,11 +299,16 @@ _ALL = (
         "KV cache is no more than the device has, and can be allocated.",
     ),
     Clause(
+        "RUN-03",
+        "Where a worker drives several devices, each holds a share of the weights.",
+        "devices_per_process",
+    ),
+    Clause(
         "E2E-01",
         "An engine with one worker generates the oracle's tokens: exactly in float32, and in any other dtype up to "
         "ties.",
     ),
-    Clause("E2E-02", "So does one with two tensor-parallel workers."),
+    Clause("E2E-02", "So does one with two tensor-parallel workers, or with one that drives two devices."),
     Clause("E2E-03", "So does one with two pipeline stages."),
     Clause("E2E-04", "A prompt whose prefix is cached gives the same tokens.", "prefix_caching"),
     Clause("E2E-05", "A prompt that is computed in chunks gives the same tokens.", "chunked_prefill"),
@@ -320,6 +342,8 @@ def claims(capabilities: Capabilities, needs: str | None) -> bool:
     if name in _OF_TORCH and not capabilities.torch_device:
         return False
     value = getattr(capabilities, name)
+    if name == "devices_per_process":
+        return capabilities.torch_device and (value is None or value > 1)
     return part in value if part else bool(value)
 
 

@@ -63,7 +63,13 @@ def parallel_config(tensor: int = 1, pipeline: int = 1) -> ParallelConfig:
 
 
 def run_ranks(
-    examinee: Examinee, world_size: int, what: list[str], *, local_ranks: list[int] | None = None
+    examinee: Examinee,
+    world_size: int,
+    what: list[str],
+    *,
+    local_ranks: list[int] | None = None,
+    num_devices: int = 1,
+    checkpoint: Path | None = None,
 ) -> list[RankResult]:
     """Starts the ranks of one world and returns what they say, in rank order.
 
@@ -71,8 +77,10 @@ def run_ranks(
         world_size: Ranks.
         what: What each tries, in this order; names of `_rank.TRIALS`.
         local_ranks: Start these ranks only, each on its own: they meet nobody.
+        num_devices: Devices that each drives.
+        checkpoint: A folder, for those that load one.
     """
-    topology = topology_of(examinee, parallel_config(tensor=world_size))
+    topology = topology_of(examinee, parallel_config(tensor=world_size * num_devices))
     meeting = None if local_ranks is not None or world_size == 1 else f"tcp://127.0.0.1:{_free_port()}"
     with tempfile.TemporaryDirectory() as folder:
         started = []
@@ -86,6 +94,8 @@ def run_ranks(
                 "init_method": meeting,
                 "dtypes": examinee.capabilities.dtypes,
                 "what": what,
+                "num_devices": num_devices,
+                "checkpoint": str(checkpoint or ""),
             }
             output = Path(folder) / f"rank{rank}"
             with output.open("wb") as sink:
@@ -121,6 +131,24 @@ def _collect(started: list[tuple[subprocess.Popen[bytes], Path]]) -> list[RankRe
             process.kill()
             process.wait()
     return results
+
+
+def of_several_devices(
+    examinee: Examinee, what: str, num_devices: int = 2, checkpoint: Path | None = None
+) -> RankResult:
+    """A worker that drives so many devices, having bound them and tried one thing of `_rank.OF_SEVERAL_DEVICES`."""
+    [result] = run_ranks(examinee, 1, ["bind", what], num_devices=num_devices, checkpoint=checkpoint)
+    return result
+
+
+def why_not_devices(examinee: Examinee, count: int) -> str:
+    """Why one worker does not drive `count` devices on this platform; empty when it does."""
+    topology = topology_of(examinee, parallel_config(tensor=count))
+    if topology.num_workers > 1:
+        return f"{count} tensor-parallel ranks are {topology.num_workers} workers of its topology"
+    if examinee.platform.worker_class() is not None:
+        return "it has a worker class of its own, which spreads what it likes"
+    return ""
 
 
 _KNOWN: dict[tuple[str, int], str] = {}

@@ -99,7 +99,7 @@ class ModelRunner:
         platform: Gives attention backends, op providers and buckets.
         runtime: The bound device.
         tp, pp: The rank's tensor-parallel and pipeline-parallel groups.
-        every_rank_answers: As in WorkerContext.
+        every_rank_answers, num_devices: As in WorkerContext.
     """
 
     def __init__(
@@ -111,11 +111,12 @@ class ModelRunner:
         pp: GroupCoordinator,
         *,
         every_rank_answers: bool = False,
+        num_devices: int = 1,
     ) -> None:
         self._config = config
         self._platform = platform
         self._runtime = runtime
-        self._tp, self._pp = tp, pp
+        self._tp, self._pp, self._num_devices = tp, pp, num_devices
         self._backends: dict[AttentionSpec, AttentionBackend] = {}
         self._groups: list[int | None] = [None]
         """What the layers of each group see, see `group_layers`."""
@@ -158,6 +159,8 @@ class ModelRunner:
             kv_dtype=kv_dtype,
             quantization=quantization_method(config),
             with_adapters=self._config.lora is not None,
+            num_devices=self._num_devices,
+            spread=self._runtime.place,
         )
         self.model = self._load(config, context)
         if config.kind.num_labels and self._pipeline.is_last and self.model.scores is None:

@@ -41,6 +41,7 @@ class Worker:
             self._groups.tp,
             self._groups.pp,
             every_rank_answers=self._ctx.every_rank_answers,
+            num_devices=self._ctx.num_devices,
         )
 
     def load_model(self) -> None:

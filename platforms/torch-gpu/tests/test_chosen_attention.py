@@ -10,6 +10,7 @@ import importlib.machinery
 import sys
 
 import pytest
+import torch
 
 from mvllm.plugin_api import ConfigError, PlatformError, WorkerContext
 from mvllm.testing.attention_cases import expected, make_case, make_spec, run, tolerance
@@ -152,7 +153,7 @@ def test_a_library_that_fails_is_left_out_and_one_that_cannot_be_timed_waits(cal
 
 def test_a_call_is_timed():
     found = []
-    assert device_seconds(lambda: found.append(1)) >= 0
+    assert device_seconds(torch.device("cpu"), lambda: found.append(1)) >= 0
     assert len(found) > 1
 
 

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -107,3 +110,18 @@ def test_seeds_give_the_same_tokens_whatever_else_is_in_the_step(zoo):
         [alone] = llm.generate([prompt], seeded, use_tqdm=False)
         among = llm.generate([prompt] * 4, [other, seeded, other, other], use_tqdm=False)
     assert list(among[1].outputs[0].token_ids) == list(alone.outputs[0].token_ids)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", ["llama"])
+def test_one_worker_with_two_devices_gives_the_same_and_each_has_its_part(tmp_path, family):
+    """The program looks at the parts of each weight, and at XLA's count of compilations."""
+    script = Path(__file__).with_name("two_devices.py")
+    done = subprocess.run(
+        [sys.executable, script, family, tmp_path],
+        env={**os.environ, "CPU_NUM_DEVICES": "2"},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode == 0 and "two devices: well" in done.stdout, (done.stdout + done.stderr)[-3000:]

@@ -37,7 +37,7 @@ finally:
 if not isinstance(tl.sum, interpreter.InterpretedFunction):
     raise RuntimeError(
         "Something has imported Triton without its interpreter. Give these tests a process of their own: "
-        "pytest platforms/triton-kernels/tests platforms/torch-gpu/tests platforms/cuda/tests"
+        "pytest platforms/triton-kernels/tests platforms/torch-gpu/tests platforms/cuda/tests platforms/xpu/tests"
     )
 
 # Triton 3.7's interpreter keeps bfloat16 and float8 as integers. It multiplies matrices of these integers, and rounds

@@ -84,8 +84,20 @@ def test_groups_of_one_rank_ask_for_no_communicator() -> None:
 
 
 def test_one_worker_meets_nobody_whatever_it_drives() -> None:
-    groups = join_groups(config(4, 1), MeetingPlatform(), WorkerContext(), DEVICE)
+    groups = join_groups(config(4, 1), MeetingPlatform(), WorkerContext(num_devices=4), DEVICE)
     assert (groups.tp.world_size, groups.pp.world_size) == (1, 1)
+
+
+def test_the_devices_of_a_worker_are_one_rank_of_its_group() -> None:
+    platform = MeetingPlatform()
+    groups = join_groups(config(4, 2), platform, context(1, 4, num_devices=2), DEVICE)
+    assert [(group.name, group.ranks) for group in platform.asked] == [("tp", (0, 1)), ("pp", (1, 3))]
+    assert (groups.tp.world_size, groups.pp.world_size) == (2, 2)
+
+
+def test_a_worker_does_not_hold_several_stages() -> None:
+    with pytest.raises(ConfigError, match="makes 2 ranks, but 1 were started with 2 devices each"):
+        join_groups(config(1, 2), MeetingPlatform(), WorkerContext(num_devices=2), DEVICE)
 
 
 def test_a_world_of_another_size_is_refused() -> None:

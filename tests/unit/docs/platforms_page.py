@@ -68,6 +68,10 @@ FURTHER: dict[str, tuple[tuple[str, str], ...]] = {
         ),
         ("driver's files and lists of devices, made for the purpose", "platforms/rocm/tests"),
     ),
+    "xpu": (
+        (_ON_THE_HOST, "platforms/xpu/tests/test_engine_on_the_host.py"),
+        ("kernel's files and lists of devices, made for the purpose", "platforms/xpu/tests"),
+    ),
     "example": (("the engine's own tests of devices", "tests/engine/test_example_device.py"),),
 }
 """What was tested beside the conformance suite, and where."""

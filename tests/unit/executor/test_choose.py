@@ -131,3 +131,45 @@ def test_a_topology_that_contradicts_itself_is_the_platforms_error(topology, say
 
     with pytest.raises(PlatformError, match=f"'acme' failed in topology: ValueError: .*{says}"):
         make_executor(config("mp"), Confused())
+
+
+def of(num_workers: int, devices: int, **capabilities: object) -> FakePlatform:
+    """A platform with a worker of core's, and such a topology."""
+
+    class Several(FakePlatform):
+        def topology(self, parallel):
+            return LaunchTopology(num_workers, devices, ("uni", "mp"))
+
+        def worker_class(self):
+            return None
+
+    made = Several()
+    made.capabilities = replace(made.capabilities, **{"devices_per_process": None, **capabilities})
+    return made
+
+
+def test_one_worker_of_several_devices_runs_in_this_process():
+    executor = make_executor(config(tp=4), of(1, 4))
+    assert type(executor) is UniProcExecutor
+
+
+def test_a_worker_of_several_devices_holds_one_stage():
+    text = refusal(config(tp=1, pp=2), of(1, 2))
+    assert "each worker of the platform 'acme' drives 2 devices, which share layers" in text
+    assert "Set tensor_parallel_size to a multiple of 2" in text
+
+
+def test_workers_of_several_devices_need_collectives_among_them_only():
+    text = refusal(config("uni", tp=4), of(2, 2, collectives=frozenset()))
+    assert "2 workers of 2 device(s). They need all_reduce, all_gather" in text
+
+
+@pytest.mark.parametrize(("workers", "devices"), [(3, 2), (1, 2), (2, 1)])
+def test_a_topology_without_the_devices_that_were_asked_for_is_the_platforms_error(workers, devices):
+    with pytest.raises(PlatformError, match=f"makes 4 ranks, for which .* has {workers} workers of {devices} devices"):
+        make_executor(config("uni", tp=4), of(workers, devices))
+
+
+def test_more_devices_than_the_platform_claims_are_refused():
+    with pytest.raises(PlatformError, match=r"each worker drive 4 devices, but it claims at most 2"):
+        make_executor(config(tp=4), of(1, 4, devices_per_process=2))

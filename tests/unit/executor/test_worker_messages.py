@@ -105,7 +105,10 @@ def test_workers_are_named_by_what_they_share() -> None:
     assert names(2, 1) == ["Worker_TP0", "Worker_TP1"]
     assert names(1, 2) == ["Worker_PP0", "Worker_PP1"]
     assert names(2, 2) == ["Worker_PP0_TP0", "Worker_PP0_TP1", "Worker_PP1_TP0", "Worker_PP1_TP1"]
-    assert worker_names(ParallelConfig(tensor_parallel_size=8), 1) == ["Worker_0"]  # one process drives eight devices
+    assert worker_names(ParallelConfig(tensor_parallel_size=8), 1) == ["Worker"]  # one process drives eight devices
+    two_each = ParallelConfig(tensor_parallel_size=4, pipeline_parallel_size=2)
+    assert worker_names(two_each, 4) == names(2, 2)
+    assert worker_names(ParallelConfig(pipeline_parallel_size=4), 2) == ["Worker_0", "Worker_1"]
 
 
 def test_the_board_shows_each_rank_its_own_line_in_every_process_that_has_it() -> None:

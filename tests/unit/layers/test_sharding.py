@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import zlib
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from torch import nn
 
 from mvllm.distributed.group import GroupCoordinator
 from mvllm.errors import ConfigError
-from mvllm.layers.context import BuildContext
+from mvllm.layers.context import BuildContext, Share
 from mvllm.layers.embedding import LMHead, VocabEmbedding
 from mvllm.layers.experts import GatedExperts
 from mvllm.layers.linear import ColumnParallelLinear, HeadShare, QKVLinear, RowParallelLinear
@@ -159,15 +160,52 @@ def test_moe_equals_a_loop_over_tokens_and_experts(size: int, normalize: bool) -
 
 
 def test_key_value_heads_fewer_than_ranks_are_copied_to_neighbours() -> None:
-    shares = [HeadShare.of(8, 2, fake_group("tp", rank, 4)) for rank in range(4)]
+    shares = [HeadShare.of(8, 2, [Share(rank, 4)]) for rank in range(4)]
     assert [(s.first_head, s.num_heads) for s in shares] == [(0, 2), (2, 2), (4, 2), (6, 2)]
     assert [(s.first_kv_head, s.num_kv_heads) for s in shares] == [(0, 1), (0, 1), (1, 1), (1, 1)]
+
+
+LAYERS: dict[str, tuple[Callable[[BuildContext], nn.Module], str]] = {
+    "gates": (lambda ctx: ColumnParallelLinear(ctx, [("gate", 8), ("up", 8)], 6, bias=True), "weight"),
+    "one matrix of gates": (lambda ctx: ColumnParallelLinear(ctx, [("both", 8), ("both", 8)], 6, bias=False), "weight"),
+    "transposed": (lambda ctx: ColumnParallelLinear(ctx, [("a", 8)], 6, bias=True, transposed=True), "bias"),
+    "inputs": (lambda ctx: RowParallelLinear(ctx, "a", 8, 6, bias=False), "weight"),
+    "heads": (lambda ctx: QKVLinear(ctx, ("q", "k", "v"), 6, 8, 4, 2, bias=True), "weight"),
+    "biases of heads": (lambda ctx: QKVLinear(ctx, ("q", "k", "v"), 6, 8, 4, 2, bias=True), "bias"),
+    "copied heads": (lambda ctx: QKVLinear(ctx, ("q", "k", "v"), 6, 8, 2, 2, bias=False), "weight"),
+    "heads in one matrix": (lambda ctx: QKVLinear(ctx, ("qkv",), 6, 8, 4, 2, bias=False), "weight"),
+    "heads by group": (lambda ctx: QKVLinear(ctx, ("qkv",), 6, 8, 2, 2, bias=False, by_group=True), "weight"),
+    "vocabulary": (lambda ctx: VocabEmbedding(ctx, "wte", 10, 6), "weight"),
+    "head": (lambda ctx: LMHead(ctx, "lm_head", 9, 6), "weight"),
+}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("make", "name"), LAYERS.values(), ids=LAYERS.keys())
+def test_each_device_of_a_worker_has_what_a_worker_of_its_own_would(
+    make: Callable[[BuildContext], nn.Module], name: str, workers: int
+) -> None:
+    weights: dict[str, torch.Tensor] = {}
+
+    def parameter(rank: int, of: int, num_devices: int) -> tuple[nn.Module, torch.Tensor]:
+        ctx = dataclasses.replace(make_context(tp=fake_group("tp", rank, of)), num_devices=num_devices)
+        layer = make(ctx)
+        layer.get_parameter(name).data.zero_()  # as the loader does with what it does not fill
+        return layer, fill(layer, weights).get_parameter(name).data
+
+    alone = [parameter(rank, 4, 1)[1] for rank in range(4)]
+    num_devices = 4 // workers
+    for worker in range(workers):
+        layer, together = parameter(worker, workers, num_devices)
+        parts = together.chunk(num_devices, dim=layer.partitions[name])
+        for device, part in enumerate(parts):
+            torch.testing.assert_close(part, alone[worker * num_devices + device])
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(6, 3, 2), (12, 3, 4), (5, 5, 2)])
 def test_heads_that_do_not_divide_are_refused(num_heads: int, num_kv_heads: int, size: int) -> None:
     with pytest.raises(ConfigError, match="heads"):
-        HeadShare.of(num_heads, num_kv_heads, fake_group("tp", 0, size))
+        HeadShare.of(num_heads, num_kv_heads, [Share(0, size)])
 
 
 @pytest.mark.parametrize(

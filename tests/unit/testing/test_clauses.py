@@ -18,7 +18,7 @@ SUITE = Path(testing.__file__).parent / "suite"
 
 # What core never asks a platform for, so that there is nothing to refuse.
 NEVER_ASKED = {
-    "ATT-11",  # a promise about how, not about what
+    *("ATT-11", "SHP-03"),  # promises about how, not about what
     *("COM-05", "COM-06", "COM-08", "COM-09", "COM-10"),  # no layer uses these yet
 }
 

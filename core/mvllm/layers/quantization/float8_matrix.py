@@ -81,7 +81,8 @@ class Float8Matrix(QuantizedMatrix):
     def __init__(self, ctx: BuildContext, layout: MatrixLayout, format: Float8Format) -> None:
         super().__init__()
         self.layout, self.format = layout, format
-        self._dtype, self._device = ctx.dtype, ctx.device
+        self._dtype, self._device, self._place = ctx.dtype, ctx.device, ctx.place
+        self._num_devices = ctx.num_devices
         sizes = {"in_features": layout.num_columns, "out_features": layout.out_features, "bias": layout.bias}
         floats = ctx.op("linear", **sizes)
         self._rows, self._columns = self._kept_block()
@@ -109,7 +110,8 @@ class Float8Matrix(QuantizedMatrix):
         if self._is_kept:
             weight = self._read()
         else:
-            weight = nn.Parameter(self._floats(self._dtype).to(self._device), requires_grad=False)
+            floats = self._place(self._floats(self._dtype).to(self._device), self.layout.partition)
+            weight = nn.Parameter(floats, requires_grad=False)
         if self._op.prepare is not None:
             weight = self._op.prepare(weight if isinstance(weight, Float8Weight) else weight.data)
         return self._op.function, weight
@@ -148,9 +150,11 @@ class Float8Matrix(QuantizedMatrix):
         if self._has_input_scale:  # one input has one scale: the one that clamps nothing which another would keep
             stored = [staged.get_parameter(_INPUT_SCALE).detach() for staged in self.stored]
             input_scale = torch.stack(stored).amax(dim=0).to(self._device)
+        partition = self.layout.partition
+        of_scales = partition if partition is None or scales.shape[partition] % self._num_devices == 0 else None
         return Float8Weight(
-            codes.to(self._device),
-            scales.to(self._device),
+            self._place(codes.to(self._device), partition),
+            self._place(scales.to(self._device), of_scales),
             self._rows,
             self._columns,
             self.format.inputs,

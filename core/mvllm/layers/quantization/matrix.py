@@ -72,7 +72,7 @@ class IntegerMatrix(QuantizedMatrix):
         self.layout, self.format = layout, format
         size = layout.num_columns
         self.group_size = size if format.group_size is None else min(format.group_size, size)
-        self._device = ctx.device
+        self._device, self._place, self._num_devices = ctx.device, ctx.place, ctx.num_devices
         self._facts = {
             "in_features": layout.num_columns,
             "bias": layout.bias,
@@ -104,10 +104,12 @@ class IntegerMatrix(QuantizedMatrix):
 
     def finish(self) -> tuple[Product, Any]:
         loaded, order = self.read()
+        partition = self.layout.partition
+        of_groups = None if partition == 1 and self.num_groups % self._num_devices else partition
         weight = QuantizedWeight(
-            loaded.values.to(self._device),
-            loaded.scales.to(self._device),
-            None if loaded.zero_points is None else loaded.zero_points.to(self._device),
+            self._place(loaded.values.to(self._device), partition),
+            self._place(loaded.scales.to(self._device), of_groups),
+            None if loaded.zero_points is None else self._place(loaded.zero_points.to(self._device), of_groups),
             loaded.group_size,
             loaded.bits,
             loaded.int8_activations,

@@ -209,7 +209,7 @@ def _groups(layout: MatrixLayout, how: PackedFormat, ctx: BuildContext) -> slice
     if how.group_size is None:
         return slice(0, 1)
     start, stop, size = layout.columns.start, layout.columns.stop, how.group_size
-    ranks = ctx.tp.world_size
+    ranks = ctx.shares[0].of
     cut = (start, stop) != (0, layout.in_features)
     if cut and how.order_tensor is not None:
         raise ConfigError(

@@ -50,6 +50,12 @@ class TransformersForCausalLM(CausalLM):
                 f"{config.architecture} runs through transformers, whose models are not cut into stages here. Use "
                 f"pipeline_parallel_size=1 (it is {ctx.pp.world_size}), with tensor_parallel_size for more devices."
             )
+        if ctx.num_devices > 1:
+            raise ConfigError(
+                f"{config.architecture} runs through transformers, whose models are not cut for the {ctx.num_devices} "
+                "devices that one worker drives here. Use tensor_parallel_size=1, with data_parallel_size for more "
+                "devices."
+            )
         skeleton = Skeleton(config, ctx.dtype, ctx.tp)
         given = skeleton.causal._modules[skeleton.layers_name]
         assert isinstance(given, Given), "the dry run leaves it there"
@@ -190,7 +196,7 @@ def _linear(ctx: BuildContext, name: str, original: nn.Linear, cut: Cut) -> Line
         linear = RowParallelLinear(ctx, name, size_in, size_out, bias=bias)
     else:
         linear = ReplicatedLinear(ctx, name, size_in, size_out, bias=bias)
-    columns = share(size_in, ctx.tp, f"input features of {name}") if cut is Cut.INPUTS_SPLIT else None
+    columns = share(size_in, ctx.shares, f"input features of {name}") if cut is Cut.INPUTS_SPLIT else None
     return LinearInPlace(linear, original, ctx.tp, columns=columns, gathers=cut is Cut.OUTPUTS_GATHERED)
 
 
@@ -208,7 +214,7 @@ def _targets(
     if skeleton.cuts.of(name) is Cut.WHOLE:
         return [(name, WeightTarget(parameter, tuple(parameter.shape), everything, everything))]
     size = parameter.shape[0] * ctx.tp.world_size  # a vector with an element per output, see Skeleton
-    return [(name, WeightTarget(parameter, (size,), (share(size, ctx.tp, "elements"),), everything))]
+    return [(name, WeightTarget(parameter, (size,), (share(size, ctx.shares, "elements"),), everything))]
 
 
 def _stored_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:

@@ -13,6 +13,7 @@ from torch import nn
 from mvllm.config.model import ModelConfig
 from mvllm.distributed.group import GroupCoordinator
 from mvllm.errors import ConfigError, ModelError, MvllmError
+from mvllm.layers.context import Share
 from mvllm.layers.linear import share
 from mvllm.models.fallback.classes import model_class
 from mvllm.models.fallback.cuts import Cut, CutPlan
@@ -68,6 +69,7 @@ class Skeleton:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, tp: GroupCoordinator) -> None:
         self._config, self._tp = config, tp
+        self._shares = [Share(tp.rank_in_group, tp.world_size)]
         self._where = f"{config.hf_config.source}: {config.architecture}, run through transformers,"
         chosen = model_class(config.architecture)
         register()
@@ -162,10 +164,10 @@ class Skeleton:
     def _dry_linear(self, name: str, linear: nn.Linear) -> DryLinear:
         cut, in_width, out_width = self.cuts.of(name), linear.in_features, linear.out_features
         if cut in (Cut.OUTPUTS, Cut.OUTPUTS_GATHERED):
-            band = share(out_width, self._tp, f"output features of {name}")
+            band = share(out_width, self._shares, f"output features of {name}")
             out_width = out_width if cut is Cut.OUTPUTS_GATHERED else band.stop - band.start
         elif cut in (Cut.INPUTS, Cut.INPUTS_SPLIT):
-            band = share(in_width, self._tp, f"input features of {name}")
+            band = share(in_width, self._shares, f"input features of {name}")
             in_width = in_width if cut is Cut.INPUTS_SPLIT else band.stop - band.start
         return DryLinear(linear, in_width, out_width)
 

@@ -65,6 +65,11 @@ def check_parallel(subject: Examinee, zoo: Zoo, family: str, tensor: int, pipeli
         with pytest.raises(ConfigError):
             engine(subject, zoo.checkpoint(family), **sizes).__enter__()
         not_claimed(f"two workers in processes; {', '.join(missing) or 'executors ' + ', '.join(topology.executors)}")
+    of_core = subject.capabilities.torch_device and subject.platform.worker_class() is None
+    if of_core and tensor % (tensor * pipeline // topology.num_workers):
+        with pytest.raises(ConfigError, match="several pipeline stages"):
+            engine(subject, zoo.checkpoint(family), **sizes).__enter__()
+        not_claimed("several pipeline stages in one worker: its devices share layers")
     if topology.num_workers > 1 and (why := why_not_ranks(subject, topology.num_workers)):
         not_run(why)
     check(subject, zoo, family, **sizes)

@@ -1,1 +1,1 @@
-"""What platforms share whose devices torch drives through `torch.cuda`: CUDA's, and ROCm's under the same names."""
+"""What platforms share whose devices torch drives through a module like `torch.cuda`."""

@@ -63,7 +63,7 @@ class ChosenAttention(TritonAttention):
         super().__init__(spec, float8=float8)
         self._libraries = {library.name: library for library in libraries}
         self._forced = forced
-        self._clock = clock or device_seconds
+        self._given_clock = clock
         self._chosen: dict[Hashable, str] = {}
 
     def kv_layout(self) -> KVLayout:
@@ -116,13 +116,14 @@ class ChosenAttention(TritonAttention):
         kind: Hashable,
     ) -> str:
         """The way that took least, noted for steps of this kind; the Triton kernels where nothing can be timed."""
-        own = self._clock(partial(super().forward, query, kv, metadata))
+        clock = self._given_clock or partial(device_seconds, query.device)
+        own = clock(partial(super().forward, query, kv, metadata))
         if own is None:
             return TRITON
         seconds = {TRITON: own}
         for name, way in ways.items():
             try:
-                found = self._clock(way)
+                found = clock(way)
             except (RuntimeError, ValueError, TypeError) as e:  # what it said of itself was not all
                 logger.warning("%s fails, and is left out: %s", name, e)
                 self._libraries.pop(name, None)
@@ -134,12 +135,16 @@ class ChosenAttention(TritonAttention):
         return best
 
 
-def device_seconds(call: Callable[[], Any]) -> float | None:
+def device_seconds(device: torch.device, call: Callable[[], Any]) -> float | None:
     """The best of a few runs of a call, after one that does not count; None while a graph is captured."""
-    on_device = torch.cuda.is_available()
-    if on_device and torch.cuda.is_current_stream_capturing():
-        return None
-    wait = torch.cuda.synchronize if on_device else lambda: None
+    if device.type == "cpu":
+        return _best(call, lambda: None)
+    module = torch.get_device_module(device)
+    capturing = getattr(module, "is_current_stream_capturing", None)
+    return None if capturing is not None and capturing() else _best(call, module.synchronize)
+
+
+def _best(call: Callable[[], Any], wait: Callable[[], None]) -> float:
     call()
     best = float("inf")
     for _ in range(_ROUNDS):

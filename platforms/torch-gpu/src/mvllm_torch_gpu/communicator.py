@@ -1,4 +1,5 @@
-"""Collectives between devices: NCCL through torch.distributed, with a shorter way for small sums.
+"""Collectives between devices through torch.distributed: over any maker's library, and over NCCL with a shorter way for
+small sums.
 
 In torch's build for ROCm the backend of that name, with its variables, is RCCL.
 
@@ -21,6 +22,8 @@ from mvllm.plugin_api import GroupSpec, PlatformError, TorchCommunicator, get_lo
 
 logger = get_logger("mvllm.torch_gpu.communicator")
 
+_ADVICE = "Set NCCL_DEBUG=INFO to see what NCCL tries; between machines, NCCL_SOCKET_IFNAME names the network to use."
+
 
 class SmallSums(Protocol):
     """Another way to add up small tensors over the ranks of a group. All ranks call it alike."""
@@ -35,18 +38,66 @@ class SmallSums(Protocol):
         """Gives its memory back."""
 
 
-class NcclCommunicator(TorchCommunicator):
-    """A group of ranks with a device each.
+class DeviceCommunicator(TorchCommunicator):
+    """A group of ranks with a device each, over the library of their maker.
 
     Args:
         spec: The group.
         device: This rank's device, current in this process.
-        direct_sums: Add small tensors without NCCL, where that works.
-        backend: Torch's; another than NCCL is for tests.
+        backend: Torch's.
+        advice: What to try where ranks do not find each other.
         timeout: Seconds after which a collective that some rank has not joined fails.
 
     Raises:
         PlatformError: The ranks do not find each other.
+    """
+
+    def __init__(
+        self, spec: GroupSpec, device: torch.device, *, backend: str, advice: str, timeout: float = 600.0
+    ) -> None:
+        try:
+            super().__init__(spec, backend=backend, device=device, timeout=timeout)
+            # Such libraries connect at the first collective: now, where a failure can be told as what it is.
+            super().all_reduce(torch.zeros(1, device=device))
+        except RuntimeError as e:
+            raise PlatformError(
+                f"The ranks {list(spec.ranks)} of group {spec.name!r} do not find each other: "
+                f"{str(e).partition(chr(10))[0]}. {advice}"
+            ) from e
+        self._met: set[int] = set()
+
+    def send(self, tensor: torch.Tensor, destination: int) -> None:
+        self._meet(destination)
+        super().send(tensor, destination)
+
+    def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
+        self._meet(source)
+        return super().recv(shape, dtype, source)
+
+    def _meet(self, other: int) -> None:
+        """Connects this rank with another when they first have something to say to each other.
+
+        Such libraries connect two ranks when one sends and the other receives: two that both begin by sending would
+        wait for each other for ever. So they exchange a word first, in an order that both know.
+        """
+        if other in self._met:
+            return
+        self._met.add(other)
+        word, peer = torch.zeros(1, device=self._device), self._global(other)
+        for sends in (True, False) if self.rank < other else (False, True):
+            if sends:
+                dist.send(word, dst=peer, group=self._group)
+            else:
+                dist.recv(word, src=peer, group=self._group)
+
+
+class NcclCommunicator(DeviceCommunicator):
+    """The same over NCCL, with a shorter way for small sums.
+
+    Args:
+        spec, device, timeout: As above.
+        direct_sums: Add small tensors without NCCL, where that works.
+        backend: Torch's; another than NCCL is for tests.
     """
 
     def __init__(
@@ -58,17 +109,7 @@ class NcclCommunicator(TorchCommunicator):
         backend: str = "nccl",
         timeout: float = 600.0,
     ) -> None:
-        try:
-            super().__init__(spec, backend=backend, device=device, timeout=timeout)
-            # NCCL connects at the first collective: now, where its failure can be told as what it is.
-            super().all_reduce(torch.zeros(1, device=device))
-        except RuntimeError as e:
-            raise PlatformError(
-                f"The ranks {list(spec.ranks)} of group {spec.name!r} do not find each other: "
-                f"{str(e).partition(chr(10))[0]}. Set NCCL_DEBUG=INFO to see what NCCL tries; between machines, "
-                "NCCL_SOCKET_IFNAME names the network to use."
-            ) from e
-        self._met: set[int] = set()
+        super().__init__(spec, device, backend=backend, advice=_ADVICE, timeout=timeout)
         self._small_sums: SmallSums | None = None
         if direct_sums:
             self._small_sums = self._agree_on(lambda: _direct(self, device))
@@ -78,35 +119,11 @@ class NcclCommunicator(TorchCommunicator):
             return self._small_sums.all_reduce(tensor)
         return super().all_reduce(tensor)
 
-    def send(self, tensor: torch.Tensor, destination: int) -> None:
-        self._meet(destination)
-        super().send(tensor, destination)
-
-    def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
-        self._meet(source)
-        return super().recv(shape, dtype, source)
-
     def close(self) -> None:
         if self._small_sums is not None:
             self._small_sums.close()
             self._small_sums = None
         super().close()
-
-    def _meet(self, other: int) -> None:
-        """Connects this rank with another when they first have something to say to each other.
-
-        NCCL connects two ranks when one sends and the other receives: two that both begin by sending would wait for
-        each other for ever. So they exchange a word first, in an order that both know.
-        """
-        if other in self._met:
-            return
-        self._met.add(other)
-        word, peer = torch.zeros(1, device=self._device), self._global(other)
-        for sends in (True, False) if self.rank < other else (False, True):
-            if sends:
-                dist.send(word, dst=peer, group=self._group)
-            else:
-                dist.recv(word, src=peer, group=self._group)
 
     def _agree_on(self, make: Callable[[], SmallSums]) -> SmallSums | None:
         """What `make` makes, if it does so on every rank and adds up right on every rank; else None on all of them."""

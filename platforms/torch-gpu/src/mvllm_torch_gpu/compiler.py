@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from mvllm.plugin_api import CompileBackend
-from mvllm_torch_gpu.captured_steps import CapturedSteps
+from mvllm_torch_gpu.captured_steps import TABLE_TOKENS, CapturedSteps
+from mvllm_torch_gpu.device_module import CUDA, DeviceModule
 from mvllm_torch_gpu.graphs import DeviceGraphs
 
 
@@ -27,13 +28,23 @@ class Uncompiled(CompileBackend):
         return "none-1"
 
 
-def make_compiler(mode: str) -> CompileBackend:
-    """The compiler of a mode of `settings.COMPILE_MODES`."""
+def make_compiler(mode: str, module: DeviceModule = CUDA, *, table_tokens: int = TABLE_TOKENS) -> CompileBackend:
+    """The compiler of a mode of `settings.COMPILE_MODES`, for the current device of a module.
+
+    Args:
+        mode: The mode.
+        module: What drives the device.
+        table_tokens: As CapturedSteps has it.
+    """
     if mode == "none":
         return Uncompiled()
     version = f"{mode}-{torch.__version__}"
     return CapturedSteps(
-        _graphs_of_this_device, version, fuse=fuse if mode == "inductor" else None, out_of_memory=_lack
+        lambda: DeviceGraphs(module.device(module.api.current_device()), module),
+        version,
+        fuse=fuse if mode == "inductor" else None,
+        out_of_memory=lambda: _lack(module),
+        table_tokens=table_tokens,
     )
 
 
@@ -42,10 +53,7 @@ def fuse(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
     return torch.compile(function, dynamic=dynamic)
 
 
-def _graphs_of_this_device() -> DeviceGraphs:
-    return DeviceGraphs(torch.device("cuda", torch.cuda.current_device()))
-
-
-def _lack() -> str:
-    free, total = torch.cuda.mem_get_info()
-    return f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB are free"
+def _lack(module: DeviceModule) -> str:
+    free, total = module.free_and_total(module.device(module.api.current_device()))
+    there = f"{total / 2**30:.2f} GiB"
+    return f"the device has {there}" if free is None else f"{free / 2**30:.2f} of {there} are free"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mvllm.plugin_api import GraphBackend, PlatformError, get_logger
+from mvllm_torch_gpu.device_module import CUDA, DeviceModule
 
 logger = get_logger("mvllm.torch_gpu.graphs")
 
@@ -24,24 +25,26 @@ class DeviceGraphs(GraphBackend):
 
     Args:
         device: It.
+        module: What drives it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, module: DeviceModule = CUDA) -> None:
         self._device = device
+        self._module = module
         self._pool: Any = None
         self._bytes = 0
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # so that what the allocator holds more afterwards is the graph's
-        before = torch.cuda.memory_reserved(self._device)
+        api = self._module.api
+        api.synchronize(self._device)
+        api.empty_cache()  # so that what the allocator holds more afterwards is the graph's
+        before = api.memory_reserved(self._device)
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.current_stream(self._device)
+            self._pool = api.graph_pool_handle()
+        graph = self._module.new_graph()
+        stream = api.current_stream(self._device)
         try:
-            # Other threads (NCCL's watchdog is one) may ask the driver for things that a capture must not.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with self._module.captures(graph, self._pool):
                 step()
         except torch.OutOfMemoryError:
             raise
@@ -50,8 +53,8 @@ class DeviceGraphs(GraphBackend):
             reason = str(e.__context__ or e).partition("\n")[0]
             raise PlatformError(f"The step cannot be captured in a graph: {reason}") from e
         finally:
-            torch.cuda.set_stream(stream)  # a capture that fails at its end leaves its own stream in place
-        self._bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
+            api.set_stream(stream)  # a capture that fails at its end leaves its own stream in place
+        self._bytes += max(0, api.memory_reserved(self._device) - before)
         return _Replay(graph, step)
 
     def memory_bytes(self) -> int:
@@ -66,24 +69,21 @@ class DeviceGraphs(GraphBackend):
         Raises:
             PlatformError: It has waited.
         """
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
         try:
-            yield
+            with self._module.forbids_waiting():
+                yield
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as e:
             if "synchroniz" not in str(e):
                 raise
             raise PlatformError(f"The step waits for the device: {str(e).partition(chr(10))[0]}") from e
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
 
 
 class _Replay:
     """Submits a graph again, and keeps what it reads and writes."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, step: Callable[[], Any]) -> None:
+    def __init__(self, graph: Any, step: Callable[[], Any]) -> None:
         self._graph = graph
         self._step = step
 

@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 
 from mvllm.plugin_api import MemoryInfo
+from mvllm_torch_gpu.device_module import CUDA, DeviceModule
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -103,12 +104,21 @@ class DeviceMemory:
         bound_bytes: What binding it has cost.
         unified: It uses the host's memory.
         others_counted: What torch gives as free leaves out what others hold; else the books are asked, too.
+        module: What drives the device.
     """
 
     def __init__(
-        self, device: torch.device, books: Books, bound_bytes: int, *, unified: bool, others_counted: bool = True
+        self,
+        device: torch.device,
+        books: Books,
+        bound_bytes: int,
+        *,
+        unified: bool,
+        others_counted: bool = True,
+        module: DeviceModule = CUDA,
     ) -> None:
         self._device = device
+        self._module = module
         self._books = books
         self._bound_bytes = bound_bytes
         self._unified = unified
@@ -116,18 +126,22 @@ class DeviceMemory:
 
     def figures(self) -> Figures:
         """The figures of now."""
-        driver_free, total = torch.cuda.mem_get_info(self._device)
+        api = self._module.api
+        driver_free, total = self._module.free_and_total(self._device)
         told = None if self._others_counted else self._books.free()
-        reserved = torch.cuda.memory_reserved(self._device)
+        reserved = api.memory_reserved(self._device)
         mine = self._books.held_by_this_process()
+        # Less than torch holds is another process's: one that has our number outside of our container.
+        outside = self._bound_bytes if mine is None or mine < reserved else mine - reserved
+        if driver_free is None:  # then nobody but us is known to be there; of the host's memory the host knows
+            driver_free = 0 if self._unified else max(0, total - reserved - outside)
         return Figures(
             total=total,
             driver_free=driver_free if told is None else min(driver_free, told),
-            allocated=torch.cuda.memory_allocated(self._device),
-            peak_allocated=torch.cuda.max_memory_allocated(self._device),
+            allocated=api.memory_allocated(self._device),
+            peak_allocated=api.max_memory_allocated(self._device),
             reserved=reserved,
-            # Less than torch holds is another process's: one that has our number outside of our container.
-            outside=self._bound_bytes if mine is None or mine < reserved else mine - reserved,
+            outside=outside,
             host_free=host_available() if self._unified else None,
         )
 

@@ -1,4 +1,4 @@
-"""The part of a platform that is the same for every device behind `torch.cuda`.
+"""The part of a platform that is the same for every device behind a module of torch like `torch.cuda`.
 
 A maker's package derives from `TorchGpuPlatform` and adds what torch does not know: which devices there are and which
 of them are visible, whose memory is whose, and what to tell its users.
@@ -30,6 +30,7 @@ from mvllm.plugin_api import (
     ShapePolicy,
     get_logger,
 )
+from mvllm_torch_gpu.device_module import CUDA, DeviceModule
 from mvllm_torch_gpu.settings import Settings
 
 if TYPE_CHECKING:
@@ -52,12 +53,14 @@ class TorchGpuPlatform(Platform):
         package: The distribution to install.
         settings: Variables of this platform alone.
         device_variable: The variable that limits a process to some devices.
+        module: How torch drives such devices.
     """
 
     title: ClassVar[str]
     package: ClassVar[str]
     settings: ClassVar[Settings]
     device_variable: ClassVar[str]
+    module: ClassVar[DeviceModule] = CUDA
 
     @property
     @abstractmethod
@@ -132,14 +135,12 @@ class TorchGpuPlatform(Platform):
         return NcclCommunicator(group, device, direct_sums=self.settings.direct_sums())
 
     def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
-        from mvllm.plugin_api import ReferenceAttention
-
         none = f"The {self.title} platform has no attention for this model"
         try:
             from mvllm_torch_gpu.attention import TritonAttention
         except ImportError as e:
-            problems = ReferenceAttention.validate(spec)
-            if problems:
+            found, problems = self._without_kernels(spec)
+            if found is None:
                 raise PlatformError(f"{none}: {'; '.join(problems)}.") from e
             logger.warning(
                 "Attention runs in plain torch, which is many times slower: its kernels cannot be imported (%s). Run: "
@@ -147,14 +148,31 @@ class TorchGpuPlatform(Platform):
                 e,
                 self.package,
             )
-            return ReferenceAttention(spec)
+            return found
         problems = TritonAttention.validate(spec)
         if not problems:
             return self._fastest_attention(spec)
-        if ReferenceAttention.validate(spec):
+        found, _ = self._without_kernels(spec)
+        if found is None:
             raise PlatformError(f"{none}: {'; '.join(problems)}.")
         logger.warning("Attention runs in plain torch, which is many times slower: %s.", "; ".join(problems))
-        return ReferenceAttention(spec)
+        return found
+
+    def attention_without_kernels(self) -> Sequence[type[AttentionBackend]]:
+        """Backends in plain torch, for what the kernels do not take; the first that takes a spec has it."""
+        from mvllm.plugin_api import ReferenceAttention
+
+        return (ReferenceAttention,)
+
+    def _without_kernels(self, spec: AttentionSpec) -> tuple[AttentionBackend | None, list[str]]:
+        """The first of these that takes a spec, or None and all that they have against it."""
+        problems: list[str] = []
+        for backend in self.attention_without_kernels():
+            found = backend.validate(spec)
+            if not found:
+                return backend(spec), []
+            problems += found
+        return None, list(dict.fromkeys(problems))
 
     def _fastest_attention(self, spec: AttentionSpec) -> AttentionBackend:
         """The Triton kernels, which take the layer, and what is installed beside them.
@@ -186,15 +204,15 @@ class TorchGpuPlatform(Platform):
             return ()
         return providers(self.float8, multiplies_float8=self.multiplies_float8)
 
-    def graphs(self, device: torch.device) -> GraphBackend:
+    def graphs(self, device: torch.device) -> GraphBackend | None:
         from mvllm_torch_gpu.graphs import DeviceGraphs
 
-        return DeviceGraphs(device)
+        return DeviceGraphs(device, self.module)
 
-    def compiler(self) -> CompileBackend:
+    def compiler(self) -> CompileBackend | None:
         from mvllm_torch_gpu.compiler import make_compiler
 
-        return make_compiler(self.settings.compile_mode())
+        return make_compiler(self.settings.compile_mode(), self.module)
 
     def shapes(self) -> ShapePolicy:
         from mvllm_torch_gpu import shapes

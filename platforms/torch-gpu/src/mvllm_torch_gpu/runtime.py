@@ -20,6 +20,7 @@ import torch
 
 from mvllm.plugin_api import DeviceRuntime, Event, HostCopy, MemoryInfo, PlatformError, WorkerContext, get_logger
 from mvllm_torch_gpu import memory
+from mvllm_torch_gpu.device_module import CUDA, DeviceModule
 from mvllm_torch_gpu.wording import first_line
 
 logger = get_logger("mvllm.torch_gpu.runtime")
@@ -28,10 +29,14 @@ _LESS = "Lower --memory-utilization, or take memory back from other programs."
 
 
 class DeviceEvent:
-    """A point in a stream's order of work."""
+    """A point in a stream's order of work.
 
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()
+    Args:
+        event: Torch's.
+    """
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
 
     def record(self) -> None:
         """Sets the point after all work submitted so far to the current stream."""
@@ -54,7 +59,7 @@ class PendingCopy:
         done: Recorded behind it.
     """
 
-    def __init__(self, tensor: torch.Tensor, done: torch.cuda.Event) -> None:
+    def __init__(self, tensor: torch.Tensor, done: Any) -> None:
         self._tensor = tensor
         self._done = done
 
@@ -71,6 +76,7 @@ class TorchGpuRuntime(DeviceRuntime):
         library: What shows devices to a process, for people.
         after_failure: What to do about a device that does not answer.
         others_counted: What torch gives as free leaves out what other processes hold.
+        module: How torch drives such devices.
 
     Raises:
         PlatformError: There is no such device, it cannot be used, or it cannot be opened.
@@ -79,31 +85,37 @@ class TorchGpuRuntime(DeviceRuntime):
     library: ClassVar[str]
     after_failure: ClassVar[str]
     others_counted: ClassVar[bool] = True
+    module: ClassVar[DeviceModule] = CUDA
 
     def __init__(self, ctx: WorkerContext, *, unified: bool) -> None:
         self.check_build()
-        count = torch.cuda.device_count()
+        count = self.module.device_count()
         if ctx.local_rank >= count:
             raise PlatformError(too_few_devices(ctx, count, self.library, self.shown()))
         books = self.books(ctx.local_rank)
         free_before = books.free()
-        self.device = torch.device("cuda", ctx.local_rank)
+        self.device = self.module.device(ctx.local_rank)
         try:
-            torch.cuda.set_device(self.device)
+            self.module.api.set_device(self.device)
             torch.zeros(1, device=self.device)  # now the context is there, or the error is
-            properties = torch.cuda.get_device_properties(self.device)
+            properties = self.module.api.get_device_properties(self.device)
         except RuntimeError as e:
             raise PlatformError(
                 f"The device {self.device} cannot be opened: {first_line(e)}. {self.after_failure}"
             ) from e
         if refusal := self.refusal(properties):
             raise PlatformError(f"{properties.name} ({self.device}) {refusal}")
-        free_after, _ = torch.cuda.mem_get_info(self.device)
-        bound_bytes = 0 if free_before is None else max(0, free_before - free_after)
+        free_after, _ = self.module.free_and_total(self.device)
+        bound_bytes = 0 if free_before is None or free_after is None else max(0, free_before - free_after)
         self._memory = memory.DeviceMemory(
-            self.device, books, bound_bytes, unified=unified, others_counted=self.others_counted
+            self.device,
+            books,
+            bound_bytes,
+            unified=unified,
+            others_counted=self.others_counted,
+            module=self.module,
         )
-        self._side = torch.cuda.Stream(self.device)
+        self._side = self.module.api.Stream(self.device)
         self._open = True
         self.seed(ctx.seed)
         logger.info("Rank %d: %s, %s.", ctx.rank, properties.name, self._memory.figures().explain())
@@ -129,16 +141,16 @@ class TorchGpuRuntime(DeviceRuntime):
         """Why a device with these properties (torch's) cannot be used, and what to do; None where it can."""
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
+        self.module.api.synchronize(self.device)
 
     def memory(self) -> MemoryInfo:
         return self._memory.figures().as_info()
 
     def reset_peak_memory(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
+        self.module.api.reset_peak_memory_stats(self.device)
 
     def release_cached_memory(self) -> None:
-        torch.cuda.empty_cache()
+        self.module.api.empty_cache()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         try:
@@ -149,32 +161,32 @@ class TorchGpuRuntime(DeviceRuntime):
             raise MemoryError(memory.not_enough(what, self._memory.figures(), _LESS)) from e
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+        return self.module.host_buffer(shape, dtype)
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         return host.to(self.device, non_blocking=True)
 
     def to_host(self, tensor: torch.Tensor) -> HostCopy:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = self.module.host_buffer(tuple(tensor.shape), tensor.dtype)
         host.copy_(tensor, non_blocking=True)
-        done = torch.cuda.Event()
+        done = self.module.api.Event()
         done.record()
         return PendingCopy(host, done)
 
     def event(self) -> Event:
-        return DeviceEvent()
+        return DeviceEvent(self.module.api.Event())
 
     def stream(self) -> AbstractContextManager[None]:
-        return _submitting_to(self._side)
+        return self._submitting_to(self._side)
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
-        torch.cuda.manual_seed(seed)
+        self.module.api.manual_seed(seed)
 
     def health(self) -> None:
         try:
-            torch.cuda.current_stream(self.device).query()  # any earlier failure of the device shows here
-            torch.cuda.mem_get_info(self.device)
+            self.module.api.current_stream(self.device).query()  # any earlier failure of the device shows here
+            self.module.free_and_total(self.device)
         except RuntimeError as e:
             raise PlatformError(
                 f"The device {self.device} does not answer: {first_line(e)}. {self.after_failure}"
@@ -185,18 +197,18 @@ class TorchGpuRuntime(DeviceRuntime):
             return
         self._open = False
         try:
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
+            self.module.api.synchronize(self.device)
+            self.module.api.empty_cache()
         except RuntimeError as e:  # a device that has failed is left as it is
             logger.warning("The device %s was not left in order: %s", self.device, first_line(e))
 
-
-@contextmanager
-def _submitting_to(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Work goes to another stream, where it runs after what the current one has been given so far."""
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        yield
+    @contextmanager
+    def _submitting_to(self, stream: Any) -> Iterator[None]:
+        """Work goes to another stream, where it runs after what the current one has been given so far."""
+        api = self.module.api
+        stream.wait_stream(api.current_stream(self.device))
+        with api.stream(stream):
+            yield
 
 
 def too_few_devices(ctx: WorkerContext, count: int, library: str, shown: str) -> str:

@@ -1,6 +1,6 @@
 """What can be set for one platform alone, by variables of the environment whose names begin with the platform's.
 
-..._COMPILE   graphs (default): decode steps are captured in graphs
+..._COMPILE   graphs (the default of most platforms): decode steps are captured in graphs
               inductor: torch.compile fuses the model's operations first, then as above
               none: neither; `--enforce-eager` says the same for any platform
 ..._SUMS      the maker's library of collectives (default): ranks add through it
@@ -28,11 +28,15 @@ class Settings:
 
     Attributes:
         prefix: What their names begin with, without the last underscore.
-        library: The library of collectives, as a value of the variable.
+        library: The library of collectives, as a value of the variable; None where there is no other way to choose.
+        compile_modes: All of COMPILE_MODES, the default first.
+        attentions: Those of ATTENTION that there are for such devices, the default first.
     """
 
     prefix: str
-    library: str
+    library: str | None
+    compile_modes: tuple[str, ...] = COMPILE_MODES
+    attentions: tuple[str, ...] = ATTENTION
 
     def compile_mode(self) -> str:
         """One of COMPILE_MODES.
@@ -40,7 +44,7 @@ class Settings:
         Raises:
             ConfigError: The variable says something else.
         """
-        return _one_of(f"{self.prefix}_COMPILE", COMPILE_MODES)
+        return _one_of(f"{self.prefix}_COMPILE", self.compile_modes)
 
     def attention(self) -> str:
         """One of ATTENTION.
@@ -48,7 +52,7 @@ class Settings:
         Raises:
             ConfigError: The variable says something else.
         """
-        return _one_of(f"{self.prefix}_ATTENTION", ATTENTION)
+        return _one_of(f"{self.prefix}_ATTENTION", self.attentions)
 
     def direct_sums(self) -> bool:
         """Whether small sums go through memory that ranks map from each other.
@@ -56,7 +60,7 @@ class Settings:
         Raises:
             ConfigError: The variable says something else.
         """
-        return _one_of(f"{self.prefix}_SUMS", (self.library, "direct")) == "direct"
+        return self.library is not None and _one_of(f"{self.prefix}_SUMS", (self.library, "direct")) == "direct"
 
 
 def _one_of(variable: str, values: tuple[str, ...]) -> str:

@@ -32,13 +32,19 @@ class TorchBuild:
         return "CUDA" if self.cuda else "ROCm" if self.hip else self.other
 
 
+def folder() -> Path | None:
+    """Where the torch is that an import would find, or None."""
+    spec = importlib.util.find_spec("torch")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
 def find() -> TorchBuild | None:
     """The torch that an import would find, or None."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
+    found = folder()
+    if found is None:
         return None
     try:
-        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+        text = (found / "version.py").read_text(encoding="utf-8")
     except OSError:
         return TorchBuild("of unknown version", other="an unknown device")
     return parse(text)

@@ -71,6 +71,7 @@ class XlaAttention(AttentionBackend):
         self.require_room(num_blocks * block_size * self.kv_layout().bytes_per_token, device)
         try:
             caches = tuple(torch.zeros((*shape, size), dtype=dtype, device=device) for size in self._sizes())
+            self.place(caches)
             self.materialize()
         except RuntimeError as e:  # what runtimes raise, in many wordings
             raise MemoryError(f"A KV cache of {num_blocks} blocks of {block_size} tokens does not fit: {e}") from e
@@ -82,6 +83,9 @@ class XlaAttention(AttentionBackend):
         Raises:
             MemoryError: They do not.
         """
+
+    def place(self, caches: Cache) -> None:
+        """Spreads a new cache, where a worker drives several devices."""
 
     def materialize(self) -> None:
         """Runs what has been recorded, where operations are."""

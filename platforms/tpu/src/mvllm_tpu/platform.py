@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,9 @@ KV_DTYPES = DTYPES
 HOST_MEMORY_SHARE = 0.5
 """Share of memory taken on XLA's CPU device when the user names none: it is the host's."""
 
+DEVICES_VARIABLE = "MVLLM_TPU_DEVICES_PER_WORKER"
+"""With 1, every device has a worker of its own. Unset, a worker drives tensor_parallel_size of them."""
+
 COLLECTIVES = frozenset(
     {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv", "gather", "all_to_all", "barrier"}
 )
@@ -68,6 +72,7 @@ class TPUPlatform(Platform):
             static_shapes=True,
             unified_memory=machine.find().on_host,
             fork_safe=runtime is None or runtime.fork_safe,
+            devices_per_process=None if runtime is not None and runtime.spreads else 1,
             collectives=COLLECTIVES,
             prefix_caching=True,
             chunked_prefill=True,
@@ -95,14 +100,21 @@ class TPUPlatform(Platform):
         return Plan(tuple(changes))
 
     def topology(self, parallel: ParallelConfig) -> LaunchTopology:
-        num_workers = parallel.world_size
         across = ("mp", "external_launcher")
-        runtime = runtimes.choose()
-        variables = {} if runtime is None else dict(runtime.variables(machine.find()))
+        runtime, found = runtimes.choose(), machine.find()
+        num_devices = parallel.tensor_parallel_size if runtime is not None and runtime.spreads else 1
+        if os.environ.get(DEVICES_VARIABLE) == "1":
+            num_devices = 1
+        num_workers = parallel.world_size // num_devices
+        variables = {} if runtime is None else dict(runtime.variables(found))
+        in_process = num_workers == 1
+        if num_devices > 1 and found.on_host:
+            variables[machine.NUM_CPUS_VARIABLE] = str(num_devices)
+            in_process = in_process and len(found.names) == num_devices  # what XLA shows is settled once in a process
         return LaunchTopology(
             num_workers=num_workers,
-            devices_per_worker=1,
-            executors=("uni", *across) if num_workers == 1 else across,
+            devices_per_worker=num_devices,
+            executors=("uni", *across) if in_process else across,
             env_per_worker=(variables,) * num_workers,
             device_variable=machine.VISIBLE_VARIABLE,
         )

@@ -31,12 +31,14 @@ class Runtime(ABC):
         name: The library's, as Python imports it.
         lazy: As in Capabilities: operations are recorded, and run at `DeviceRuntime.step_mark`.
         compiles: Whether `compiler` gives something: Capabilities.compile.
+        spreads: Whether one worker can drive several devices.
         fork_safe: As in Capabilities.
     """
 
     name: ClassVar[str]
     lazy: ClassVar[bool]
     compiles: ClassVar[bool] = False
+    spreads: ClassVar[bool] = False
     fork_safe: ClassVar[bool] = True
 
     def problem(self, devices: Devices) -> str | None:

@@ -26,12 +26,20 @@ class TorchXla(Runtime):
 
     name: ClassVar[str] = "torch_xla"
     lazy: ClassVar[bool] = True
+    spreads: ClassVar[bool] = True
+    _num_devices: ClassVar[int] = 1
+    """Of this process's worker, since it has bound them."""
 
     def variables(self, devices: Devices) -> Mapping[str, str]:
         """PJRT_DEVICE, so that XLA does not guess."""
         return {"PJRT_DEVICE": devices.kind}
 
     def bind(self, ctx: WorkerContext) -> DeviceRuntime:
+        TorchXla._num_devices = ctx.num_devices
+        if ctx.num_devices > 1:
+            from mvllm_tpu.spread import SpreadRuntime
+
+            return SpreadRuntime(ctx)
         from mvllm_tpu.lazy_runtime import LazyRuntime
 
         return LazyRuntime(ctx)
@@ -42,6 +50,10 @@ class TorchXla(Runtime):
         return make_communicator(group, device)
 
     def attention(self, spec: AttentionSpec) -> AttentionBackend:
+        if self._num_devices > 1:
+            from mvllm_tpu.spread import SpreadAttention
+
+            return SpreadAttention(spec, self._num_devices)
         from mvllm_tpu.runtimes.lazy_attention import LazyAttention
 
         return LazyAttention(spec)

@@ -1,0 +1,69 @@
+"""DEV-09, MEM-05, KVL-06, RUN-03: one worker that drives several devices spreads over them what it holds.
+
+Each is asked of a worker in a process of its own: how many devices a process has is often settled once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mvllm.config.engine_args import EngineArgs
+from mvllm.executor.devices import check_topology
+from mvllm.platform.phases import Phase, enter_phase
+from mvllm.plugin_api import LaunchTopology, PlatformError
+from mvllm.testing.marks import clause, not_claimed
+from mvllm.testing.ranks import of_several_devices, parallel_config, why_not_devices
+from mvllm.testing.subject import Examinee
+from mvllm.testing.zoo import Zoo
+
+
+def check(subject: Examinee, what: str, zoo: Zoo | None = None) -> None:
+    """Two devices try it."""
+    if why := why_not_devices(subject, 2):
+        not_claimed(why)
+    checkpoint = None if zoo is None else zoo.checkpoint("llama")
+    error = of_several_devices(subject, what, checkpoint=checkpoint).error_of(what)
+    assert not error, error
+
+
+@clause("DEV-09")
+def test_tensors_are_spread_over_the_devices(subject: Examinee) -> None:
+    check(subject, "place")
+
+
+@clause("MEM-05")
+def test_the_memory_of_all_devices_counts(subject: Examinee) -> None:
+    if why := why_not_devices(subject, 2):
+        not_claimed(why)
+    totals = []
+    for count in (1, 2):
+        result = of_several_devices(subject, "total", count)
+        assert not result.error_of("total"), result.error_of("total")
+        totals.append(int(result.answers["total"]["total"]))
+    one, two = totals
+    if subject.capabilities.unified_memory:
+        assert abs(two - one) < 0.1 * one, f"the host has {one} bytes; two devices say that they have {two}"
+    else:
+        assert abs(two - 2 * one) < 0.2 * one, f"one device has {one} bytes; two say that they have {two}"
+
+
+@clause("KVL-06")
+def test_the_cache_is_spread_over_the_devices(subject: Examinee) -> None:
+    check(subject, "cache")
+
+
+@clause("RUN-03")
+def test_weights_are_spread_over_the_devices(subject: Examinee, free_device: None, zoo: Zoo) -> None:
+    check(subject, "weights", zoo)
+
+
+@clause("DEV-09", "MEM-05", "KVL-06", "RUN-03", refusal=True)
+def test_a_worker_of_several_devices_that_are_not_claimed_is_refused(subject: Examinee) -> None:
+    if subject.platform.worker_class() is not None:
+        not_claimed("it has a worker class of its own, which drives what it likes")
+    config = EngineArgs.from_kwargs(model="demo").create_engine_config()
+    config = dataclasses.replace(config, parallel=parallel_config(tensor=2))
+    with enter_phase(Phase.ENGINE), pytest.raises(PlatformError, match="devices_per_process"):
+        check_topology(config, subject.platform, LaunchTopology(1, 2, ("uni",)))

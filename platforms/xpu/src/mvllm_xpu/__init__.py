@@ -1,0 +1,1 @@
+"""mvllm on Intel GPUs: the XPU platform plugin."""

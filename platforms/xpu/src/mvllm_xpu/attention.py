@@ -1,0 +1,191 @@
+"""Attention without kernels of our own: torch's `scaled_dot_product_attention` over what the cache holds.
+
+For what Triton does not take, or where there is none. The blocks of a sequence are gathered into one piece, and torch's
+library does the rest. Requests with one query each, decodes, go together, as many as fit in one piece:
+
+    decodes    lengths 3 7 5     [3, heads, 1, size] over [3, heads, longest, size], a mask hides what is behind each
+    the rest   one by one        [1, heads, queries, size] over [1, heads, keys, size], a mask as the window says
+
+    cache of a layer   keys, values   [num_blocks, block_size, num_kv_heads, head_size or value_size]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout, KVLayout
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+BLOCK_SIZES = (16, 32, 64, 128, 256, 8, 4, 2, 1)
+GATHERED_TOKENS = 1 << 16
+"""Most tokens, padding included, whose keys and values are gathered at once for decodes."""
+
+Cache = tuple[torch.Tensor, ...]
+"""Keys, and values unless they are parts of the keys."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Requests that are computed together: one, or several with one query each.
+
+    Attributes:
+        tokens: Device, int64: their rows among the step's tokens, [n] or [queries].
+        blocks: Device, int64 [n, blocks]: the blocks that hold the keys from the first visible one on.
+        seen: Device, bool [n, queries, keys]: which keys each query sees.
+        real: Device, bool [n, keys]: which keys are anybody's.
+        decodes: Each request has one query.
+    """
+
+    tokens: torch.Tensor
+    blocks: torch.Tensor
+    seen: torch.Tensor
+    real: torch.Tensor
+    decodes: bool
+
+
+@dataclass(frozen=True)
+class SdpaMetadata:
+    """What one step needs.
+
+    Attributes:
+        pieces: The requests.
+        slots: Device, int64: the slots that are written.
+        rows: Device, int64: the tokens written there; None for all, in order.
+    """
+
+    pieces: tuple[_Piece, ...]
+    slots: torch.Tensor
+    rows: torch.Tensor | None
+
+
+class SdpaAttention(AttentionBackend):
+    """Takes layers without soft caps and sinks, and caches that are not of 8 bits."""
+
+    @classmethod
+    def validate(cls, spec: AttentionSpec) -> list[str]:
+        problems = [
+            f"{what} {name} is not supported (supported: {', '.join(DTYPES)})"
+            for what, name in (("compute dtype", spec.dtype), ("KV cache dtype", spec.kv_dtype))
+            if name not in DTYPES
+        ]
+        if spec.soft_cap is not None:
+            problems.append("soft caps are not supported")
+        if spec.sinks:
+            problems.append("sinks are not supported")
+        return problems + spec.contradictions()
+
+    def kv_layout(self) -> KVLayout:
+        spec = self.spec
+        per_head = sum(self._sizes()) * DTYPES[spec.kv_dtype].itemsize
+        return KVLayout(block_sizes=BLOCK_SIZES, bytes_per_token=spec.num_kv_heads * per_head)
+
+    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> Cache:
+        slots, dtype = (num_blocks, block_size, self.spec.num_kv_heads), DTYPES[self.spec.kv_dtype]
+        try:
+            return tuple(torch.zeros((*slots, size), dtype=dtype, device=device) for size in self._sizes())
+        except RuntimeError as e:
+            size = math.prod(slots) * sum(self._sizes()) * dtype.itemsize
+            raise MemoryError(
+                f"{size / 2**30:.2f} GiB for one layer do not fit on the device beside what is there. Lower "
+                "--memory-utilization, or name fewer blocks."
+            ) from e
+
+    def build_metadata(self, batch: BatchLayout) -> SdpaMetadata:
+        slots, rows = batch.slot_mapping_device, None
+        if batch.slot_mapping.size and batch.slot_mapping.min() < 0:
+            kept = torch.from_numpy(np.flatnonzero(batch.slot_mapping >= 0))
+            rows = kept.to(slots.device)
+            slots = slots.index_select(0, rows)
+        return SdpaMetadata(tuple(self._pieces(batch)), slots.long(), rows)
+
+    def write_kv(self, kv: Cache, key: torch.Tensor, value: torch.Tensor, metadata: SdpaMetadata) -> None:
+        for cache, new in zip(kv, (key,) if self.spec.values_in_keys else (key, value), strict=True):
+            kept = new if metadata.rows is None else new.index_select(0, metadata.rows)
+            cache.flatten(0, 1).index_copy_(0, metadata.slots, kept.to(cache.dtype))
+
+    def forward(
+        self, query: torch.Tensor, kv: Cache, metadata: SdpaMetadata, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        spec = self.spec
+        output = torch.zeros((*query.shape[:2], spec.value_size), dtype=query.dtype, device=query.device)
+        for piece in metadata.pieces:
+            keys, values = self._gathered(kv, piece, query.dtype)
+            asked = query.index_select(0, piece.tokens)
+            asked = asked.unsqueeze(2) if piece.decodes else asked.transpose(0, 1).unsqueeze(0)
+            group = spec.num_heads // spec.num_kv_heads  # query heads that share keys are neighbours
+            found = scaled_dot_product_attention(
+                asked,
+                keys.repeat_interleave(group, 1),
+                values.repeat_interleave(group, 1),
+                attn_mask=piece.seen.unsqueeze(1),
+                scale=spec.scale,
+            )
+            found = found.squeeze(2) if piece.decodes else found.squeeze(0).transpose(0, 1)
+            output.index_copy_(0, piece.tokens, found)
+        return output.flatten(1)
+
+    def copy_blocks(self, kv: Cache, source: torch.Tensor, destination: torch.Tensor) -> None:
+        for part in kv:
+            part[destination] = part[source]
+
+    def _sizes(self) -> tuple[int, ...]:
+        """Elements of a head, of each that is stored: keys, and values where they are not the keys'."""
+        spec = self.spec
+        return (spec.head_size,) if spec.values_in_keys else (spec.head_size, spec.value_size)
+
+    def _gathered(self, kv: Cache, piece: _Piece, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a piece, [n, num_kv_heads, keys, size]; what is nobody's, NaN perhaps, is zero."""
+        parts = []
+        for cache in kv:
+            part = cache[piece.blocks].flatten(1, 2)[:, : piece.real.shape[1]]
+            parts.append(torch.where(piece.real[:, :, None, None], part, 0).transpose(1, 2).to(dtype))
+        return parts[0], parts[-1][..., : self.spec.value_size]
+
+    def _pieces(self, batch: BatchLayout) -> Iterator[_Piece]:
+        """The step's requests, decodes together, sorted by length, so that little is padding."""
+        lengths = np.diff(batch.query_start_loc[: batch.num_requests + 1])
+        for request in np.flatnonzero(lengths > 1):
+            yield self._piece(batch, np.array([request]))
+        decodes = np.flatnonzero(lengths == 1)
+        decodes = decodes[np.argsort(batch.seq_lens[decodes], kind="stable")]
+        begin = 0
+        while begin < len(decodes):
+            end = begin + 1
+            while end < len(decodes) and (end + 1 - begin) * batch.seq_lens[decodes[end]] <= GATHERED_TOKENS:
+                end += 1
+            yield self._piece(batch, decodes[begin:end])
+            begin = end
+
+    def _piece(self, batch: BatchLayout, requests: np.ndarray) -> _Piece:
+        """Requests together; all have one query, or there is only one request."""
+        window, size = self.spec.sliding_window, batch.block_size
+        start, stop = batch.query_start_loc[requests], batch.query_start_loc[requests + 1]
+        end = batch.seq_lens[requests].astype(np.int64)
+        begin = end - (stop - start)  # position of the first query
+        first = np.zeros_like(begin) if window is None else np.maximum(0, begin - window + 1) // size
+        width = int((-(-end // size) - first).max())
+        columns = np.minimum(first[:, None] + np.arange(width), batch.block_table.shape[1] - 1)
+        key_at = first[:, None] * size + np.arange(width * size)
+        num_keys = int((end - first * size).max())
+        key_at = key_at[:, :num_keys]
+        query_at = begin[:, None] + np.arange(int((stop - start).max()))
+        seen = key_at[:, None, :] <= query_at[:, :, None]
+        if window is not None:
+            seen &= key_at[:, None, :] > query_at[:, :, None] - window
+        decodes = bool((stop - start == 1).all())
+        tokens = start.astype(np.int64) if decodes else np.arange(int(start[0]), int(stop[0]))
+        device = batch.block_table_device.device
+
+        def placed(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        real = key_at < end[:, None]
+        # A column behind a request's last block names a block that nobody may know: block 0 stands for it.
+        blocks = np.where(columns * size < end[:, None], batch.block_table[requests[:, None], columns], 0)
+        return _Piece(placed(tokens), placed(blocks.astype(np.int64)), placed(seen), placed(real), decodes)

@@ -1,0 +1,58 @@
+"""How torch drives such devices: `torch.xpu`, and in what it differs from the module of CUDA's devices.
+
+counting     before it is initialised, it may count by another library, which does not know the selector
+free bytes   processors' GPUs do not tell, nor do some drivers of cards: it raises then
+graphs       of another class, in newer versions of torch; their captures do not mind what other threads do
+waiting      cannot be forbidden: what waits within a capture fails there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from mvllm.plugin_api import get_logger
+from mvllm_torch_gpu.device_module import DeviceModule
+from mvllm_torch_gpu.wording import first_line
+
+if TYPE_CHECKING:
+    import torch
+
+logger = get_logger("mvllm.xpu.device_module")
+
+
+class XpuModule(DeviceModule):
+    """See DeviceModule."""
+
+    type = "xpu"
+
+    def device_count(self) -> int:
+        try:
+            self.api.init()
+        except RuntimeError as e:
+            logger.warning("Level Zero does not start: %s.", first_line(e))
+            return 0
+        return super().device_count()
+
+    def free_and_total(self, device: torch.device) -> tuple[int | None, int]:
+        try:
+            return super().free_and_total(device)
+        except RuntimeError as e:
+            if "free memory" not in str(e) and "free_memory" not in str(e):
+                raise
+        return None, int(self.api.get_device_properties(device).total_memory)
+
+    def new_graph(self) -> Any:
+        return self.api.XPUGraph()
+
+    def captures(self, graph: Any, pool: Any) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self.api.graph(graph, pool=pool)
+        return context
+
+    @contextmanager
+    def forbids_waiting(self) -> Iterator[None]:
+        yield
+
+
+XPU = XpuModule()

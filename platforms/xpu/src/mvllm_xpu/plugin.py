@@ -1,0 +1,21 @@
+"""Entry point of the XPU platform: who it is, before anything heavy is imported."""
+
+from __future__ import annotations
+
+from mvllm.plugin_api import PlatformSpec, hookimpl
+
+SPEC = PlatformSpec(
+    name="xpu",
+    vendor="Intel",
+    contract=(1, 0),
+    probe="mvllm_xpu.probe:probe",
+    factory="mvllm_xpu.platform:make_platform",
+    torch_floor="2.7",
+    priority=10,
+)
+
+
+@hookimpl
+def mvllm_platform() -> PlatformSpec:
+    """The XPU platform's identity card."""
+    return SPEC

@@ -1,0 +1,69 @@
+"""One XPU device, bound to a worker: what files and chips add to the runtime of every such device.
+
+Not run on hardware.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from mvllm.plugin_api import PlatformError, get_logger
+from mvllm_torch_gpu.runtime import TorchGpuRuntime
+from mvllm_xpu import chips, visible
+from mvllm_xpu.books import FdinfoBooks
+from mvllm_xpu.device_module import XPU
+from mvllm_xpu.topology import TopologyError, XpuDevice, read_inventory
+
+logger = get_logger("mvllm.xpu.runtime")
+
+
+class XpuRuntime(TorchGpuRuntime):
+    """See TorchGpuRuntime."""
+
+    library = "Level Zero"
+    after_failure = "See the kernel's log (dmesg, entries of xe or i915); restart the engine."
+    module = XPU
+
+    def check_build(self) -> None:
+        check_build()
+
+    def shown(self) -> str:
+        return visible.shown(os.environ)
+
+    def books(self, index: int) -> FdinfoBooks:
+        return FdinfoBooks(device_at(index))
+
+    def refusal(self, properties: Any) -> str | None:
+        chip = chips.of_id(int(getattr(properties, "device_id", 0)))  # older versions of torch do not tell
+        if chip is None or chip.supported:
+            return None
+        return (
+            f"drives displays, and torch does not compute on it; needed is {chips.NEEDED}. Leave it out of "
+            f"{visible.MASK}."
+        )
+
+
+def check_build() -> None:
+    """Fails where the torch that is loaded cannot know XPU devices.
+
+    Raises:
+        PlatformError: It was built for something else.
+    """
+    if getattr(torch.version, "xpu", None) is None:
+        raise PlatformError(
+            f"torch {torch.__version__} was built without XPU. Install torch's build for XPU in its place, then "
+            "reinstall mvllm-xpu."
+        )
+
+
+def device_at(index: int) -> XpuDevice | None:
+    """The device that torch counts as `index`; None where it cannot be worked out."""
+    try:
+        devices = visible.resolve(read_inventory(), os.environ).devices
+    except TopologyError as e:
+        logger.debug("The kernel's files do not say which devices there are: %s", e)
+        return None
+    return devices[index].device if index < len(devices) else None

@@ -1,0 +1,14 @@
+"""What can be set for this platform alone, by variables of the environment.
+
+MVLLM_XPU_COMPILE   none (default): the model's operations run one by one; so says `--enforce-eager`, too
+                    graphs: decode steps are captured in XPU graphs, where torch has them
+                    inductor: torch.compile fuses the model's operations first, then as above
+"""
+
+from __future__ import annotations
+
+from mvllm_torch_gpu.settings import Settings
+
+SETTINGS = Settings(
+    prefix="MVLLM_XPU", library=None, compile_modes=("none", "graphs", "inductor"), attentions=("triton",)
+)

@@ -1,0 +1,23 @@
+"""Fixtures: this process sees a machine that the test describes."""
+
+from __future__ import annotations
+
+import pytest
+from platforms.xpu.tests.machines import build
+
+from mvllm_xpu import topology
+from mvllm_xpu.visible import VARIABLES
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Describes the machine: `machine(device, ...)`, see machines. Nothing hides its devices. Returns its root."""
+    for variable in (*VARIABLES, topology.BUS_ORDER, "LD_LIBRARY_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def described(*devices, **options):
+        root = build(tmp_path / f"machine{len(list(tmp_path.iterdir()))}", *devices, **options)
+        monkeypatch.setattr(topology, "ROOT", root)
+        return root
+
+    return described

@@ -1,0 +1,92 @@
+"""The XPU platform on the host: everything of it but the device, for which stand_in.py stands.
+
+Its plans, its runtime, its arithmetic of memory, its graphs and its communicator (over gloo) are the real ones. In
+place of the Triton kernels, functions with their signatures made of torch operations; or its attention without any.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from platforms.xpu.tests.hosted_plugin import SDPA, SPEC
+from platforms.xpu.tests.stand_in import HOSTED
+
+from mvllm.plugin_api import (
+    AttentionBackend,
+    AttentionSpec,
+    Communicator,
+    CompileBackend,
+    DeviceRuntime,
+    GroupSpec,
+    PlatformError,
+    WorkerContext,
+)
+from mvllm_torch_gpu.communicator import DeviceCommunicator
+from mvllm_torch_gpu.compiler import make_compiler
+from mvllm_xpu import collectives
+from mvllm_xpu.books import FdinfoBooks
+from mvllm_xpu.platform import XPUPlatform
+from mvllm_xpu.runtime import XpuRuntime
+
+MOST_TOKENS = 1 << 10
+"""Of a sequence in a captured step."""
+
+
+class HostedRuntime(XpuRuntime):
+    """The platform's, on the stand-in."""
+
+    module = HOSTED
+
+    def check_build(self) -> None:
+        pass
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Torch's allocator for the host raises a plain RuntimeError."""
+        return "can't allocate memory" in str(error) or super().is_out_of_memory(error)
+
+    def books(self, index: int) -> FdinfoBooks:
+        return FdinfoBooks(None)
+
+
+class HostedPlatform(XPUPlatform):
+    """See the module."""
+
+    module = HOSTED
+    spec = SPEC
+    uses_host_memory = True
+
+    def init_device(self, ctx: WorkerContext) -> DeviceRuntime:
+        return HostedRuntime(ctx, unified=self.uses_host_memory)
+
+    def communicator(self, group: GroupSpec, device: torch.device) -> Communicator:
+        return DeviceCommunicator(group, device, backend="gloo", advice=collectives.ADVICE)
+
+    def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
+        attention = importlib.import_module("mvllm_torch_gpu.attention")
+        for name, function in importlib.import_module("platforms.cuda.tests.hosted_platform").KERNELS.items():
+            setattr(attention, name, function)
+        return super().attention_backend(spec)
+
+    def compiler(self) -> CompileBackend | None:
+        """The platform's, with small tables: the functions in place of kernels look at all that they have room for."""
+        mode = self.settings.compile_mode()
+        return None if mode == "none" else make_compiler(mode, HOSTED, table_tokens=MOST_TOKENS)
+
+    def ops(self) -> tuple[()]:
+        return ()
+
+    def doctor(self) -> tuple[()]:
+        return ()
+
+
+class WithoutKernels(HostedPlatform):
+    """Where there is no Triton."""
+
+    spec = SDPA
+
+    def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
+        found, problems = self._without_kernels(spec)
+        if found is None:
+            raise PlatformError("; ".join(problems))
+        return found

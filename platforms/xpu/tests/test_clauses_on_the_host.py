@@ -1,0 +1,41 @@
+"""Clauses of the conformance suite on the platform's own runtime and graphs, the host in place of its devices.
+
+The whole suite runs there, too, in minutes: `mvllm conformance --platform hosted-xpu-sdpa` with what
+`hosted_plugin.path` gives on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from platforms.xpu.tests import hosted_plugin
+
+MAIN = "import sys; from mvllm.entrypoints.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.mark.parametrize(
+    ("mode", "passed"),
+    [
+        ("graphs", r"1\d passed, \d+ not run"),
+        pytest.param("none", r"1\d passed, \d not claimed", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_device_memory_and_graphs_are_as_the_contract_says(tmp_path, mode, passed):
+    foreign = ("ZE_", "ONEAPI_", "MVLLM_", "PYTEST_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    path = os.pathsep.join([*hosted_plugin.path(tmp_path / "site"), *filter(None, sys.path)])
+    due = ["--only", "DEV,MEM,GRF", "--quick", "--", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, "conformance", "--platform", "hosted-xpu-sdpa", *due],
+        env={**kept, "PYTHONPATH": path, "MVLLM_XPU_COMPILE": mode},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert re.search(rf"platform hosted-xpu-sdpa: {passed}", done.stdout), done.stdout[-1000:]

@@ -1,0 +1,88 @@
+"""The whole engine on the XPU platform, the host in place of its devices: the tokens are those of another platform."""
+
+from __future__ import annotations
+
+import importlib
+
+import platforms.xpu.tests.interpreted  # noqa: F401  # skips where there is no Triton; the kernels come after it
+import pytest
+import torch
+from platforms.xpu.tests import hosted_plugin
+from platforms.xpu.tests.stand_in import XPU
+
+from mvllm import LLM, SamplingParams
+from tests.helpers.model_zoo import ZOO, make_checkpoint
+from tests.helpers.plugins import prepend
+
+PROMPTS = [{"prompt_token_ids": [5 + 7 * i + j for j in range(3 + 4 * i)]} for i in range(3)]
+PARAMS = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (12, 5, 9)]
+SETTINGS = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+FEW = ("llama-gqa", "gemma2", "phi3-longrope-window", "gptoss", "deepseek3")
+"""Of the zoo: plain, windows and soft caps in two tables, prompts' lengths, sinks, latents."""
+
+models = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.exhaustive) for name in ZOO]
+)
+
+
+@pytest.fixture
+def generate(tmp_path, monkeypatch):
+    """`generate(checkpoint, platform, ...)`: the tokens of three requests."""
+    prepend(monkeypatch, hosted_plugin.path(tmp_path / "plugins"))
+    monkeypatch.delenv("MVLLM_XPU_COMPILE", raising=False)
+    attention = importlib.import_module("mvllm_torch_gpu.attention")
+    for name in ("paged_attention", "latent_attention", "write_kv", "write_latent"):
+        monkeypatch.setattr(attention, name, getattr(attention, name))  # the platform puts others there
+
+    def run(folder, platform, **settings):
+        XPU.graphs.clear()
+        options = {**SETTINGS, "kv_cache_memory_bytes": 1 << 20, **settings}
+        with LLM(str(folder), platform=platform, **options) as llm:
+            outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return run
+
+
+@models
+def test_tokens_are_those_of_another_platform_captured_or_not(name, generate, tmp_path, monkeypatch):
+    folder = make_checkpoint(name, tmp_path)
+    expected = generate(folder, "cpu")
+    assert generate(folder, "hosted-xpu") == expected
+    assert XPU.graphs == [], "graphs are an option"
+    monkeypatch.setenv("MVLLM_XPU_COMPILE", "graphs")
+    assert generate(folder, "hosted-xpu") == expected
+    assert len(XPU.graphs) == 3, "batches of 1, 2 and 4, before the first request"
+    assert sum(graph.replays for graph in XPU.graphs) > 3
+
+
+@models
+def test_so_are_those_of_attention_without_kernels(name, generate, tmp_path):
+    folder = make_checkpoint(name, tmp_path)
+    assert generate(folder, "hosted-xpu-sdpa") == generate(folder, "cpu")
+
+
+@pytest.mark.parametrize("tells_free", [False, True])
+def test_the_engine_measures_memory_where_the_device_does_not_tell_what_is_free(
+    generate, tmp_path, monkeypatch, tells_free
+):
+    monkeypatch.setattr(XPU, "tells_free", tells_free)
+    folder = make_checkpoint("llama-gqa", tmp_path)
+    assert generate(folder, "hosted-xpu-sdpa", kv_cache_memory_bytes=None) == generate(folder, "cpu")
+
+
+def test_what_waits_within_a_capture_runs_without_a_graph(generate, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("MVLLM_XPU_COMPILE", "graphs")
+    kernels = importlib.import_module("platforms.cuda.tests.hosted_platform").KERNELS
+    folder = make_checkpoint("llama-gqa", tmp_path)
+    expected = generate(folder, "cpu")
+    real = kernels["write_kv"]
+
+    def asks(key, *args, **options):
+        assert not bool(torch.isnan(key).any())
+        return real(key, *args, **options)
+
+    monkeypatch.setitem(kernels, "write_kv", asks)
+    assert generate(folder, "hosted-xpu") == expected
+    assert "without a graph: The step cannot be captured in a graph" in caplog.text
+    assert "makes the host wait for the device" in caplog.text

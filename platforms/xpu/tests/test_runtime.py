@@ -1,0 +1,122 @@
+"""The platform's runtime over a module like torch.xpu: what it does where that module lacks something, or fails."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from platforms.xpu.tests import stand_in
+from platforms.xpu.tests.hosted_platform import HostedPlatform, HostedRuntime
+from platforms.xpu.tests.stand_in import HOSTED, XPU
+
+from mvllm.plugin_api import PlatformError, WorkerContext
+from mvllm_torch_gpu.graphs import DeviceGraphs
+from mvllm_torch_gpu.memory import DeviceMemory, host_available
+from mvllm_xpu.books import FdinfoBooks
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    for name in ("tells_free", "broken", "initialised"):
+        monkeypatch.setattr(XPU, name, False)
+    monkeypatch.setattr(XPU, "graphs", [])
+
+
+@pytest.fixture
+def runtime():
+    return HostedRuntime(WorkerContext(), unified=True)
+
+
+def test_a_worker_counts_devices_when_the_driver_has_started(monkeypatch):
+    monkeypatch.setattr(XPU, "devices", 1)
+    assert XPU.device_count() == 3, "by a library that knows no selector"
+    with pytest.raises(PlatformError, match=r"worker 1 of this machine.*but Level Zero shows 1"):
+        HostedRuntime(WorkerContext(rank=1, local_rank=1, local_world_size=2, world_size=2), unified=True)
+
+
+def test_a_driver_that_does_not_start_shows_no_device(monkeypatch, caplog):
+    def fails():
+        raise RuntimeError("No XPU devices are available.\nand more")
+
+    monkeypatch.setattr(XPU, "init", fails)
+    with pytest.raises(PlatformError, match="Level Zero shows 0"):
+        HostedRuntime(WorkerContext(), unified=True)
+    assert "Level Zero does not start: No XPU devices are available." in caplog.text
+
+
+def test_values_go_there_and_back_and_events_are_of_the_modules_own_kind(runtime):
+    host = runtime.host_buffer((3,), torch.float32)
+    host.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    assert runtime.to_host(runtime.to_device(host) * 2).wait().tolist() == [2.0, 4.0, 6.0]
+    event = runtime.event()
+    event.record()
+    event.wait()
+    event.synchronize()
+    with pytest.raises(TypeError):
+        XPU.Event(blocking=True)
+
+
+def test_a_second_stream_waits_for_what_the_first_was_given(runtime):
+    first = XPU.current_stream()
+    with runtime.stream():
+        second = XPU.current_stream()
+        assert second is not first and second.waited_for[-1] is first
+    assert XPU.current_stream() is first
+
+
+def test_where_free_bytes_are_not_told_the_host_says_what_it_has(runtime):
+    with pytest.raises(RuntimeError, match="doesn't support querying"):
+        XPU.mem_get_info()
+    info = runtime.memory()
+    assert 0 < info.free <= info.total and abs(info.free - host_available()) < 1 << 30
+    runtime.health()
+
+
+def test_a_card_that_does_not_tell_has_free_what_we_do_not_hold():
+    figures = DeviceMemory(stand_in.HOST, FdinfoBooks(None), 1 << 20, unified=False, module=HOSTED).figures()
+    assert figures.driver_free == figures.total - figures.reserved - (1 << 20) and figures.others <= 1 << 20
+
+
+def test_another_failure_is_none_of_memory(runtime, monkeypatch):
+    def lost(device=None):
+        raise RuntimeError("level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)")
+
+    monkeypatch.setattr(XPU, "mem_get_info", lost)
+    with pytest.raises(RuntimeError, match="DEVICE_LOST"):
+        HOSTED.free_and_total(stand_in.HOST)
+
+
+def test_a_device_that_does_not_answer_is_told_with_what_to_look_at(runtime):
+    XPU.broken = True
+    with pytest.raises(PlatformError, match=r"does not answer: level_zero backend.*See the kernel's log \(dmesg"):
+        runtime.health()
+
+
+def test_graphs_compute_what_was_captured_from_what_their_inputs_hold_by_then():
+    graphs, x = DeviceGraphs(stand_in.HOST, HOSTED), torch.tensor([1.0, 2.0])
+    results = []
+    replay = graphs.capture(lambda: results.append(x * 3))
+    assert torch.isnan(results[0]).all(), "a capture computes nothing"
+    x.copy_(torch.tensor([5.0, 7.0]))
+    replay()
+    assert results[0].tolist() == [15.0, 21.0] and graphs.memory_bytes() >= 0
+    assert len(XPU.graphs) == 1 and XPU.graphs[0].replays == 1
+
+
+def test_a_capture_that_waits_fails_and_leaves_the_streams_as_they_were():
+    before, x = XPU.current_stream(), torch.tensor([1.0])
+    with pytest.raises(PlatformError, match="cannot be captured in a graph"):
+        DeviceGraphs(stand_in.HOST, HOSTED).capture(lambda: float(x))
+    assert XPU.current_stream() is before
+
+
+def test_shutting_down_may_be_asked_twice(runtime):
+    runtime.shutdown()
+    runtime.shutdown()
+    gc.collect()
+
+
+def test_without_triton_torchs_own_attention_comes_first():
+    backends = [backend.__name__ for backend in HostedPlatform().attention_without_kernels()]
+    assert backends == ["SdpaAttention", "ReferenceAttention"]

@@ -1,0 +1,58 @@
+"""Clauses about workers of several devices: a platform of the tests keeps them, and breaks them when it is told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mvllm.testing.suite.test_several_devices import *  # noqa: F403
+from tests.helpers.plugins import several_platform_path
+from tests.helpers.several_plugin import FAULT, VARIABLE
+
+CLAUSES = ("DEV-09", "MEM-05", "KVL-06", "RUN-03", "E2E-02")
+
+
+def examine(folder: Path, fault: str, clauses: tuple[str, ...]) -> dict[str, str]:
+    """What the suite says about each clause, in the order of the contract's page."""
+    path = os.pathsep.join([*several_platform_path(folder), *(entry for entry in sys.path if entry)])
+    report = folder / "report.json"
+    command = [*["-m", "mvllm.entrypoints.cli.main", "conformance", "--quick", "--platform", "several"]]
+    done = subprocess.run(
+        [sys.executable, *command, "--only", ",".join(clauses), "--report", str(report)],
+        env={**os.environ, "PYTHONPATH": path, VARIABLE: "2", FAULT: fault},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert report.exists(), (done.stdout + done.stderr)[-3000:]
+    found = json.loads(report.read_text(encoding="utf-8"))["clauses"]
+    return {name: clause["status"] for name, clause in found.items() if name in clauses}
+
+
+@pytest.mark.timeout(700)
+def test_a_platform_with_several_devices_per_worker_keeps_the_clauses(tmp_path: Path) -> None:
+    found = examine(tmp_path, "", (*CLAUSES, "E2E-03"))
+    assert found == {**dict.fromkeys(CLAUSES, "passed"), "E2E-03": "not claimed"}
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize(
+    ("fault", "clause"),
+    [
+        ("place", "DEV-09"),
+        pytest.param("copies", "DEV-09", marks=pytest.mark.exhaustive),
+        pytest.param("order", "DEV-09", marks=pytest.mark.exhaustive),
+        pytest.param("memory", "MEM-05", marks=pytest.mark.exhaustive),
+        pytest.param("cache", "KVL-06", marks=pytest.mark.exhaustive),
+        pytest.param("weights", "RUN-03", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_first_clause_that_fails_names_the_fault(tmp_path: Path, fault: str, clause: str) -> None:
+    found = examine(tmp_path, fault, CLAUSES[:4])
+    assert [name for name, status in found.items() if status == "failed"][:1] == [clause], found
