@@ -55,19 +55,14 @@ FURTHER: dict[str, tuple[tuple[str, str], ...]] = {
         ("kernels against float64, sanitizers", "platforms/cpu/tests"),
     ),
     "cuda": (
-        (
-            "kernels in Triton's interpreter against float64, compiled for their targets",
-            "platforms/triton-kernels/tests",
-        ),
+        _KERNELS,
         (_ON_THE_HOST, "platforms/cuda/tests/test_engine_on_the_host.py"),
     ),
     "rocm": (
-        (
-            "kernels in Triton's interpreter against float64, compiled for their targets",
-            "platforms/triton-kernels/tests",
-        ),
+        _KERNELS,
         ("driver's files and lists of devices, made for the purpose", "platforms/rocm/tests"),
     ),
+    "tpu": (("tokens of transformers, no compilation after the warm-up, two devices", "platforms/tpu/tests"),),
     "xpu": (
         (_ON_THE_HOST, "platforms/xpu/tests/test_engine_on_the_host.py"),
         ("kernel's files and lists of devices, made for the purpose", "platforms/xpu/tests"),
@@ -75,6 +70,11 @@ FURTHER: dict[str, tuple[tuple[str, str], ...]] = {
     "example": (("the engine's own tests of devices", "tests/engine/test_example_device.py"),),
 }
 """What was tested beside the conformance suite, and where."""
+
+VARYING: dict[str, frozenset[str]] = {
+    "tpu": frozenset({"lazy", "compile", "unified_memory", "fork_safe", "devices_per_process"}),
+}
+"""Capabilities that a platform has according to what is installed beside it: a record says what it was where it ran."""
 
 
 def take_in(report: Mapping[str, Any], *, on: str, command: str, date: str) -> dict[str, Any]:
