@@ -41,7 +41,8 @@ def chosen(request: pytest.FixtureRequest) -> set[int] | None:
     return {
         item.callspec.params["number"]
         for item in request.session.items
-        if isinstance(item, pytest.Function) and item.originalname == "test_the_first_clause_that_fails_names_the_fault"
+        if isinstance(item, pytest.Function)
+        and item.function is test_the_first_clause_that_fails_names_the_fault  # another file has one of that name
     } or None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -112,12 +114,15 @@ class DeviceRuntime(ABC):
     def is_out_of_memory(self, error: Exception) -> bool:
         """Whether an error that a step has raised says that there was no memory for it.
 
-        The requests of such a step end with an error, and the engine goes on. By default MemoryError, and what torch
-        raises for devices with an allocator of its own; a device whose allocator has errors of another kind says so.
+        The requests of such a step end with an error, and the engine goes on. By default MemoryError, what torch raises
+        for devices with an allocator of its own, and what it raises where the host has no memory; a device whose
+        allocator has errors of another kind says so.
         """
         import torch
 
-        return isinstance(error, MemoryError | torch.OutOfMemoryError)
+        return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+            type(error) is RuntimeError and _without_numbers(error) == _refusal_of_the_host()
+        )
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -224,3 +229,21 @@ class DeviceRuntime(ABC):
 
     def shutdown(self) -> None:
         """Releases the device. Idempotent."""
+
+
+@functools.cache
+def _refusal_of_the_host() -> str:
+    """What torch says where the host has no memory for a tensor. The error has no class of its own, and its text is
+    another one on each system, so one is asked for that no host has room for.
+    """
+    import torch
+
+    try:
+        torch.empty((1 << 60,), dtype=torch.uint8)
+    except RuntimeError as e:
+        return _without_numbers(e)
+    return ""
+
+
+def _without_numbers(error: Exception) -> str:
+    return re.sub(r"\d+", "", str(error))
