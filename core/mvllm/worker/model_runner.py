@@ -499,7 +499,7 @@ class ModelRunner:
             num_rows = min(size, scheduler.max_num_seqs)
             for params in batch_kinds(self._config.model.vocab_size):
                 state, history = self._drawing_rows(num_rows, [params])
-                sampled = self._choose(states, np.arange(num_rows), state, history)
+                sampled = self._sampler.sample(self._logits(states, num_rows), np.arange(num_rows), state, history)
                 if self._device_tokens is not None:
                     spare = np.full(size, scheduler.max_num_seqs, dtype=np.int32)
                     self._device_tokens.keep(sampled, self._runtime.from_numpy(spare))
@@ -744,9 +744,10 @@ class ModelRunner:
         if inputs.num_drafts.any():
             ends = _counted(history.num_tokens[rows], inputs.num_lines)
             rows = rows.repeat(inputs.num_lines)
+        logits = self._logits(states, len(rows))
         if self._device_tokens is not None and history.ends_unknown(state.reading_history(rows)):
-            self._device_tokens.read_all()
-        sampled = self._choose(states, rows, state, history, masks=masks, ends=ends)
+            self._device_tokens.read_all()  # while the device computes
+        sampled = self._sampler.sample(logits, rows, state, history, masks=masks, ends=ends)
         if self._device_tokens is not None:
             assert inputs.sample_rows is not None
             self._device_tokens.keep(sampled, inputs.sample_rows)
@@ -754,21 +755,10 @@ class ModelRunner:
             sampled.send_to_host(self._runtime.to_host)
         return sampled
 
-    def _choose(
-        self,
-        states: torch.Tensor,
-        rows: np.ndarray,
-        state: SamplingState,
-        history: TokenHistory,
-        *,
-        masks: TokenMasks | None = None,
-        ends: np.ndarray | None = None,
-    ) -> SamplerOutput:
-        """Samples from what the model gives for `rows`; further lines of `states` are padding."""
+    def _logits(self, states: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """[num_rows, vocab], or, where shapes are static, with a line for each of `states`: the further are padding."""
         logits = self.model.compute_logits(states)
-        if not self._static:
-            logits = logits[: len(rows)]
-        return self._sampler.sample(logits, rows, state, history, masks=masks, ends=ends)
+        return logits if self._static else logits[:num_rows]
 
 
 def _closed(*arguments: object) -> torch.Tensor:
