@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from platforms.cpu.tests.instruction_sets import skip_unless_had
+from platforms.cpu.tests.instruction_sets import NEEDS, features
 from safetensors.torch import save_file
 
 PROMISED = 300_000_000
@@ -64,7 +64,6 @@ def write_model(folder: Path) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
 def test_serving_takes_no_more_than_promised_beside_weights_and_cache(tmp_path):
-    skip_unless_had("avx512_bf16")  # without it torch multiplies in bfloat16, with memory of its own
     weights = write_model(tmp_path)
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
@@ -72,6 +71,8 @@ def test_serving_takes_no_more_than_promised_beside_weights_and_cache(tmp_path):
     found = json.loads(done.stdout.splitlines()[-1])
     beside = found["peak"] - weights - found["cache"]
     split = f"{beside:,} bytes beside {weights:,} of weights and {found['cache']:,} of KV cache"
+    if beside - found["begun"] > OURS and not NEEDS["avx512_bf16"] <= features():
+        pytest.xfail(f"{split}: not kept where torch multiplies in bfloat16, see docs/performance.md")
     assert beside - found["begun"] <= OURS, f"{split}; an interpreter with torch had taken {found['begun']:,}"
     if found["begun"] <= PROMISED - OURS:  # a torch that is no larger than the one this was measured with
         assert beside <= PROMISED, split
