@@ -20,7 +20,7 @@ MAIN = "import sys; from mvllm.entrypoints.cli.main import main; sys.exit(main(s
 @pytest.mark.parametrize(
     ("mode", "passed"),
     [
-        ("graphs", r"\d passed, \d+ not run"),
+        ("graphs", r"7 passed, 1 not claimed"),  # several devices of one process
         pytest.param("none", r"\d passed, \d not claimed", marks=pytest.mark.exhaustive),
     ],
 )
