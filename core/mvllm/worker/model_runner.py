@@ -748,6 +748,7 @@ class ModelRunner:
         if self._device_tokens is not None and history.ends_unknown(state.reading_history(rows)):
             self._device_tokens.read_all()  # while the device computes
         sampled = self._sampler.sample(logits, rows, state, history, masks=masks, ends=ends)
+        del logits  # what is lazy and has a name is a result of the compiled step: another step than the warm-up's
         if self._device_tokens is not None:
             assert inputs.sample_rows is not None
             self._device_tokens.keep(sampled, inputs.sample_rows)
