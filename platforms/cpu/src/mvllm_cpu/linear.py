@@ -26,8 +26,8 @@ AMX = "amx_bf16"
 """Written and tested over emulated tiles, not run on hardware: only who names it gets it."""
 
 FASTEST_WITH = {
-    "bfloat16": ("avx512_bf16", AMX),
-    "float16": ("avx512", "avx512_bf16", AMX),
+    "bfloat16": ("avx2", "avx512", "avx512_bf16", AMX),
+    "float16": ("avx2", "avx512", "avx512_bf16", AMX),
     "float32": ("avx512", "avx512_bf16", AMX),
 }
 """Instruction sets with which the kernel is the fastest there is, at any number of rows; by dtype."""
