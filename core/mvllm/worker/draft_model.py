@@ -15,7 +15,7 @@ drawn at random.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,17 +24,14 @@ import torch.nn.functional as F
 
 from mvllm.config.model import ModelConfig
 from mvllm.layers.context import ForwardStep
-from mvllm.platform.attention import AttentionBackend, AttentionMetadata
+from mvllm.platform.attention import AttentionMetadata
 from mvllm.sampling.sampler import Sampler
+from mvllm.worker.attention_layers import Plans
 from mvllm.worker.rows import RowTable
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs
 
 if TYPE_CHECKING:
     from mvllm.models.causal_lm import CausalLM
-
-
-Plans = Mapping[Hashable, tuple[AttentionBackend, int]]
-"""The backend and the group of each metadata that layers read, by their `metadata_key`."""
 
 
 class DraftModel:
@@ -53,15 +50,9 @@ class DraftModel:
         self.model = model
         self.layers = model.attention_layers()
 
-    def plans(self, plans: Plans) -> Plans:
-        """Those of `plans` that its layers read."""
-        keys = {layer.metadata_key for layer in self.layers}
-        return {key: plan for key, plan in plans.items() if key in keys}
-
     def run(self, inputs: StepInputs, plans: Plans) -> None:
-        """Runs a step as large as any, for what it takes."""
-        own = self.plans(plans)
-        metadata = {key: backend.build_metadata(inputs.layouts[group]) for key, (backend, group) in own.items()}
+        """Runs a step as large as any, for what it takes. `plans` are those of its layers."""
+        metadata = {key: backend.build_metadata(inputs.layouts[group]) for key, (backend, group) in plans.items()}
         step = ForwardStep(metadata, inputs.prompt_lens)
         self.model(inputs.token_ids, inputs.positions.clamp(max=self.config.max_model_len - 1), step, None)
 
@@ -75,7 +66,7 @@ class DraftModelProposer:
         rows: The worker's rows.
         block_size: Tokens per KV block.
         inputs: Builds its inputs.
-        plans: Of all layers.
+        plans: Of the draft's layers.
         sampler: Chooses its tokens.
         num_tokens: Tokens of a guess.
         compile: Makes its forward pass faster, where the platform can.
@@ -101,7 +92,7 @@ class DraftModelProposer:
         self._rows = rows
         self._block_size = block_size
         self._inputs = inputs
-        self._plans = draft.plans(plans)
+        self._plans = plans
         self._sampler = sampler
         self._num_tokens = num_tokens
         self._run_model = compile(self._call_model)

@@ -14,9 +14,8 @@ samples, and `Pipeline` tells the others.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -24,23 +23,18 @@ import numpy as np
 import torch
 
 from mvllm.config.engine_config import EngineConfig
-from mvllm.config.model import ModelConfig
 from mvllm.config.speculative import SpeculativeConfig
 from mvllm.distributed.group import GroupCoordinator
-from mvllm.errors import CacheError, ConfigError, ModelError, StepMemoryError
-from mvllm.layers.context import BuildContext, ForwardStep
+from mvllm.errors import StepMemoryError
+from mvllm.layers.context import ForwardStep
 from mvllm.layers.lora import LoRABatch
-from mvllm.layers.quantization.registry import quantization_method
 from mvllm.logging import get_logger
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from mvllm.models.registry import resolve_model_class
-from mvllm.models.weights import load_weights
 from mvllm.ops.dtypes import torch_dtype
-from mvllm.ops.installed import installed_providers
-from mvllm.ops.registry import REFERENCE, OpTable
-from mvllm.platform.ask import ask, ask_attention_backend
-from mvllm.platform.attention import AttentionBackend, AttentionMetadata, AttentionSpec, KVCache
+from mvllm.ops.registry import REFERENCE
+from mvllm.platform.ask import ask
+from mvllm.platform.attention import AttentionMetadata
 from mvllm.platform.graphs import CompileBackend
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
@@ -55,11 +49,12 @@ from mvllm.sampling.output import SamplerOutput
 from mvllm.sampling.processors import LogitsProcessors
 from mvllm.sampling.sampler import Sampler, batch_kinds
 from mvllm.sampling.state import PROCESSED, SamplingState, TokenHistory
+from mvllm.worker.attention_layers import AttentionLayers, Plans
 from mvllm.worker.device_tokens import DeviceTokens
-from mvllm.worker.draft_model import DraftModel, DraftModelProposer
-from mvllm.worker.layer_groups import layer_windows, named_windows, place_layers
+from mvllm.worker.draft_model import DraftModelProposer
+from mvllm.worker.loaded_models import LoadedModels
 from mvllm.worker.lora import LoRAAdapters
-from mvllm.worker.out_of_memory import all_ranks_gave_up, naming_limits, out_of_memory_as
+from mvllm.worker.out_of_memory import all_ranks_gave_up, naming_limits
 from mvllm.worker.pipeline import Pipeline
 from mvllm.worker.prompt_logprobs import PromptLogprobs
 from mvllm.worker.proposer import NgramProposer, Proposer
@@ -69,7 +64,6 @@ from mvllm.worker.step_result import StepResult
 from mvllm.worker.warm_up import sample_sizes, step_shapes
 
 if TYPE_CHECKING:
-    from mvllm.layers.attention import Attention
     from mvllm.models.causal_lm import CausalLM
 
 logger = get_logger(__name__)
@@ -116,18 +110,11 @@ class ModelRunner:
         self._config = config
         self._platform = platform
         self._runtime = runtime
-        self._tp, self._pp, self._num_devices = tp, pp, num_devices
-        self._backends: dict[AttentionSpec, AttentionBackend] = {}
-        self._groups: list[int | None] = [None]
-        """What the layers of each group see, see `group_layers`."""
-        self._plans: dict[Hashable, tuple[AttentionBackend, int]] = {}
-        """The backend and the group of each metadata that a step needs, by the `metadata_key` of the layers."""
-        self._all_plans: dict[Hashable, tuple[AttentionBackend, int]] = {}
-        """Likewise, with those that a draft model needs."""
-        self._layers: list[Attention] = []
-        self._has_model = False
-        self._adapters: LoRAAdapters | None = None
-        self._draft: DraftModel | None = None
+        self._tp, self._pp = tp, pp
+        self._attention = AttentionLayers(config, platform, runtime)
+        self._models = LoadedModels(config, platform, runtime, tp, pp, self._attention, num_devices=num_devices)
+        self._plans: Plans = {}
+        """Those of the model's layers."""
         self._proposer: Proposer | None = None
         self._num_speculative = 0 if config.speculative is None else config.speculative.num_speculative_tokens
         self._make_sampler: Callable[..., Sampler] = Sampler
@@ -142,77 +129,10 @@ class ModelRunner:
             every_rank_answers=every_rank_answers,
         )
 
-    def load_model(self) -> None:
-        """Builds the model on the device and loads this rank's weights."""
-        config = self._config.model
-        dtype = torch_dtype(config.dtype)
-        kv_dtype = config.dtype if self._config.cache.dtype == "auto" else self._config.cache.dtype
-        context = BuildContext(
-            dtype=dtype,
-            device=self._runtime.device,
-            ops=OpTable.resolve(
-                ask(self._platform, "ops", returns=Sequence), installed_providers(self._config.op_providers)
-            ),
-            attention=self._backend_for,
-            tp=self._tp,
-            pp=self._pp,
-            kv_dtype=kv_dtype,
-            quantization=quantization_method(config),
-            with_adapters=self._config.lora is not None,
-            num_devices=self._num_devices,
-            spread=self._runtime.place,
-        )
-        self.model = self._load(config, context)
-        if config.kind.num_labels and self._pipeline.is_last and self.model.scores is None:
-            raise ModelError(
-                f"{type(self.model).__name__}, which is to classify prompts, sets no `scores` as its head."
-            )
-        drawn = context.op("filtered_draw", size=config.vocab_size)
-        self._make_sampler = partial(
-            Sampler,
-            static=self._static,
-            argmax=context.op("argmax", size=config.vocab_size).function,
-            filtered_draw=None if drawn.provider == REFERENCE else drawn.function,
-        )
-        self._sampler = self._make_sampler()
-        self._layers = self.model.attention_layers()
-        draft = None if self._config.speculative is None else self._config.speculative.model
-        if draft is not None and self._pipeline.is_last:  # which has all of it
-            context = dataclasses.replace(
-                context, pp=GroupCoordinator.single("pp"), quantization=quantization_method(draft), with_adapters=False
-            )
-            self._draft = DraftModel(draft, self._load(draft, context))
-            self._layers = [*self._layers, *self._draft.layers]
-        if (lora := self._config.lora) is not None:
-            with out_of_memory_as(
-                ModelError, f"The slots of {lora.max_loras} adapters", "Lower max_loras or max_lora_rank."
-            ):
-                self._adapters = LoRAAdapters(self.model, context, lora, self._runtime)
-        self._windows = layer_windows(self._layers, self._runtime.device)
-        self._place_layers()
-        self._has_model = True
-
-    def _load(self, config: ModelConfig, context: BuildContext) -> CausalLM:
-        """A model on the device, with its weights."""
-        model_class = resolve_model_class(config.architecture, config.model_impl)
-        remedy = (
-            "Choose a smaller dtype, quantization='int8' or 'int4', or a larger tensor_parallel_size or "
-            "pipeline_parallel_size, which leaves each device a smaller part."
-        )
-        what = f"The weights of {config.model}, whose sizes config.json gives,"
-        with out_of_memory_as(ModelError, what, remedy):
-            model = model_class(config, context)
-        load_weights(
-            model,
-            config.path,
-            load_format=self._config.load.load_format,
-            use_tqdm=self._config.load.use_tqdm,
-            seed=config.seed,
-            on_loaded=model.tensor_loaded,
-        )
-        model.after_load()
-        model.eval()
-        return model
+    @property
+    def model(self) -> CausalLM:
+        """The model that is served; not to be asked for while there is none."""
+        return self._models.model
 
     @property
     def adapters(self) -> LoRAAdapters:
@@ -221,9 +141,21 @@ class ModelRunner:
         Raises:
             ConfigError: The engine takes none.
         """
-        if self._adapters is None:
-            raise ConfigError("The engine was started without enable_lora: it takes no adapters.")
-        return self._adapters
+        return self._models.adapters
+
+    def load_model(self) -> None:
+        """Builds the model on the device and loads this rank's weights."""
+        context = self._models.load()
+        vocab_size = self._config.model.vocab_size
+        drawn = context.op("filtered_draw", size=vocab_size)
+        self._make_sampler = partial(
+            Sampler,
+            static=self._static,
+            argmax=context.op("argmax", size=vocab_size).function,
+            filtered_draw=None if drawn.provider == REFERENCE else drawn.function,
+        )
+        self._sampler = self._make_sampler()
+        self._plans = self._attention.plans_of(self.model.attention_layers())
 
     def kv_cache_needs(self) -> KVCacheNeeds:
         """What one token costs over all layers, and the block sizes that all backends accept.
@@ -231,32 +163,22 @@ class ModelRunner:
         Raises:
             CacheError: The backends have no block size in common.
         """
-        if not self._layers:  # an encoder's: one block holds a whole prompt, and takes no memory
-            return KVCacheNeeds(0, (self._config.model.max_model_len,))
-        layouts = [layer.backend.kv_layout() for layer in self._layers]
-        common = [size for size in layouts[0].block_sizes if all(size in layout.block_sizes for layout in layouts)]
-        if not common:
-            offers = "; ".join(sorted({str(layout.block_sizes) for layout in layouts}))
-            raise CacheError(f"The attention backends of this model accept no common block size: {offers}.")
-        bytes_per_token = sum(layout.bytes_per_token for layout in layouts)
-        if self._config.speculative is not None and self._config.speculative.model is not None:
-            # A draft model may be a token behind, and look further back than the model does.
-            return KVCacheNeeds(bytes_per_token, tuple(common), ())
-        windows = named_windows(self._layers, self._windows, self._runtime.device, self._pp.world_size)
-        return KVCacheNeeds(bytes_per_token, tuple(common), windows)
+        return self._attention.needs()
 
     def group_layers(self, windows: Sequence[int | None]) -> None:
         """Gives the layers of each group a block table of their own: what they see, in tokens, or None for all."""
-        self._groups = list(windows)
-        self._place_layers()
+        self._attention.group(windows)
+        self._plans = self._attention.plans_of(self.model.attention_layers())
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
         """Claims the KV cache of every layer, and readies the model and the rows for steps."""
         self._num_blocks, self._block_size = num_blocks, block_size
-        self._allocate_layers(num_blocks, block_size)
+        self._attention.allocate(num_blocks, block_size)
         scheduler, model = self._config.scheduler, self._config.model
         state = SamplingState(scheduler.max_num_seqs, model.vocab_size, model.seed, self._logits_processors())
-        self.rows = RowTable(scheduler.max_num_seqs, model.max_model_len, block_size, state, len(self._groups))
+        self.rows = RowTable(
+            scheduler.max_num_seqs, model.max_model_len, block_size, state, len(self._attention.groups)
+        )
         shapes: ShapePolicy = ask(self._platform, "shapes", returns=ShapePolicy)
         on_device = keeps_tokens_on_device(self._config, self._platform.capabilities)
         self._inputs = StepInputBuilder(
@@ -283,10 +205,9 @@ class ModelRunner:
         self._runtime.synchronize()
         self._run_model = self._call_model  # what was compiled may hold on to both
         self._proposer = None
-        for layer in self._layers:
-            layer.kv_cache = None
+        self._attention.drop_caches()
         if drop_weights:
-            self._drop_model()
+            self._drop_models()
 
     def wake_up(self, tags: Sequence[str]) -> None:
         """Brings back what `tags` name of `weights` and `kv_cache`, where it is missing.
@@ -294,21 +215,16 @@ class ModelRunner:
         Raises:
             CacheError, ModelError: It cannot be had now; what there was before stays.
         """
-        if "weights" in tags and not self._has_model:
+        if "weights" in tags and not self._models.are_here:
             sampler = self._sampler
             try:
                 self.load_model()
             except BaseException:
-                self._drop_model()
+                self._drop_models()
                 raise
             self._sampler = sampler
-        if "kv_cache" in tags and any(layer.kv_cache is None for layer in self._layers):
-            try:
-                self._allocate_layers(self._num_blocks, self._block_size)
-            except BaseException:
-                for layer in self._layers:
-                    layer.kv_cache = None
-                raise
+        if "kv_cache" in tags and self._attention.lack_caches:
+            self._attention.allocate(self._num_blocks, self._block_size)
             self._compile_models()
 
     def close(self) -> None:
@@ -317,22 +233,12 @@ class ModelRunner:
         The worker leaves its groups afterwards: a captured step holds their communicators.
         """
         self._run_model = _closed  # nor may the method, which holds this object: nobody waits for garbage to be found
-        self._proposer = self._draft = self._adapters = None
-        for layer in self._layers:
-            layer.kv_cache = None
-        self._layers = []
-        if self._has_model:
-            self._has_model = False
-            del self.model
+        self._proposer = None
+        self._models.drop()
 
-    def _drop_model(self) -> None:
-        self._layers = []
-        self._adapters = None
-        self._has_model = False
-        self._draft = None
-        if hasattr(self, "model"):
-            del self.model
-            gc.collect()  # modules and what compiles or replays them refer to each other
+    def _drop_models(self) -> None:
+        self._models.drop()
+        gc.collect()  # modules and what compiles or replays them refer to each other
 
     @_without_gradients
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -413,7 +319,7 @@ class ModelRunner:
         The caller reads the runtime's peak memory before and after. The cache is dropped again at the end.
         """
         block_size = self.kv_cache_needs().block_sizes[0]
-        self._allocate_layers(1, block_size)
+        self._attention.allocate(1, block_size)
         scheduler = self._config.scheduler
         inputs = profile_inputs(
             max_tokens=scheduler.max_num_batched_tokens,
@@ -425,17 +331,16 @@ class ModelRunner:
             with_prompt_lens=self.model.uses_prompt_lens,
         )
         num_tokens = len(inputs.token_ids)
-        adapters = None if self._adapters is None else self._adapters.largest_batch(num_tokens)
+        adapters = self.adapters.largest_batch(num_tokens) if self._models.takes_adapters else None
         with naming_limits(scheduler, self._runtime):
             hidden = self._forward(inputs, self._pipeline.placeholder(num_tokens), adapters)
             if self._pipeline.is_last and self._config.model.kind.generates:
                 lines = inputs.logits_at.repeat(1 + self._num_speculative)[:num_tokens]
                 self._profile_sampling(self.model.compute_logits(hidden.index_select(0, lines)))
-            if self._draft is not None:
-                self._draft.run(inputs, self._all_plans)
+            if (draft := self._models.draft) is not None:
+                draft.run(inputs, self._attention.plans_of(draft.layers))
             self._runtime.synchronize()
-        for layer in self._layers:
-            layer.kv_cache = None
+        self._attention.drop_caches()
 
     @_without_gradients
     def warm_up(self) -> None:
@@ -465,7 +370,7 @@ class ModelRunner:
                 block_size=self._block_size,
                 runtime=self._runtime,
                 with_prompt_lens=self.model.uses_prompt_lens,
-                num_groups=len(self._groups),
+                num_groups=len(self._attention.groups),
             )
             self._forward(inputs, self._pipeline.placeholder(len(inputs.token_ids)))
             self._runtime.step_mark()
@@ -488,7 +393,7 @@ class ModelRunner:
                 runtime=self._runtime,
                 with_prompt_lens=self.model.uses_prompt_lens,
                 with_sample_rows=self._device_tokens is not None,
-                num_groups=len(self._groups),
+                num_groups=len(self._attention.groups),
             )
             if self._device_tokens is not None:
                 inputs.token_ids = self._device_tokens.resolve(inputs.token_ids)
@@ -534,38 +439,6 @@ class ModelRunner:
         max_rows, vocab_size = self._config.scheduler.max_num_seqs, self._config.model.vocab_size
         return LogitsProcessors(names, LogitsProcessorContext(vocab_size, max_rows, self._runtime.device))
 
-    def _backend_for(self, spec: AttentionSpec) -> AttentionBackend:
-        if spec not in self._backends:
-            self._backends[spec] = ask_attention_backend(self._platform, spec)
-        return self._backends[spec]
-
-    def _place_layers(self) -> None:
-        """Deals the layers out to the groups. A backend makes one metadata per step: each block table has its own."""
-        self._all_plans, self._cache_places = {}, []
-        places = place_layers(self._windows, self._groups, self._config.model.max_model_len)
-        for layer, (group, place) in zip(self._layers, places, strict=True):
-            key: Hashable = layer.spec
-            if key in self._all_plans and self._all_plans[key][1] != group:
-                key = (layer.spec, group)
-            if key not in self._all_plans:
-                backend = self._backend_for(layer.spec)
-                if key != layer.spec:
-                    backend = ask_attention_backend(self._platform, layer.spec)
-                self._all_plans[key] = (backend, group)
-            layer.metadata_key, layer.backend = key, self._all_plans[key][0]
-            self._cache_places.append(place)
-        own = {layer.metadata_key for layer in self.model.attention_layers()}
-        self._plans = {key: plan for key, plan in self._all_plans.items() if key in own}
-
-    def _allocate_layers(self, num_blocks: int, block_size: int) -> None:
-        what = f"The KV cache of {num_blocks} blocks of {block_size} tokens"
-        with out_of_memory_as(CacheError, what, "Lower memory_utilization or kv_cache_memory_bytes."):
-            caches: dict[int, KVCache] = {}
-            for layer, place in zip(self._layers, self._cache_places, strict=True):
-                if place not in caches:
-                    caches[place] = layer.backend.allocate(num_blocks, block_size, self._runtime.device)
-                layer.kv_cache = caches[place]
-
     def _compute(
         self, inputs: StepInputs, intermediate: torch.Tensor | None, adapters: LoRABatch | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -601,10 +474,10 @@ class ModelRunner:
 
     def _adapters_of(self, inputs: StepInputs) -> LoRABatch | None:
         """The adapters of a step's requests; None where none has one."""
-        if self._adapters is None:
+        if not self._models.takes_adapters:
             return None
         ids = self.rows.lora_ids[inputs.rows]
-        return self._adapters.batch(ids, inputs.num_scheduled, len(inputs.token_ids)) if ids.any() else None
+        return self.adapters.batch(ids, inputs.num_scheduled, len(inputs.token_ids)) if ids.any() else None
 
     def _encode(self, inputs: StepInputs, intermediate: torch.Tensor | None) -> torch.Tensor:
         """As `_forward`, of a model without a cache. Where prompts begin differs in every step: nothing to compile."""
@@ -661,7 +534,8 @@ class ModelRunner:
         return compiler.compile(function, dynamic=True)
 
     def _make_proposer(self, config: SpeculativeConfig) -> Proposer:
-        if self._draft is None:
+        draft = self._models.draft
+        if draft is None:
             return NgramProposer(
                 self.rows.history,
                 num_tokens=config.num_speculative_tokens,
@@ -670,7 +544,7 @@ class ModelRunner:
             )
         scheduler = self._config.scheduler
         return DraftModelProposer(
-            self._draft,
+            draft,
             self._config.model,
             rows=self.rows,
             block_size=self._block_size,
@@ -681,9 +555,9 @@ class ModelRunner:
                 max_rows=scheduler.max_num_seqs,
                 runtime=self._runtime,
                 shapes=ask(self._platform, "shapes", returns=ShapePolicy),
-                with_prompt_lens=self._draft.model.uses_prompt_lens,
+                with_prompt_lens=draft.model.uses_prompt_lens,
             ),
-            plans=self._all_plans,
+            plans=self._attention.plans_of(draft.layers),
             sampler=self._make_sampler(),
             num_tokens=config.num_speculative_tokens,
             compile=self._compiled,

@@ -13,6 +13,7 @@ from mvllm.platform.shapes import ShapePolicy
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.sampling import sampler
 from mvllm.sampling.filters import Filters
+from mvllm.worker.attention_layers import AttentionLayers
 from mvllm.worker.model_runner import ModelRunner
 from mvllm.worker.step_inputs import StepInputs
 from tests.unit.engine.builders import make_config
@@ -45,9 +46,10 @@ def test_a_model_that_reads_the_prompts_lengths_gets_them(reads_them: bool, monk
     runner = ModelRunner.__new__(ModelRunner)
     runner._config, runner._platform, runner._runtime = make_config(), FakePlatform(), HostRuntime()
     runner._pipeline = SimpleNamespace(is_last=False, placeholder=lambda num_tokens: None)
-    runner._layers, runner._cache_places, runner._groups = [], [], [None]
+    runner._attention = AttentionLayers(runner._config, runner._platform, runner._runtime)
     runner._block_size, runner.rows = BLOCK_SIZE, make_rows()
-    runner.model, runner._adapters, runner._draft = SimpleNamespace(uses_prompt_lens=reads_them), None, None
+    model = SimpleNamespace(uses_prompt_lens=reads_them)
+    runner._models = SimpleNamespace(model=model, takes_adapters=False, draft=None)
     runner._device_tokens = None
     monkeypatch.setattr(runner, "kv_cache_needs", lambda: KVCacheNeeds(8, (BLOCK_SIZE,)))
     monkeypatch.setattr(runner, "_forward", lambda inputs, intermediate, adapters=None: given.append(inputs))
