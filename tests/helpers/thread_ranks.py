@@ -6,7 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from queue import Queue
+from queue import Empty, Queue
 from typing import TypeVar
 
 import torch
@@ -68,7 +68,10 @@ class ThreadCommunicator(Communicator):
         self._meeting.mail[self.rank, destination].put(tensor.clone())
 
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
-        tensor = self._meeting.mail[source, self.rank].get(timeout=60)
+        try:
+            tensor = self._meeting.mail[source, self.rank].get(timeout=60)
+        except Empty as e:
+            raise RuntimeError(f"Rank {source} sent rank {self.rank} nothing in 60 s.") from e
         assert (tuple(tensor.shape), tensor.dtype) == (tuple(shape), dtype)
         return tensor
 

@@ -92,11 +92,7 @@ def _all_say(group: GroupCoordinator, word: str, seconds: float) -> bool:
             group.cpu_group.send(word.encode(), *others)
             for rank in others:
                 heard.append(group.cpu_group.receive(rank).decode(errors="replace"))
-        except (
-            RuntimeError,
-            OSError,
-            ValueError,
-        ) as e:  # of whatever carries the bytes: a rank that has gone has not failed like this one
+        except (RuntimeError, OSError, ValueError) as e:  # of whatever carries the bytes: a rank is gone
             logger.debug("Another rank cannot be asked: %s", e)
 
     thread = threading.Thread(target=talk, name="mvllm-memory-agreement", daemon=True)
