@@ -177,7 +177,7 @@ def test_a_step_without_memory_fails_its_requests_says_what_helps_and_no_later_o
 
 
 def test_ranks_that_wait_for_one_without_memory_end_with_it(make: Make) -> None:
-    llm = make(tensor_parallel_size=2, FAULT_INJECTION="oom@execute:rank=1,step=2")
+    llm = make(tensor_parallel_size=2, step_timeout=50, FAULT_INJECTION="oom@execute:rank=1,step=2")
     with pytest.raises(EngineDeadError, match=r"out of memory on example:1: \d+ bytes were asked for"):
         run(llm)
 

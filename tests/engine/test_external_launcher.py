@@ -32,8 +32,8 @@ NAMES = (
     "opt-norm-after-projected",
     "gpt2",
 )
-ODDEST = ("llama-rope-dynamic", "qwen2-mqa-tied", "opt-norm-after-projected")
-"""Angles by the prompt's length; copied heads, and an embedding for two stages; projections around the layers."""
+ODDEST = ("llama-rope-dynamic", "qwen2-mqa-tied")
+"""Angles by the prompt's length; copied heads, and an embedding for two stages."""
 WHICH = (0, 3, 5, 6, 8)
 """Prompts of the oracle, of 1 to 48 tokens. Some share prefixes."""
 NUM_TOKENS = 28

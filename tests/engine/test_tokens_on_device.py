@@ -131,6 +131,8 @@ def test_only_a_batch_with_penalties_waits_and_does_so_while_the_device_computes
 )
 def test_every_token_is_the_same(make: MakeLLM, executor: str, settings: dict[str, Any]) -> None:
     prompts, params = requests(seed=5)
+    if executor != "uni":  # whose every sum takes the ranks a millisecond: each kind once
+        prompts, params = prompts[-7:], params[-7:]
     settings = {"max_model_len": 112, **settings}  # some requests go on until there
     plain = make(async_scheduling=False, max_model_len=112)
     expected = [told(output) for output in plain.generate(prompts, params, use_tqdm=False)]

@@ -143,6 +143,7 @@ def check_result(engine, request, limits, *, ended_early, may_fail):
         assert len(result.outputs) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("depth", "policy", "enable_caching"), [(1, "fcfs", True), (2, "priority", False)])
 def test_ten_thousand_requests_leave_no_block_row_or_request_behind(depth, policy, enable_caching):
     dice = random.Random(0)
