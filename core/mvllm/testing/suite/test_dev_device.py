@@ -37,11 +37,11 @@ def test_a_worker_binds_its_device(subject: Examinee) -> None:
 
 @clause("DEV-01")
 def test_each_local_rank_binds_a_device_of_its_own(subject: Examinee) -> None:
-    if why := why_not_ranks(subject, 2):
-        not_run(why)
     topology = topology_of(subject, parallel_config(tensor=2))
     if topology.num_workers < 2:
         not_run("one worker drives the devices of all ranks")
+    if why := why_not_ranks(subject, 2):
+        not_run(why)
     results = run_ranks(subject, 2, ["bind"], local_ranks=[0, 1])
     for rank, result in enumerate(results):
         assert not result.error_of("bind"), f"local_rank {rank}: {result.error_of('bind')}"
