@@ -37,6 +37,8 @@ NOT_RUN = 77
 NUM_BYTES = 4 * 10**9  # of disk, while it is being made; 2.4e9 in the end
 PATIENCE = 900.0  # seconds for making the environment
 PATIENCE_OF_THE_GATE = 240.0  # its tests alone take long enough
+NUM_PROGRAMS = 256
+"""That XLA keeps. Each is a few dozen mappings of memory on the host; at Linux's limit of 65,530 the process crashes."""
 PIP: tuple[str | Path, ...] = (
     *(LANE.python, "-m", "pip", "install", "--quiet"),
     *("--progress-bar", "off", "--no-deps"),
@@ -219,6 +221,7 @@ def run(parts: Sequence[Part], patience: float = PATIENCE, run_command: Run = st
             "CPU_NUM_DEVICES": str(part.num_devices),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
+            "XLA_COMPILATION_CACHE_SIZE": str(NUM_PROGRAMS),
         }
         if status := run_command(part.command, variables):
             failed.append(f"{part.title} (exit status {status})")

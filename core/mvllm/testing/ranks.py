@@ -69,6 +69,7 @@ def run_ranks(
     *,
     local_ranks: list[int] | None = None,
     num_devices: int = 1,
+    parallel: ParallelConfig | None = None,
     checkpoint: Path | None = None,
 ) -> list[RankResult]:
     """Starts the ranks of one world and returns what they say, in rank order.
@@ -78,9 +79,10 @@ def run_ranks(
         what: What each tries, in this order; names of `_rank.TRIALS`.
         local_ranks: Start these ranks only, each on its own: they meet nobody.
         num_devices: Devices that each drives.
+        parallel: The engine whose workers they are; None for one that is tensor-parallel over all their devices.
         checkpoint: A folder, for those that load one.
     """
-    topology = topology_of(examinee, parallel_config(tensor=world_size * num_devices))
+    topology = topology_of(examinee, parallel or parallel_config(tensor=world_size * num_devices))
     meeting = None if local_ranks is not None or world_size == 1 else f"tcp://127.0.0.1:{_free_port()}"
     with tempfile.TemporaryDirectory() as folder:
         started = []
@@ -151,22 +153,26 @@ def why_not_devices(examinee: Examinee, count: int) -> str:
     return ""
 
 
-_KNOWN: dict[tuple[str, int], str] = {}
+_KNOWN: dict[tuple[str, int, int], str] = {}
 
 
-def why_not_ranks(examinee: Examinee, count: int) -> str:
-    """Why `count` workers cannot run side by side on this machine; empty when they can.
+def why_not_ranks(examinee: Examinee, tensor: int = 1, pipeline: int = 1) -> str:
+    """Why the workers of an engine of so many ranks cannot run side by side on this machine; empty when they can.
 
     Where the probe saw that many devices they must run, and nothing is asked. Elsewhere the last of them tries to bind
-    its device: platforms may put several workers on one.
+    its devices: platforms may put several workers on one.
     """
-    if count <= max(1, examinee.num_devices):
+    if tensor * pipeline <= max(1, examinee.num_devices):
         return ""
-    if (examinee.name, count) not in _KNOWN:
-        [last] = run_ranks(examinee, count, ["bind"], local_ranks=[count - 1])
+    key = (examinee.name, tensor, pipeline)
+    if key not in _KNOWN:
+        parallel = parallel_config(tensor, pipeline)
+        count = topology_of(examinee, parallel).num_workers
+        each = parallel.world_size // count
+        [last] = run_ranks(examinee, count, ["bind"], local_ranks=[count - 1], num_devices=each, parallel=parallel)
         error = last.error_of("bind")
-        _KNOWN[examinee.name, count] = f"{count} workers need devices that are not here: {error}" if error else ""
-    return _KNOWN[examinee.name, count]
+        _KNOWN[key] = f"{count} workers need devices that are not here: {error}" if error else ""
+    return _KNOWN[key]
 
 
 @functools.cache

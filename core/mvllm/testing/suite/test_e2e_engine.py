@@ -70,7 +70,7 @@ def check_parallel(subject: Examinee, zoo: Zoo, family: str, tensor: int, pipeli
         with pytest.raises(ConfigError, match="several pipeline stages"):
             engine(subject, zoo.checkpoint(family), **sizes).__enter__()
         not_claimed("several pipeline stages in one worker: its devices share layers")
-    if topology.num_workers > 1 and (why := why_not_ranks(subject, topology.num_workers)):
+    if topology.num_workers > 1 and (why := why_not_ranks(subject, tensor, pipeline)):
         not_run(why)
     check(subject, zoo, family, **sizes)
 
