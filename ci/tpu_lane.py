@@ -38,7 +38,7 @@ NUM_BYTES = 4 * 10**9  # of disk, while it is being made; 2.4e9 in the end
 PATIENCE = 900.0  # seconds for making the environment
 PATIENCE_OF_THE_GATE = 240.0  # its tests alone take long enough
 NUM_PROGRAMS = 256
-"""That XLA keeps. Each is a few dozen mappings of memory on the host; at Linux's limit of 65,530 the process crashes."""
+"""That XLA keeps. Each is dozens of mappings of memory on the host; at Linux's limit of 65,530 the process crashes."""
 PIP: tuple[str | Path, ...] = (
     *(LANE.python, "-m", "pip", "install", "--quiet"),
     *("--progress-bar", "off", "--no-deps"),

@@ -65,7 +65,7 @@ class SpreadRuntime(LazyRuntime):
             super().reset_peak_memory()
 
     def place(self, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
-        torch_xla.sync()  # what is still to be computed, a transposed weight for one, lies nowhere yet
+        torch_xla.sync(wait=True)  # what is still being computed, a transposed weight for one, lies nowhere yet
         spread(tensor, self._mesh, dim)
         torch_xla.sync()  # now, so that no more than one layer's weights lie on one device
         return tensor
