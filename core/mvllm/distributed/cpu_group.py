@@ -83,7 +83,8 @@ class CpuGroup:
             self.communicator.close()
 
     def _receive(self, count: int, source: int) -> bytes:
-        return self._peers().recv((count,), torch.uint8, source).numpy().tobytes()
+        # A communicator that takes tensors of the host may put what it receives on its device.
+        return self._peers().recv((count,), torch.uint8, source).cpu().numpy().tobytes()
 
     def _peers(self) -> Communicator:
         assert self.communicator is not None, "a group of one rank: nobody to talk to"

@@ -54,7 +54,7 @@ class HostCommunicator(Communicator):
         device: Where results go.
     """
 
-    on_host = False  # what is received goes to the device, wherever the sender had it
+    on_host = True
 
     def __init__(self, group: GroupSpec, device: torch.device) -> None:
         self._inner = TorchCommunicator(group, "gloo")
@@ -71,6 +71,8 @@ class HostCommunicator(Communicator):
         return self._back(self._inner.reduce_scatter(_host(tensor), dim), tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        if tensor.device.type == "cpu":
+            return self._inner.broadcast(tensor, source)
         return tensor.copy_(self._back(self._inner.broadcast(_host(tensor), source), tensor))
 
     def send(self, tensor: torch.Tensor, destination: int) -> None:
