@@ -62,15 +62,15 @@ class XlaAttention(AttentionBackend):
         return reasons
 
     def kv_layout(self) -> KVLayout:
-        per_head = sum(self._sizes()) * _DTYPES[self.spec.kv_dtype].itemsize
-        return KVLayout(_BLOCK_SIZES, self.spec.num_kv_heads * per_head)
+        elements = sum(heads * size for heads, size in self._parts())
+        return KVLayout(_BLOCK_SIZES, elements * _DTYPES[self.spec.kv_dtype].itemsize)
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> Cache:
         dtype = _DTYPES[self.spec.kv_dtype]
-        shape = (num_blocks, block_size, self.spec.num_kv_heads)
         self.require_room(num_blocks * block_size * self.kv_layout().bytes_per_token, device)
         try:
-            caches = tuple(torch.zeros((*shape, size), dtype=dtype, device=device) for size in self._sizes())
+            shapes = [(num_blocks, block_size, *part) for part in self._parts()]
+            caches = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
             self.place(caches)
             self.materialize()
         except RuntimeError as e:  # what runtimes raise, in many wordings
@@ -129,13 +129,15 @@ class XlaAttention(AttentionBackend):
         for cache in kv:
             cache.index_copy_(0, destination, cache.index_select(0, source))
 
-    def _sizes(self) -> tuple[int, ...]:
-        """Elements of a head, of each that is stored: keys, and values where they are not the keys'."""
-        return (self.spec.head_size,) if self.spec.values_in_keys else (self.spec.head_size, self.spec.value_size)
+    def _parts(self) -> tuple[tuple[int, int], ...]:
+        """Heads and elements of a head, of each that is stored: keys, and values where they are not the keys'."""
+        spec = self.spec
+        sizes = (spec.head_size,) if spec.values_in_keys else (spec.head_size, spec.value_size)
+        return tuple((spec.num_kv_heads, size) for size in sizes)
 
     def _tiles_at_a_time(self, metadata: XlaMetadata, kv: Cache) -> int:
         spec, num_keys = self.spec, metadata.block_table.shape[1] * kv[0].shape[1]
-        per_key = spec.num_kv_heads * sum(self._sizes()) + 2 * spec.num_heads * metadata.shape.size
+        per_key = sum(heads * size for heads, size in self._parts()) + 2 * spec.num_heads * metadata.shape.size
         return max(1, min(metadata.shape.count, _MOST_GATHERED // (4 * per_key * num_keys)))
 
     def _attend(

@@ -1,4 +1,4 @@
-"""XlaAttention on lazy tensors: memory is claimed when the graph that asks for it has run."""
+"""Attention on lazy tensors: memory is claimed when the graph that asks for it has run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch_xla
 
 from mvllm_tpu.attention import XlaAttention
 from mvllm_tpu.lazy_runtime import require_room
+from mvllm_tpu.pallas_attention import PallasAttention
 
 
 class LazyAttention(XlaAttention):
@@ -17,3 +18,7 @@ class LazyAttention(XlaAttention):
 
     def materialize(self) -> None:
         torch_xla.sync(wait=True)
+
+
+class LazyPallasAttention(PallasAttention, LazyAttention):
+    """See PallasAttention."""

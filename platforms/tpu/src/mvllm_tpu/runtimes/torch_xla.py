@@ -54,6 +54,7 @@ class TorchXla(Runtime):
             from mvllm_tpu.spread import SpreadAttention
 
             return SpreadAttention(spec, self._num_devices)
-        from mvllm_tpu.runtimes.lazy_attention import LazyAttention
+        from mvllm_tpu.pallas_attention import kernel_chosen
+        from mvllm_tpu.runtimes.lazy_attention import LazyAttention, LazyPallasAttention
 
-        return LazyAttention(spec)
+        return LazyPallasAttention(spec) if kernel_chosen(spec) else LazyAttention(spec)

@@ -1,0 +1,138 @@
+"""The backend around the kernel for chips: what it hands the kernel means what the kernel's page says.
+
+The kernel runs on TPUs alone. In its place stands what it is documented to compute, and, where torch_xla is installed,
+torch_xla's own definition of the same operation.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from mvllm.plugin_api import PlatformError
+from mvllm.testing.attention_cases import expected, make_case, make_spec, run, tolerance
+from mvllm_tpu import machine, pallas_attention
+from mvllm_tpu.pallas_attention import VARIABLE, PallasAttention, kernel_chosen
+from tests.unit.worker.builders import HostRuntime
+
+STEPS = {
+    "one prompt": [(0, 37)],
+    "decodes": [(63, 1), (64, 1), (0, 1), (130, 1)],
+    "everything": [(50, 1), (0, 17), (9, 30), (129, 1), (64, 64)],
+}
+
+
+def documented(q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, *, sm_scale, sliding_window, soft_cap):
+    """[tokens, heads, head_size]; padding is left at NaN."""
+    found = torch.full_like(q, torch.nan)
+    assert page_indices.max() < len(kv_pages), "a page that is fetched ahead must be one"
+    for row in range(int(num_seqs[0])):
+        begin, end, length = int(cu_q_lens[row]), int(cu_q_lens[row + 1]), int(kv_lens[row])
+        pages = kv_pages[page_indices[row]].flatten(0, 1)[:length].float()
+        group = q.shape[1] // (pages.shape[1] // 2)
+        keys, values = (pages[:, first::2].repeat_interleave(group, dim=1) for first in (0, 1))
+        scores = torch.einsum("qhd,khd->hqk", q[begin:end].float(), keys) * sm_scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        back = torch.arange(length - (end - begin), length).unsqueeze(1) - torch.arange(length)
+        hidden = (back < 0) | (back >= (sliding_window or length))
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        found[begin:end] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+    return found
+
+
+def defined(*tensors, **settings):
+    """By torch_xla, for real tokens."""
+    from torch_xla.experimental.custom_kernel import ragged_paged_attention
+
+    return ragged_paged_attention(*tensors, **settings, use_kernel=False)
+
+
+with_torch_xla = pytest.mark.skipif(os.environ.get("PJRT_DEVICE") != "CPU", reason="PJRT_DEVICE is not CPU")
+KERNELS = pytest.mark.parametrize("kernel", [documented, pytest.param(defined, marks=with_torch_xla)])
+
+
+@KERNELS
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("features", [{}, {"sliding_window": 33}, {"soft_cap": 20.0}], ids=str)
+def test_it_gives_what_exact_attention_gives(monkeypatch, kernel, step, dtype, features):
+    if kernel is defined:
+        pytest.importorskip("torch_xla", reason="torch_xla is not installed: it wants the torch of its own version")
+    monkeypatch.setattr(PallasAttention, "kernel", staticmethod(kernel))
+    spec = make_spec(8, 2, 128, dtype, **features)
+    for block_size in PallasAttention(spec).kv_layout().block_sizes:
+        case = make_case(spec, STEPS[step], block_size=block_size)
+        found = run(PallasAttention(spec), HostRuntime(), case).double()
+        assert (found - expected(case)).abs().max() < tolerance(dtype, dtype)
+
+
+def test_a_token_takes_the_memory_that_the_layout_says():
+    spec = make_spec(8, 2, 128, "bfloat16")
+    backend = PallasAttention(spec)
+    [cache] = backend.allocate(3, 64, torch.device("cpu"))
+    assert cache.shape == (3, 64, 4, 128)
+    assert cache.numel() * cache.itemsize == 3 * 64 * backend.kv_layout().bytes_per_token
+
+
+def test_moved_blocks_take_keys_and_values_along(monkeypatch):
+    monkeypatch.setattr(PallasAttention, "kernel", staticmethod(documented))
+    case = make_case(make_spec(4, 4, 128), STEPS["everything"], block_size=16)
+    found = run(PallasAttention(case.spec), HostRuntime(), case, move_blocks=True).double()
+    assert (found - expected(case)).abs().max() < tolerance("float32", "float32")
+
+
+def test_requests_of_padding_are_not_counted():
+    case = make_case(make_spec(4, 4, 128), [(5, 1), (0, 3)], block_size=16, padding=4, padding_requests=6)
+    backend = PallasAttention(case.spec)
+    backend.allocate(case.num_blocks, 16, torch.device("cpu"))
+    metadata = backend.build_metadata(case.layout)
+    assert metadata.num_requests.tolist() == [2] and metadata.num_requests.dtype == torch.int32
+    assert metadata.seq_lens.tolist() == [6, 3] + [0] * 6
+    assert metadata.block_table.max() < case.num_blocks
+
+
+@pytest.fixture
+def chips(monkeypatch):
+    """A machine that has some, and what compiles kernels for them."""
+    monkeypatch.setattr(machine, "find", lambda: machine.Devices("TPU"))
+    monkeypatch.setattr(pallas_attention.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.delenv(VARIABLE, raising=False)
+    return monkeypatch
+
+
+def test_it_is_chosen_on_chips_for_what_it_takes(chips):
+    assert kernel_chosen(make_spec(8, 2, 128))
+    others = (
+        make_spec(8, 2, 64),
+        make_spec(8, 2, 256, value_head_size=128),
+        make_spec(8, 2, 128, sinks=True),
+        make_spec(8, 1, 640, values_in_keys=True, value_head_size=512),
+        make_spec(8, 2, 128, "bfloat16", kv_dtype="float32"),
+    )
+    assert not any(kernel_chosen(spec) for spec in others)
+    chips.setenv(VARIABLE, "xla")
+    assert not kernel_chosen(make_spec(8, 2, 128))
+
+
+@pytest.mark.parametrize(
+    ("asked", "head_size", "said"),
+    [("pallas", 64, "heads of 64 and 64 elements"), ("flash", 128, "'flash' names no attention.* pallas or xla")],
+)
+def test_asked_for_where_it_cannot_be(chips, asked, head_size, said):
+    chips.setenv(VARIABLE, asked)
+    with pytest.raises(PlatformError, match=said):
+        kernel_chosen(make_spec(8, 2, head_size))
+
+
+def test_the_host_and_machines_without_jax_go_without(chips):
+    chips.setattr(pallas_attention.importlib.util, "find_spec", lambda name: None)
+    assert not kernel_chosen(make_spec(8, 2, 128))
+    chips.setenv(VARIABLE, "pallas")
+    with pytest.raises(PlatformError, match=r"jax is not installed.*mvllm-tpu\[pallas\]"):
+        kernel_chosen(make_spec(8, 2, 128))
+    chips.setattr(machine, "find", lambda: machine.Devices("CPU"))
+    with pytest.raises(PlatformError, match="runs no kernels of chips"):
+        kernel_chosen(make_spec(8, 2, 128))
