@@ -8,6 +8,7 @@ from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import ConfigError, ParallelConfig, PlatformError
 from mvllm_tpu import compile_cache, machine, runtimes
 from mvllm_tpu.platform import DEVICES_VARIABLE, make_platform
+from mvllm_tpu.runtimes.torch_xla import TorchXla
 
 
 def test_every_worker_is_told_which_device_xla_opens(host, installed, monkeypatch):
@@ -36,6 +37,17 @@ def test_a_process_that_sees_another_number_of_devices_starts_a_worker(host, ins
     assert "uni" not in make_platform().topology(two).executors
     monkeypatch.setenv(machine.NUM_CPUS_VARIABLE, "2")
     assert make_platform().topology(two).executors[0] == "uni"
+
+
+def test_a_process_that_has_bound_another_number_of_devices_starts_a_worker(host, installed, monkeypatch):
+    installed("torch_xla")
+    monkeypatch.setenv(machine.PJRT_VARIABLE, "CPU")
+    monkeypatch.setenv(machine.NUM_CPUS_VARIABLE, "2")
+    for bound in (1, 2):
+        monkeypatch.setattr(TorchXla, "_num_devices", bound)
+        for asked in (1, 2):
+            executors = make_platform().topology(ParallelConfig(tensor_parallel_size=asked)).executors
+            assert ("uni" in executors) == (asked == bound) and "mp" in executors
 
 
 def test_a_worker_without_a_runtime_says_what_to_install(host, installed):

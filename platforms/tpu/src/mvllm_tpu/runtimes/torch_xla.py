@@ -27,8 +27,12 @@ class TorchXla(Runtime):
     name: ClassVar[str] = "torch_xla"
     lazy: ClassVar[bool] = True
     spreads: ClassVar[bool] = True
-    _num_devices: ClassVar[int] = 1
-    """Of this process's worker, since it has bound them."""
+    _num_devices: ClassVar[int] = 0
+    """Of this process's workers; 0 until one has bound its own."""
+
+    def binds_here(self, num_devices: int) -> bool:
+        """XLA spreads tensors in all of a process or in none: it crashes over what was made before it began to."""
+        return self._num_devices in (0, num_devices)
 
     def variables(self, devices: Devices) -> Mapping[str, str]:
         """PJRT_DEVICE, so that XLA does not guess."""
