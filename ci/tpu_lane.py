@@ -14,6 +14,8 @@ RUN, with the reason, and ends with 77: neither passed nor failed. A test that f
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import stub_libraries
 from environments import UNFINISHED, Environment, Stamp, StepFailed, Steps, only_one, pinned
@@ -31,6 +34,7 @@ CONSTRAINTS = ROOT / "ci" / "constraints" / "tpu.txt"
 PLATFORM = ROOT / "platforms" / "tpu"
 WAIVERS = PLATFORM / "waivers.toml"
 REPORTS = ROOT / "build" / "lanes" / "tpu" / "reports"
+LOGS = REPORTS.parent / "logs"
 TOOLS = ("python", "mvllm", "pytest")
 PARITY = (
     *(f"tests/conformance/models/test_{family}.py" for family in ("llama", "qwen3", "opt")),
@@ -42,6 +46,7 @@ NOT_RUN = 77
 NUM_BYTES = 4 * 10**9  # of disk, while it is being made; 2.4e9 in the end
 PATIENCE = 900.0  # seconds for making the environment
 PATIENCE_OF_THE_GATE = 240.0  # its tests alone take long enough
+A_LINE_EVERY = 60.0  # seconds
 NUM_PROGRAMS = 256
 """That XLA keeps. Each is dozens of mappings of memory on the host; at Linux's limit of 65,530 the process crashes."""
 PIP: tuple[str | Path, ...] = (
@@ -50,8 +55,17 @@ PIP: tuple[str | Path, ...] = (
 )
 NETWORK = ("--timeout", "20", "--retries", "2")
 
-Run = Callable[[Sequence[str], dict[str, str]], int]
-"""Runs a command of the environment with further variables, passing its output through; returns its exit status."""
+
+class Process(Protocol):
+    """What subprocess.Popen has of use here."""
+
+    def poll(self) -> int | None: ...
+    def kill(self) -> None: ...
+    def wait(self) -> int: ...
+
+
+Start = Callable[[Sequence[str], dict[str, str], Path], Process]
+"""Starts a command of the environment with further variables, its output going to a file."""
 
 
 class NotRun(Exception):
@@ -162,6 +176,48 @@ class Part:
     num_devices: int = 1
 
 
+@dataclass(frozen=True)
+class Running:
+    """A part under way, or just ended.
+
+    Attributes:
+        log: What it has printed.
+        began: Of time.monotonic.
+    """
+
+    part: Part
+    process: Process
+    log: Path
+    began: float
+
+    def progress(self) -> str:
+        """How far it is, as pytest says at the end of each full line."""
+        said = re.findall(r"\[ *(\d+)%\]", self.log.read_text(errors="replace"))
+        minutes = (time.monotonic() - self.began) / 60
+        return f"{self.part.title}: {said[-1] if said else 0}% after {minutes:.0f} min"
+
+    def show(self) -> None:
+        """Prints what it printed."""
+        minutes = (time.monotonic() - self.began) / 60
+        print(f"\ntpu: {self.part.title}, {minutes:.1f} min:", flush=True)
+        print(self.log.read_text(errors="replace"), flush=True)
+
+
+def begin(part: Part, start_command: Start) -> Running:
+    """Starts a part on XLA's CPU device."""
+    variables = {
+        "PJRT_DEVICE": "CPU",
+        "CPU_NUM_DEVICES": str(part.num_devices),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "XLA_COMPILATION_CACHE_SIZE": str(NUM_PROGRAMS),
+    }
+    log = LOGS / f"{re.sub('[^a-z0-9]+', '-', part.title.lower())}.log"
+    log.unlink(missing_ok=True)
+    log.touch()
+    return Running(part, start_command(part.command, variables, log), log, time.monotonic())
+
+
 def whole(arguments: Sequence[str] = ()) -> list[Part]:
     """The lane's parts. With arguments for `mvllm conformance` it is that alone, with them."""
     parts = []
@@ -203,14 +259,25 @@ def tests(*arguments: str) -> tuple[str, ...]:
     return ("pytest", "-q", "-p", "no:cacheprovider", "-m", "not exhaustive", *arguments)
 
 
-def start(command: Sequence[str], variables: dict[str, str]) -> int:
-    """Runs a command of the environment, passing its output through; returns its exit status."""
+def start(command: Sequence[str], variables: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Starts a command of the environment that writes into `log`."""
     program = [str(LANE.bin / command[0]), *command[1:]]
-    return subprocess.run(program, cwd=ROOT, env=LANE.variables(**variables), stdin=subprocess.DEVNULL).returncode
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            program,
+            cwd=ROOT,
+            env=LANE.variables(**variables),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
 
 
-def run(parts: Sequence[Part], patience: float = PATIENCE, run_command: Run = start) -> int:
+def run(parts: Sequence[Part], patience: float = PATIENCE, start_command: Start = start) -> int:
     """Makes the environment and runs `parts`, all of them, whatever becomes of each.
+
+    Each keeps about one core busy, so as many run at once as there are cores. What one prints is shown when it has
+    ended; until then a line a minute says how far each is.
 
     Returns:
         0 if all passed, 1 if one failed, NOT_RUN if the environment could not be made.
@@ -220,19 +287,32 @@ def run(parts: Sequence[Part], patience: float = PATIENCE, run_command: Run = st
     except NotRun as reason:
         print(f"tpu: NOT RUN: {reason}", flush=True)
         return NOT_RUN
-    REPORTS.mkdir(parents=True, exist_ok=True)
-    failed: list[str] = []
-    for part in parts:
-        print(f"\ntpu: {part.title}:", flush=True)
-        variables = {
-            "PJRT_DEVICE": "CPU",
-            "CPU_NUM_DEVICES": str(part.num_devices),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "XLA_COMPILATION_CACHE_SIZE": str(NUM_PROGRAMS),
-        }
-        if status := run_command(part.command, variables):
-            failed.append(f"{part.title} (exit status {status})")
+    for folder in (REPORTS, LOGS):
+        folder.mkdir(parents=True, exist_ok=True)
+    at_once = min(os.cpu_count() or 1, len(parts))
+    print(f"\ntpu: {len(parts)} parts, {at_once} at a time; their output goes to {LOGS}", flush=True)
+    waiting, running, failed = list(parts), list[Running](), list[str]()
+    told = time.monotonic()
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                running.append(begin(waiting.pop(0), start_command))
+            for each in list(running):
+                if (status := each.process.poll()) is None:
+                    continue
+                running.remove(each)
+                each.show()
+                if status:
+                    failed.append(f"{each.part.title} (exit status {status})")
+            if running and time.monotonic() - told >= A_LINE_EVERY:
+                told = time.monotonic()
+                print(f"tpu: {'; '.join(each.progress() for each in running)}", flush=True)
+            if running:
+                time.sleep(0.2)
+    finally:
+        for each in running:  # whoever interrupts this wants none of them to go on
+            each.process.kill()
+            each.process.wait()
     titles = "; ".join(part.title for part in parts)
     print(
         f"\ntpu: FAILED: {'; '.join(failed)}" if failed else f"\ntpu: passed on XLA's CPU device: {titles}", flush=True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,9 +45,11 @@ def lane(tmp_path, monkeypatch):
     module.started = []
     module.statuses = {}
 
-    def start(command, variables):
+    def start(command, variables, log):
         module.started.append((command, variables))
-        return next((status for word, status in module.statuses.items() if word in " ".join(command)), 0)
+        log.write_text(f"printed by {command[0]}")
+        status = next((status for word, status in module.statuses.items() if word in " ".join(command)), 0)
+        return SimpleNamespace(poll=lambda: status, kill=None, wait=None)
 
     module.start_recorded = start
     return module
@@ -100,7 +103,7 @@ def test_a_changed_input_brings_it_up_to_date_and_only_what_is_fetched_makes_it_
 )
 def test_where_there_is_no_environment_nothing_runs_and_the_reason_is_given(lane, monkeypatch, capsys, prepare, says):
     prepare(lane, monkeypatch)
-    assert lane.run(lane.whole(), run_command=lane.start_recorded) == 77
+    assert lane.run(lane.whole(), start_command=lane.start_recorded) == 77
     printed = capsys.readouterr().out
     assert "tpu: NOT RUN: " in printed and says in printed and "passed" not in printed
     assert lane.started == []
@@ -117,7 +120,7 @@ def test_an_environment_that_failed_is_tried_again(lane):
 
 
 def test_all_runs_on_xlas_host_with_one_device_and_with_two_then_its_tests_and_parity(lane, capsys):
-    assert lane.run(lane.whole(), run_command=lane.start_recorded) == 0
+    assert lane.run(lane.whole(), start_command=lane.start_recorded) == 0
     assert {variables["PJRT_DEVICE"] for _, variables in lane.started} == {"CPU"}
     suites = [variables for command, variables in lane.started if "conformance" in command]
     assert [variables["CPU_NUM_DEVICES"] for variables in suites] == ["1", "2"]
@@ -131,7 +134,7 @@ def test_all_runs_on_xlas_host_with_one_device_and_with_two_then_its_tests_and_p
 
 
 def test_arguments_go_to_the_suite_which_then_runs_alone(lane):
-    lane.run(lane.whole(["--only", "ATT"]), run_command=lane.start_recorded)
+    lane.run(lane.whole(["--only", "ATT"]), start_command=lane.start_recorded)
     assert len(lane.started) == 2
     assert all(command[1] == "conformance" and command[-2:] == ("--only", "ATT") for command, _ in lane.started)
 
@@ -146,10 +149,63 @@ def test_waivers_of_the_platform_are_given_unless_others_are(lane):
 @pytest.mark.parametrize("failing", ["conformance", "pytest"])
 def test_what_fails_fails_the_lane_and_the_rest_runs_all_the_same(lane, capsys, failing):
     lane.statuses[failing] = 3
-    assert lane.run(lane.smoke(), run_command=lane.start_recorded) == 1
+    assert lane.run(lane.smoke(), start_command=lane.start_recorded) == 1
     printed = capsys.readouterr().out
     assert "tpu: FAILED: " in printed and "exit status 3" in printed and "passed" not in printed
     assert len(lane.started) == len(lane.smoke())
+
+
+class Slow:
+    """A process that ends when told to."""
+
+    def __init__(self):
+        self.status = None
+        self.killed = False
+
+    def poll(self):
+        return self.status
+
+    def kill(self):
+        self.killed, self.status = True, -9
+
+    def wait(self):
+        return self.status
+
+
+@pytest.mark.parametrize("cores", [1, 2, 16])
+def test_as_many_parts_run_at_once_as_there_are_cores_and_each_shows_what_it_printed(lane, monkeypatch, capsys, cores):
+    monkeypatch.setattr(lane.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(lane, "A_LINE_EVERY", 0.0)
+    under_way, most = [], []
+
+    def start(command, variables, log):
+        log.write_text(f"...... [ 50%]\nof part {len(most)}\n..")
+        under_way.append(Slow())
+        most.append(sum(each.status is None for each in under_way))
+        return under_way[-1]
+
+    def end_the_last_that_began(seconds):
+        next(each for each in reversed(under_way) if each.status is None).status = 0
+
+    monkeypatch.setattr(lane.time, "sleep", end_the_last_that_began)
+    parts = lane.whole()
+    assert lane.run(parts, start_command=start) == 0
+    assert max(most) == min(cores, len(parts)) and len(most) == len(parts)
+    printed = capsys.readouterr().out
+    assert all(printed.count(f"of part {number}\n") == 1 for number in range(len(parts)))
+    assert "conformance, 1 device: 50% after 0 min" in printed
+
+
+def test_whoever_interrupts_the_lane_leaves_nothing_running(lane, monkeypatch):
+    started = []
+
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lane.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        lane.run(lane.whole(), start_command=lambda *_: started.append(Slow()) or started[-1])
+    assert started and all(each.killed for each in started)
 
 
 def test_what_takes_longer_than_one_has_patience_for_is_ended(tmp_path, monkeypatch):
