@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,22 +23,22 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.config.model import ModelConfig
 from mvllm.engine.adapter_door import AdapterDoor
 from mvllm.engine.async_client import AsyncClient, make_async_client
-from mvllm.engine.beam_search import BeamSearch
 from mvllm.engine.front_end import FrontEnd
 from mvllm.engine.input_processor import InputProcessor, ProcessedRequest
 from mvllm.engine.kv_sizing import CacheSummary
 from mvllm.engine.metrics import EngineFigures, EngineLoad, EngineMetrics
-from mvllm.engine.output_processor import OutputProcessor, RequestState, TakenOutputs
+from mvllm.engine.output_processor import OutputProcessor
 from mvllm.engine.outputs import RequestOutput
-from mvllm.engine.parallel_sampling import CoreIds, fan_out
+from mvllm.engine.parallel_sampling import CoreIds
 from mvllm.engine.pooling_input import PoolingInputProcessor
 from mvllm.engine.pooling_outputs import PoolingRequestOutput
 from mvllm.engine.request_stream import RequestStream
+from mvllm.engine.requests_under_way import RequestsUnderWay
 from mvllm.engine.sleep import check_sleep_level, check_tags
 from mvllm.engine.stats_line import StatsLine
 from mvllm.engine.tokenizer import Tokenizer
 from mvllm.engine.tracing import Tracer
-from mvllm.errors import EngineDeadError, EngineSleepingError, QueueFullError
+from mvllm.errors import EngineDeadError, EngineSleepingError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
@@ -74,7 +73,6 @@ class AsyncLLM:
         config: The configuration the engine runs with.
         input_processor, pooling_input_processor: The validators of requests.
         metrics: Counts and times since the start, for `mvllm.engine.prometheus`.
-        tracer: Writes spans of requests, if one is set; to be set before the first request, and closed by who set it.
 
     Raises:
         PlatformError, ConfigError, ModelError: The engine cannot be started as asked. Nothing stays behind.
@@ -100,21 +98,21 @@ class AsyncLLM:
         self.metrics = EngineMetrics(self.config.model.max_model_len)
         self._elsewhere = elsewhere
         self._adapter_door = AdapterDoor(self.config)
-        self._output_processor = OutputProcessor(front_end.tokenizer)
-        self._core_ids = CoreIds(name)
+        self._requests = RequestsUnderWay(
+            self.config,
+            self._client,
+            OutputProcessor(front_end.tokenizer),
+            CoreIds(name),
+            self.metrics,
+            lambda: self._dead is None and not self._is_closed,
+        )
         self._request_ids = itertools.count()
-        self._streams: dict[RequestState, RequestStream] = {}
-        self._by_id: dict[str, list[RequestState]] = {}
-        self._num_sequences = 0
-        self._num_prompt_tokens = 0
-        self._num_preparing = 0  # prompts that wait for a tokenizer's thread: a queue like any other
         self._dead: EngineDeadError | None = None
         self._is_closed = False
         self._is_sleeping = False
         self._sleep_lock = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-        self.tracer: Tracer | None = None
         self._stats_line = StatsLine(lambda: self.load, lambda: self.stats) if log_stats else None
 
     @classmethod
@@ -242,7 +240,7 @@ class AsyncLLM:
         """
         arrived = time.monotonic() if arrival_time is None else arrival_time
         self._require_ready()
-        self._check_room(len(prompts), 0)  # before any work is done for it
+        self._requests.check_room(len(prompts), 0)  # before any work is done for it
         if request_id is None:
             request_id = str(next(self._request_ids))
         ids = [request_id] * len(prompts)
@@ -262,16 +260,13 @@ class AsyncLLM:
         if sum(_weight(prompt) for prompt in prompts) <= 1.0:
             requests = process()
         else:
-            self._num_preparing += len(prompts)
-            try:
+            with self._requests.preparing(len(prompts)):
                 requests = await self._in_thread(process)
-            finally:
-                self._num_preparing -= len(prompts)
             self._require_ready()  # it took a while
         if lora_request is not None and not self._adapter_door.is_known(self._adapter_door.check(lora_request)):
             await self.add_lora(lora_request)
             self._require_ready()
-        self._check_room(
+        self._requests.check_room(
             sum(r.params.num_sequences for r in requests), sum(len(r.core.prompt_token_ids) for r in requests)
         )
         return [self._start(request) for request in requests]
@@ -279,19 +274,18 @@ class AsyncLLM:
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """Ends requests of these ids, in whatever state they are: their callers get what there is, `finish_reason`
         `abort`. Unknown ids are ignored. (Of a request that shows its final output only, nothing is there yet.)"""
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        self._end([state for request_id in ids for state in self._by_id.get(request_id, ())])
+        self._requests.end([request_ids] if isinstance(request_ids, str) else list(request_ids))
 
     async def abort_all(self) -> None:
         """As `abort`, for every request."""
-        self._end(list(self._streams))
+        self._requests.end_all()
 
     async def wait_for_requests_to_drain(self, timeout: float) -> bool:
         """Waits until no request is under way, for up to `timeout` seconds; returns whether that is so."""
         deadline = time.monotonic() + timeout
-        while self._streams and self._dead is None and time.monotonic() < deadline:
+        while self._requests and self._dead is None and time.monotonic() < deadline:
             await asyncio.sleep(_DRAIN_LOOK_SECONDS)
-        return not self._streams
+        return not self._requests
 
     # --- text
 
@@ -389,7 +383,7 @@ class AsyncLLM:
         """How busy it is."""
         stats, metrics = self.stats, self.all_metrics
         return EngineLoad(
-            num_requests=len(self._streams),
+            num_requests=len(self._requests),
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             kv_cache_usage=stats.kv_cache_usage,
@@ -399,9 +393,18 @@ class AsyncLLM:
         )
 
     @property
+    def tracer(self) -> Tracer | None:
+        """Writes spans of requests, if one is set; to be set before the first request, and closed by who set it."""
+        return self._requests.tracer
+
+    @tracer.setter
+    def tracer(self, tracer: Tracer | None) -> None:
+        self._requests.tracer = tracer
+
+    @property
     def num_requests(self) -> int:
         """Requests that callers wait for."""
-        return len(self._streams)
+        return len(self._requests)
 
     @property
     def core_pids(self) -> list[int]:
@@ -474,10 +477,10 @@ class AsyncLLM:
         check_sleep_level(level)
         self._require_alive()
         self._is_sleeping = True  # before anything is waited for: nothing new gets in
-        self._end(list(self._streams))
+        self._requests.end_all()
         async with self._sleep_lock:
             self._is_sleeping = True
-            self._end(list(self._streams))  # who got in while another call was waking it up
+            self._requests.end_all()  # who got in while another call was waking it up
             await self._client.tell_sleep(True)
             try:
                 await self._client.call("sleep", level)
@@ -521,7 +524,7 @@ class AsyncLLM:
         self._is_closed = True
         if self._stats_line is not None:
             self._stats_line.close()
-        self._fail_all(EngineDeadError("The engine has been shut down."))
+        self._requests.fail_all(EngineDeadError("The engine has been shut down."))
         try:
             self._client.shutdown()
         finally:
@@ -535,7 +538,7 @@ class AsyncLLM:
         """Another front end of the same engine was asked for it."""
         self._is_sleeping = is_sleeping
         if is_sleeping:
-            self._end(list(self._streams))
+            self._requests.end_all()
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -561,126 +564,28 @@ class AsyncLLM:
         if self._is_sleeping:
             raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before sending requests.")
 
-    def _check_room(self, num_sequences: int, num_tokens: int) -> None:
-        """Refuses what would make the queue longer than allowed. Whatever comes to an engine at rest is taken."""
-        scheduler = self.config.scheduler
-        num_under_way = self._num_sequences + self._num_preparing + self._client.num_elsewhere
-        if not num_under_way:
-            return
-        can_run = scheduler.max_num_seqs * self.config.parallel.data_parallel_size
-        if num_under_way + num_sequences > can_run + scheduler.max_queued_requests:
-            reason = (
-                f"{num_under_way} sequences are under way, of which {can_run} can run at once and "
-                f"{scheduler.max_queued_requests} may wait (max_queued_requests)"
-            )
-        elif self._num_prompt_tokens + num_tokens > (scheduler.max_queued_tokens or math.inf):
-            reason = (
-                f"The prompts under way have {self._num_prompt_tokens} tokens; with the {num_tokens} of this request "
-                f"they would have more than {scheduler.max_queued_tokens} (max_queued_tokens)"
-            )
-        else:
-            return
-        self.metrics.refused += 1
-        raise QueueFullError(f"{reason}. Try again later.", retry_after=self._retry_after())
-
-    def _retry_after(self) -> float:
-        """Seconds: about what a request has taken so far, at least one and at most a minute."""
-        latency = self.metrics.e2e_latency
-        count = sum(latency.counts)
-        return min(60.0, max(1.0, latency.sum / count)) if count else 1.0
-
     def _start(self, request: ProcessedRequest) -> RequestStream:
         self._phases.note_request()
-        search = BeamSearch(request.core, self._core_ids) if request.params.use_beam_search else None
-        children = fan_out(request.core, self._core_ids) if search is None else search.requests()
-        state = self._output_processor.add_request(request, children, key=children[0].request_id, search=search)
-        stream = RequestStream(state, self._show, self._drop)
-        self._streams[state] = stream
-        self._by_id.setdefault(state.request_id, []).append(state)
-        self._num_sequences += state.num_sequences
-        self._num_prompt_tokens += state.num_prompt_tokens
-        if self.tracer is not None:
-            self.tracer.begin(state)
-        self._client.add_requests(children)
+        stream = self._requests.begin(request)
         if self._stats_line is not None:
             self._stats_line.wake()
         return stream
 
     def _take(self, outputs: EngineCoreOutputs) -> None:
         """What a step has to tell."""
-        if outputs.outputs:
-            taken = self._output_processor.take(outputs)
-            if taken.requests_to_abort:
-                self._client.abort_requests(taken.requests_to_abort)
-            for children in taken.requests_to_add:
-                self._client.add_requests(children)
-            if taken.num_new_tokens:
-                self._phases.note_tokens()
-            self._hand_out(taken)
-            num_new = taken.num_new_tokens
-        else:
-            num_new = 0
+        num_new = self._requests.take(outputs) if outputs.outputs else 0
+        if num_new:
+            self._phases.note_tokens()
         if outputs.stats is not None:
             self._stat_loggers.record(outputs.stats, num_new)
             if self._stats_line is not None and outputs.stats.num_running:
                 self._stats_line.wake()  # requests of other front ends count, too
 
-    def _hand_out(self, taken: TakenOutputs) -> None:
-        streams = self._streams
-        for state in taken.requests:
-            streams[state].wake()
-        self.metrics.record(taken)
-        for state in taken.finished:
-            self._forget(state)
-
-    def _show(self, state: RequestState) -> RequestOutput | None:
-        """What a caller gets who has come for more."""
-        output, broken = self._output_processor.show(state)
-        if broken and state in self._streams:
-            self._client.abort_requests(broken)
-            if state.num_unfinished == 0:
-                self.metrics.finish(state)
-                self._forget(state)
-        return output
-
-    def _end(self, states: Sequence[RequestState]) -> None:
-        """Ends requests with what they have."""
-        taken, core_ids = self._output_processor.end_requests(states)
-        self._client.abort_requests(core_ids)
-        self._hand_out(taken)
-
-    def _drop(self, state: RequestState) -> None:
-        """Ends a request that nobody waits for any more."""
-        if state not in self._streams:
-            return  # it had ended
-        core_ids = self._output_processor.abort_requests([state.key])
-        if self._dead is None and not self._is_closed:
-            self._client.abort_requests(core_ids)
-        self.metrics.finish(state)
-        self._forget(state)
-
-    def _forget(self, state: RequestState, error: EngineDeadError | None = None) -> None:
-        del self._streams[state]
-        same_id = self._by_id[state.request_id]
-        same_id.remove(state)
-        if not same_id:
-            del self._by_id[state.request_id]
-        self._num_sequences -= state.num_sequences
-        self._num_prompt_tokens -= state.num_prompt_tokens
-        if self.tracer is not None:
-            self.tracer.end(state, error)
-
     def _die(self, error: EngineDeadError) -> None:
         if self._dead is None and not self._is_closed:
             self._dead = error
             logger.error("The engine has died: %s", str(error).partition("\n")[0])
-        self._fail_all(error)
-
-    def _fail_all(self, error: EngineDeadError) -> None:
-        for state, stream in list(self._streams.items()):
-            self._output_processor.abort_requests([state.key])
-            self._forget(state, error)
-            stream.fail(error)
+        self._requests.fail_all(error)
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         def work_unless_closed() -> _T:
