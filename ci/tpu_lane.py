@@ -47,6 +47,7 @@ NUM_BYTES = 4 * 10**9  # of disk, while it is being made; 2.4e9 in the end
 PATIENCE = 900.0  # seconds for making the environment
 PATIENCE_OF_THE_GATE = 240.0  # its tests alone take long enough
 A_LINE_EVERY = 60.0  # seconds
+TIME_TO_END = 5.0  # seconds
 NUM_PROGRAMS = 256
 """That XLA keeps. Each is dozens of mappings of memory on the host; at Linux's limit of 65,530 the process crashes."""
 PIP: tuple[str | Path, ...] = (
@@ -60,8 +61,9 @@ class Process(Protocol):
     """What subprocess.Popen has of use here."""
 
     def poll(self) -> int | None: ...
+    def terminate(self) -> None: ...
     def kill(self) -> None: ...
-    def wait(self) -> int: ...
+    def wait(self, timeout: float | None = None) -> int: ...
 
 
 Start = Callable[[Sequence[str], dict[str, str], Path], Process]
@@ -196,6 +198,14 @@ class Running:
         minutes = (time.monotonic() - self.began) / 60
         return f"{self.part.title}: {said[-1] if said else 0}% after {minutes:.0f} min"
 
+    def end(self) -> None:
+        """Waits for one that was asked to end, and not for long."""
+        try:
+            self.process.wait(TIME_TO_END)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
     def show(self) -> None:
         """Prints what it printed."""
         minutes = (time.monotonic() - self.began) / 60
@@ -224,7 +234,8 @@ def whole(arguments: Sequence[str] = ()) -> list[Part]:
     for num_devices in (1, 2):
         named = f"{num_devices} {'device' if num_devices == 1 else 'devices'}"
         report = () if arguments else ("--report", str(REPORTS / f"conformance-{named.replace(' ', '-')}.json"))
-        parts.append(Part(f"conformance, {named}", conformance(*report, *arguments), num_devices))
+        given = arguments if num_devices == 1 else with_a_report_of_its_own(arguments, f"-{named.replace(' ', '-')}")
+        parts.append(Part(f"conformance, {named}", conformance(*report, *given), num_devices))
     if arguments:
         return parts
     return [
@@ -232,6 +243,24 @@ def whole(arguments: Sequence[str] = ()) -> list[Part]:
         Part("the platform's tests", tests("platforms/tpu/tests")),
         Part("parity of Llama, Qwen3 and OPT", tests("--mvllm-platform", "tpu", *PARITY)),
     ]
+
+
+def with_a_report_of_its_own(arguments: Sequence[str], ending: str) -> list[str]:
+    """The same arguments for a second run, which does not write where the first does."""
+
+    def place(path: str) -> str:
+        return str(Path(path).with_stem(Path(path).stem + ending))
+
+    found, is_path = [], False
+    for word in arguments:
+        option, equals, path = word.partition("=")
+        if is_path:
+            word = place(word)
+        elif option == "--report" and equals:
+            word = f"{option}={place(path)}"
+        is_path = word == "--report"
+        found.append(word)
+    return found
 
 
 def smoke() -> list[Part]:
@@ -296,7 +325,11 @@ def run(parts: Sequence[Part], patience: float = PATIENCE, start_command: Start 
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
-                running.append(begin(waiting.pop(0), start_command))
+                part = waiting.pop(0)
+                try:
+                    running.append(begin(part, start_command))
+                except OSError as error:
+                    failed.append(f"{part.title} (could not be started: {error})")
             for each in list(running):
                 if (status := each.process.poll()) is None:
                     continue
@@ -311,8 +344,9 @@ def run(parts: Sequence[Part], patience: float = PATIENCE, start_command: Start 
                 time.sleep(0.2)
     finally:
         for each in running:  # whoever interrupts this wants none of them to go on
-            each.process.kill()
-            each.process.wait()
+            each.process.terminate()
+        for each in running:
+            each.end()
     titles = "; ".join(part.title for part in parts)
     print(
         f"\ntpu: FAILED: {'; '.join(failed)}" if failed else f"\ntpu: passed on XLA's CPU device: {titles}", flush=True

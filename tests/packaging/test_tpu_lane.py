@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -49,7 +50,7 @@ def lane(tmp_path, monkeypatch):
         module.started.append((command, variables))
         log.write_text(f"printed by {command[0]}")
         status = next((status for word, status in module.statuses.items() if word in " ".join(command)), 0)
-        return SimpleNamespace(poll=lambda: status, kill=None, wait=None)
+        return SimpleNamespace(poll=lambda: status)
 
     module.start_recorded = start
     return module
@@ -160,15 +161,21 @@ class Slow:
 
     def __init__(self):
         self.status = None
-        self.killed = False
+        self.asked = False
 
     def poll(self):
         return self.status
 
-    def kill(self):
-        self.killed, self.status = True, -9
+    def terminate(self):
+        self.asked = True
 
-    def wait(self):
+    def kill(self):
+        self.status = -9
+
+    def wait(self, timeout=None):
+        if self.status is None and timeout is not None:
+            raise subprocess.TimeoutExpired("slow", timeout)
+        assert self.status is not None, "this would wait for ever"
         return self.status
 
 
@@ -205,7 +212,26 @@ def test_whoever_interrupts_the_lane_leaves_nothing_running(lane, monkeypatch):
     monkeypatch.setattr(lane.time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
         lane.run(lane.whole(), start_command=lambda *_: started.append(Slow()) or started[-1])
-    assert started and all(each.killed for each in started)
+    assert started and all(each.asked and each.status == -9 for each in started)
+
+
+def test_a_part_that_cannot_be_started_costs_none_of_the_others(lane, capsys):
+    def start(command, variables, log):
+        if command[0] == "pytest":
+            raise FileNotFoundError(2, "No such file or directory", "pytest")
+        return lane.start_recorded(command, variables, log)
+
+    parts = lane.whole()
+    assert lane.run(parts, start_command=start) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("printed by mvllm") == 2 and printed.count("could not be started") == 2
+    assert "tpu: FAILED: the platform's tests (could not be started: " in printed
+
+
+@pytest.mark.parametrize("given", [["--report", "found.json"], ["--report=found.json", "--quick"]])
+def test_two_runs_write_two_reports(lane, given):
+    first, second = (" ".join(part.command) for part in lane.whole(given))
+    assert "found.json" in first and "found-2-devices.json" in second and "found.json" not in second
 
 
 def test_what_takes_longer_than_one_has_patience_for_is_ended(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ rows, the rest of their band is zero:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from mvllm.layers.quantization.matrix import Product, QuantizedMatrix
 from mvllm.layers.quantization.rounded_matrix import float_targets
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.ops.registry import ResolvedOp
+
+Lookup = Callable[..., torch.Tensor]
+"""The operation `embedding`, or a provider's on weights of its own form."""
 
 
 class Embedding(nn.Module):
@@ -86,12 +89,16 @@ class VocabEmbedding(VocabBand):
     """Token embedding, cut along the vocabulary.
 
     Attributes:
-        weight: [band, hidden_size].
+        weight: [band, hidden_size], or what the op provider of a head that shares it made of it after loading.
+        shared_by: The head that has the one form of the weight there is; in a tuple, as it is no part of this module.
     """
+
+    weight: Any
 
     def __init__(self, ctx: BuildContext, name: str, vocab_size: int, hidden_size: int) -> None:
         super().__init__(ctx, name, vocab_size, hidden_size)
         self.weight = ctx.parameter(self.band, hidden_size)
+        self.shared_by: tuple[LMHead, ...] = ()
         self._lookup = ctx.op("embedding", num_embeddings=self.band, embedding_dim=hidden_size).function
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -103,6 +110,13 @@ class VocabEmbedding(VocabBand):
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Checkpoint tensor names and what this rank takes of them."""
         return float_targets(self.layout, self.weight)
+
+    def prepare_weights(self) -> None:
+        """Where a head shares the weight, it is turned into that one's form at once, and rows are read from that."""
+        for head in self.shared_by:
+            self._lookup = head.take_weight()
+            del self.weight
+            self.weight = head.weight
 
 
 class LMHead(VocabBand):
@@ -143,6 +157,9 @@ class LMHead(VocabBand):
         self._op: ResolvedOp | None = None
         if matrix is None:
             self._op = ctx.op("linear", in_features=hidden_size, out_features=self.band, bias=False)
+        self._shares = tied_to is not None and self._op is not None and self._op.lookup is not None
+        if tied_to is not None and self._shares:
+            tied_to.shared_by = (self,)
         self._linear: Product = not_loaded if self._op is None else self._op.function
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -157,7 +174,20 @@ class LMHead(VocabBand):
         return float_targets(self.layout, self.weight) if self._reads_floats else iter(())
 
     def prepare_weights(self) -> None:
-        """Turns the loaded weight into the form that multiplies; a tied embedding keeps its own."""
+        """Turns the loaded weight into the form that multiplies, unless the token embedding has seen to that.
+
+        A tied embedding keeps its own form where the provider cannot read rows of the other.
+        """
+        if not self._shares:
+            self._prepare()
+
+    def take_weight(self) -> Lookup:
+        """Turns the token embedding's weight into the form that multiplies; returns what reads rows of that."""
+        assert self._op is not None and self._op.lookup is not None
+        self._prepare()
+        return self._op.lookup
+
+    def _prepare(self) -> None:
         self._linear, prepared = loaded_product(self.weight, self._op)
         del self.weight
         self.weight = prepared

@@ -29,12 +29,14 @@ class ResolvedOp:
         function: What to call.
         provider: Its provider's name, or `reference`.
         prepare: Turns the loaded weight into what `function` wants in its place; None keeps it.
+        lookup: Reads rows of what `prepare` made; None where nobody can.
         asked_for: The user asked for this provider; nothing else may take its place.
     """
 
     function: Callable[..., Any]
     provider: str
     prepare: Callable[[Any], Any] | None = None
+    lookup: Callable[..., Any] | None = None
     asked_for: bool = False
 
     def __call__(self, *args: Any) -> Any:
@@ -127,7 +129,7 @@ class OpTable:
             reasons = provider.supports(case)
             if not reasons:
                 asked_for = any(provider is asked for asked in self._asked_for)
-                chosen = ResolvedOp(provider.function, provider.name, provider.prepare, asked_for)
+                chosen = ResolvedOp(provider.function, provider.name, provider.prepare, provider.lookup, asked_for)
                 break
             declined.append((provider.name, tuple(reasons)))
         candidates = self._candidates(case.op)

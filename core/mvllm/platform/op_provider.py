@@ -36,9 +36,11 @@ class OpProvider:
         supports: Returns the reasons why a case is not supported; empty when it is.
         priority: Among several that support a case, the highest is taken.
         prepare: For operations with a weight: turns the loaded weight into the form that `function` wants in its place
-            (packed, say), once, after loading; the original is dropped, so its memory may be reused, but for that of
-            `linear`: the weight of a tied head stays the token embedding's. Takes and returns a tuple where there are
-            several weights (`moe`). None keeps the weight as it is.
+            (packed, say), once, after loading; the original is dropped, so its memory may be reused, but for that of a
+            `linear` without `lookup`: the weight of a tied head stays the token embedding's. Takes and returns a tuple
+            where there are several weights (`moe`). None keeps the weight as it is.
+        lookup: For `linear` with `prepare`: the operation `embedding` on what `prepare` made of the weight, bit for bit
+            what the reference gives for the weight itself. A tied head's weight is then kept in that form alone.
     """
 
     op: str
@@ -47,3 +49,4 @@ class OpProvider:
     supports: Callable[[OpCase], list[str]] = lambda case: []
     priority: int = 0
     prepare: Callable[[Any], Any] | None = None
+    lookup: Callable[..., Any] | None = None

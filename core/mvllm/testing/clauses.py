@@ -226,7 +226,8 @@ _ALL = (
     ),
     Clause(
         "OPS-01",
-        "A provider's function has the parameters and the result of the reference of the same name.",
+        "A provider's function has the parameters and the result of the reference of the same name; its `lookup` has "
+        "those of `embedding`.",
         "torch_device",
     ),
     Clause("OPS-02", "`supports` says why a case is not supported; the reference runs then.", "torch_device"),

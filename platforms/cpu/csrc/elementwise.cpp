@@ -112,7 +112,7 @@ using namespace mvllm;
 
 extern "C" {
 
-int mvllm_cpu_abi_version() { return 7; }
+int mvllm_cpu_abi_version() { return 8; }
 
 const char* mvllm_cpu_isa() { return current_isa().name; }
 

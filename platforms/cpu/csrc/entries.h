@@ -16,6 +16,8 @@ void mvllm_cpu_rms_norm(const void* x, int64_t x_stride, int64_t heads, int64_t 
                         const void* weight, void* out, int64_t rows, int64_t size, int dtype, float eps);
 void mvllm_cpu_embedding(const void* ids, int wide_ids, const void* table, int64_t table_stride, void* out, int64_t rows,
                          int64_t row_bytes, int64_t first, int64_t count);
+void mvllm_cpu_packed_embedding(const void* ids, int wide_ids, const void* packed, void* out, int64_t rows,
+                                int64_t in_features, int64_t first, int64_t count, int dtype);
 void mvllm_cpu_argmax(const void* x, int64_t x_stride, void* values, int64_t* ids, int64_t rows, int64_t size, int dtype);
 void mvllm_cpu_silu_and_mul(const void* x, int64_t x_stride, void* out, int64_t rows, int64_t size, int dtype);
 void mvllm_cpu_rotary(const void* index, int wide_index, const float* cos_sin, int rotary_dim, void* query,

@@ -3,6 +3,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -59,6 +60,13 @@ void pack_tile(const T* weight, int64_t stride, T* packed, int64_t columns, int6
         for (int64_t c = 0; c < columns; ++c)
             for (int64_t j = 0; j < n; ++j) packed[k * tile + c * step + j] = weight[c * stride + k + j];
     }
+}
+
+// Column `c` of a tile, which is a row of the weight.
+template <class T>
+void unpack_row(const T* packed, int64_t c, T* row, int64_t in_features, int64_t tile, int step) {
+    for (int64_t k = 0; k < in_features; k += step)
+        for (int64_t j = 0; j < std::min<int64_t>(step, in_features - k); ++j) row[k + j] = packed[k * tile + c * step + j];
 }
 
 Linear linear_of(const int64_t* s) {
@@ -172,6 +180,27 @@ void mvllm_cpu_linear_pack(const void* weight, int64_t stride, void* packed, int
         else
             pack_tile(static_cast<const uint16_t*>(weight) + i * tile * stride, stride,
                       static_cast<uint16_t*>(packed) + i * size, columns, in_features, tile, dtype == BF16 ? 2 : 1);
+    }
+}
+
+// out[t] = the packed weight's row ids[t] - first, zeros where it has none such among its `count`.
+void mvllm_cpu_packed_embedding(const void* ids, int wide_ids, const void* packed, void* out, int64_t rows,
+                                int64_t in_features, int64_t first, int64_t count, int dtype) {
+    const int64_t tile = current_isa().linear_tile, size = tile * depth_of(in_features, dtype);
+    const int64_t element = dtype == F32 ? 4 : 2;
+#pragma omp parallel for num_threads(threads_for(rows * in_features))
+    for (int64_t t = 0; t < rows; ++t) {
+        const int64_t id = wide_ids ? static_cast<const int64_t*>(ids)[t] : static_cast<const int32_t*>(ids)[t];
+        const int64_t row = id - first;
+        char* to = static_cast<char*>(out) + t * in_features * element;
+        if (row < 0 || row >= count)
+            std::memset(to, 0, size_t(in_features * element));
+        else if (dtype == F32)
+            unpack_row(static_cast<const float*>(packed) + row / tile * size, row % tile, reinterpret_cast<float*>(to),
+                       in_features, tile, 1);
+        else
+            unpack_row(static_cast<const uint16_t*>(packed) + row / tile * size, row % tile,
+                       reinterpret_cast<uint16_t*>(to), in_features, tile, dtype == BF16 ? 2 : 1);
     }
 }
 

@@ -77,6 +77,7 @@ struct Caller<function> {
 const Entry entries[] = {
     ENTRY(mvllm_cpu_rms_norm, rms_norm_sharing),
     ENTRY(mvllm_cpu_embedding, by_one),
+    ENTRY(mvllm_cpu_packed_embedding, by_one),
     ENTRY(mvllm_cpu_argmax, by_one),
     ENTRY(mvllm_cpu_silu_and_mul, silu_and_mul_sharing),
     ENTRY(mvllm_cpu_rotary, rotary_sharing),

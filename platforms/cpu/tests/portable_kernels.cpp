@@ -93,6 +93,14 @@ void linear(int dtype, int64_t in, int64_t out, int64_t rows) {
             for (int64_t k = 0; k < in; ++k) sum += x.get(m * in + k) * weight.get(n * in + k);
             expect(y.get(m * out + n), sum, std::fabs(sum) * unit(dtype) + 2e-5, "product");
         }
+    const std::vector<int64_t> ids{0, out - 1, out, -1, out / 2};  // two are of other tables' rows
+    Array found(int64_t(ids.size()) * in, dtype);
+    mvllm_cpu_packed_embedding(ids.data(), 1, packed.data(), found.data(), int64_t(ids.size()), in, 0, out, dtype);
+    for (size_t t = 0; t < ids.size(); ++t)
+        for (int64_t k = 0; k < in; ++k) {
+            const bool here = ids[t] >= 0 && ids[t] < out;
+            expect(found.get(int64_t(t) * in + k), here ? weight.get(ids[t] * in + k) : 0, 0, "row of a packed weight");
+        }
 }
 
 void gated(int dtype, int64_t size, int64_t rows) {

@@ -175,11 +175,10 @@ def test_declined_with_a_reason_where_another_is_faster():
     def reasons(dtype, isa="avx512_bf16", **facts):
         return " ".join(Linear(LOADED.library, isa).supports(OpCase("linear", dtype, facts)))
 
-    layer, head = {"in_features": 64, "out_features": 256}, {"in_features": 64, "out_features": 5000}
+    layer = {"in_features": 64, "out_features": 256}
     assert "float64" in reasons("float64", **layer)
     assert "not with avx2" in reasons("float32", "avx2", **layer)
     assert "not with generic" in reasons("bfloat16", "generic", **layer)
-    assert "second copy" in reasons("float32", **head)
     odd = OpCase("linear_silu_and_mul", "bfloat16", {"in_features": 63, "size": 64, "bias": False})
     narrow = OpCase("linear_silu_and_mul", "bfloat16", {"in_features": 64, "size": 40, "bias": False})
     assert all(
@@ -187,4 +186,40 @@ def test_declined_with_a_reason_where_another_is_faster():
     ) or (torch.cpu._is_amx_tile_supported())
     assert not reasons("float16", **layer) and not reasons("float32", **layer)
     if not torch.cpu._is_amx_tile_supported():
-        assert not reasons("bfloat16", **layer) and not reasons("bfloat16", **head)
+        assert not reasons("bfloat16", **layer)
+
+
+def test_a_head_is_ours_wherever_there_is_a_kernel(monkeypatch):
+    """Only this form can be the token embedding's, too."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    linear = Linear(LOADED.library, "avx512_bf16")
+    layer, head = ({"in_features": 64, "out_features": out_features} for out_features in (256, 5000))
+    assert "AMX" in " ".join(linear.supports(OpCase("linear", "bfloat16", layer)))
+    assert not linear.supports(OpCase("linear", "bfloat16", head))
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_a_packed_weight_are_those_that_were_packed(op, dtype, shape, ids):
+    weight = random(*shape, dtype=dtype)
+    packed = op.pack(weight)
+    some = torch.randint(shape[0], (70,), generator=torch.Generator().manual_seed(1)).to(ids)
+    assert torch.equal(op.lookup(some, packed), weight[some.long()])
+    assert torch.equal(op.lookup(some[::2], packed), weight[some[::2].long()]), "ids with gaps between them"
+    # A band that begins with the id 1000, and ids on either side of it.
+    around = torch.tensor([999, 1000, 1000 + shape[0] - 1, 1000 + shape[0], 0]).to(ids)
+    expected = torch.cat((torch.zeros(1, shape[1]), weight[[0, -1]], torch.zeros(2, shape[1]))).to(dtype)
+    assert torch.equal(op.lookup(around, packed, 1000), expected)
+
+
+def test_many_rows_are_looked_up_by_all_threads(op):
+    weight = random(1000, 512, dtype=torch.bfloat16)
+    ids, before = torch.arange(5000) % 1000, torch.get_num_threads()
+    packed = op.pack(weight)
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(op.lookup(ids, packed), weight[ids])
+    finally:
+        torch.set_num_threads(before)

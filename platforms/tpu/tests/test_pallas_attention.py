@@ -15,6 +15,7 @@ from mvllm.plugin_api import PlatformError
 from mvllm.testing.attention_cases import expected, make_case, make_spec, run, tolerance
 from mvllm_tpu import machine, pallas_attention
 from mvllm_tpu.pallas_attention import VARIABLE, PallasAttention, kernel_chosen
+from mvllm_tpu.runtimes.torch_tpu import TorchTpu
 from tests.unit.worker.builders import HostRuntime
 
 STEPS = {
@@ -69,6 +70,34 @@ def test_it_gives_what_exact_attention_gives(monkeypatch, kernel, step, dtype, f
         assert (found - expected(case)).abs().max() < tolerance(dtype, dtype)
 
 
+@pytest.mark.parametrize("features", [{}, {"sliding_window": 33}, {"soft_cap": 20.0}], ids=str)
+def test_a_table_that_the_chip_has_no_room_for_is_read_by_xlas_operations(monkeypatch, features):
+    monkeypatch.setattr(pallas_attention, "_LARGEST_TABLE", 0)
+    for dtype in ("float32", "bfloat16"):
+        case = make_case(make_spec(8, 2, 128, dtype, **features), STEPS["everything"], block_size=16)
+        found = run(PallasAttention(case.spec), HostRuntime(), case).double()
+        assert (found - expected(case)).abs().max() < tolerance(dtype, dtype)
+
+
+def test_a_backend_reads_the_cache_that_anothers_layers_share(monkeypatch):
+    """Layers that differ in the window alone have one cache for each group of them, which one of the backends made."""
+    seen = []
+
+    def kernel(query, cache, seq_lens, table, *rest, **settings):
+        seen.append(table.tolist())
+        return torch.zeros_like(query)
+
+    monkeypatch.setattr(PallasAttention, "kernel", staticmethod(kernel))
+    case = make_case(make_spec(4, 4, 128), STEPS["everything"], block_size=16)
+    kv = PallasAttention(case.spec).allocate(case.num_blocks, 16, torch.device("cpu"))
+    case.layout.block_table_device[-1, -1] = 10**6  # past a request's last block there may be anything
+    other = PallasAttention(make_spec(4, 4, 128, sliding_window=33))
+    other.allocate(2, 16, torch.device("cpu"))
+    query = torch.zeros(case.layout.num_tokens, 4, 128)
+    other.forward(query, kv, other.build_metadata(case.layout))
+    assert seen == [case.layout.block_table_device.clamp(0, case.num_blocks - 1).tolist()]
+
+
 def test_a_token_takes_the_memory_that_the_layout_says():
     spec = make_spec(8, 2, 128, "bfloat16")
     backend = PallasAttention(spec)
@@ -91,21 +120,25 @@ def test_requests_of_padding_are_not_counted():
     metadata = backend.build_metadata(case.layout)
     assert metadata.num_requests.tolist() == [2] and metadata.num_requests.dtype == torch.int32
     assert metadata.seq_lens.tolist() == [6, 3] + [0] * 6
-    assert metadata.block_table.max() < case.num_blocks
 
 
 @pytest.fixture
 def chips(monkeypatch):
     """A machine that has some, and what compiles kernels for them."""
-    monkeypatch.setattr(machine, "find", lambda: machine.Devices("TPU"))
+    monkeypatch.setattr(machine, "find", lambda: machine.Devices("TPU", ("TPU v5e",)))
     monkeypatch.setattr(pallas_attention.importlib.util, "find_spec", lambda name: object())
     monkeypatch.delenv(VARIABLE, raising=False)
     return monkeypatch
 
 
 def test_it_is_chosen_on_chips_for_what_it_takes(chips):
-    assert kernel_chosen(make_spec(8, 2, 128))
+    for num_heads in (1, 2, 4, 8, 16, 32):
+        assert kernel_chosen(make_spec(num_heads, num_heads, 128, "bfloat16")), num_heads
+    assert kernel_chosen(make_spec(8, 2, 128)) and kernel_chosen(make_spec(40, 8, 128, "bfloat16"))
     others = (
+        make_spec(40, 10, 128, "bfloat16"),
+        make_spec(24, 6, 128, "bfloat16"),
+        make_spec(6, 3, 128),
         make_spec(8, 2, 64),
         make_spec(8, 2, 256, value_head_size=128),
         make_spec(8, 2, 128, sinks=True),
@@ -115,6 +148,27 @@ def test_it_is_chosen_on_chips_for_what_it_takes(chips):
     assert not any(kernel_chosen(spec) for spec in others)
     chips.setenv(VARIABLE, "xla")
     assert not kernel_chosen(make_spec(8, 2, 128))
+
+
+@pytest.mark.parametrize("names", [("TPU v2 or v3",), ("TPU v7x",), ("TPU",)])
+def test_chips_that_the_kernel_does_not_know_go_without(chips, names):
+    chips.setattr(machine, "find", lambda: machine.Devices("TPU", names))
+    assert not kernel_chosen(make_spec(8, 2, 128))
+
+
+def test_what_the_worker_is_speaks_against_it_too(chips):
+    assert not kernel_chosen(make_spec(8, 2, 128), ["it drives several devices"])
+    chips.setenv(VARIABLE, "pallas")
+    with pytest.raises(PlatformError, match="it drives several devices"):
+        kernel_chosen(make_spec(8, 2, 128), ["it drives several devices"])
+
+
+@pytest.mark.parametrize("asked", ["pallas", "typo"])
+def test_the_successor_does_not_pass_over_what_was_asked_for(chips, asked):
+    pytest.importorskip("mvllm_tpu.runtimes.eager_attention")
+    chips.setenv(VARIABLE, asked)
+    with pytest.raises(PlatformError, match=VARIABLE):
+        TorchTpu().attention(make_spec(8, 2, 128))
 
 
 @pytest.mark.parametrize(

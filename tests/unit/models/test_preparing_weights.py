@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,8 @@ class Prepared:
         self.total = float(weight.double().abs().sum())
 
 
-def build(folder: Path):
-    """A model whose linear weights are prepared, what was prepared so far, and its parameters as weak references."""
+def build(folder: Path, lookup: Callable[..., torch.Tensor] | None = None):
+    """A model whose linear weights are prepared, and what was prepared so far."""
     prepared: list[Prepared] = []
 
     def prepare(weight: torch.Tensor) -> Prepared:
@@ -34,7 +35,8 @@ def build(folder: Path):
         return prepared[-1]
 
     config = read_config(folder)
-    ctx = make_context(providers=[OpProvider("linear", "test", lambda x, weight, bias: x, prepare=prepare)])
+    provider = OpProvider("linear", "test", lambda x, weight, bias: x, prepare=prepare, lookup=lookup)
+    ctx = make_context(providers=[provider])
     return resolve_model_class(config.architecture)(config, ctx), prepared
 
 
@@ -73,3 +75,35 @@ def test_a_head_that_is_tied_to_the_embedding_is_prepared_in_the_end(tmp_path: P
     model.after_load()
     assert [p.shape for p in prepared[before:]] == [tuple(model.embed_tokens.weight.shape)]
     assert isinstance(model.embed_tokens.weight, nn.Parameter) and isinstance(model.lm_head.weight, Prepared)
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+def test_it_is_prepared_with_the_embedding_where_rows_can_be_read_from_that_form(
+    tmp_path: Path, load_format: str
+) -> None:
+    folder = make_checkpoint("qwen2-mqa-tied", tmp_path)
+    asked: list[object] = []
+
+    def lookup(ids: torch.Tensor, weight: Prepared, first: int | None = None) -> torch.Tensor:
+        asked.append(weight)
+        return torch.zeros(len(ids), weight.shape[1])
+
+    model, prepared = build(folder, lookup)
+    table = weakref.ref(model.embed_tokens.weight)
+    shape, in_memory = tuple(model.embed_tokens.weight.shape), {}
+
+    def on_loaded(name: str) -> None:
+        model.tensor_loaded(name)
+        gc.collect()
+        in_memory[name] = table() is not None
+
+    load_weights(model, folder, load_format=load_format, use_tqdm=False, on_loaded=on_loaded)
+    assert not in_memory["model.embed_tokens.weight"], "the loaded form is gone before anything else is read"
+    assert [p.shape for p in prepared].count(shape) == 1
+    before = len(prepared)
+    model.after_load()
+    assert len(prepared) == before
+    assert isinstance(model.lm_head.weight, Prepared) and model.embed_tokens.weight is model.lm_head.weight
+    assert model.embed_tokens(torch.arange(3)).shape == (3, shape[1]) and asked == [model.lm_head.weight]
+    hidden = torch.zeros(2, shape[1])
+    assert model.compute_logits(hidden).shape[0] == 2

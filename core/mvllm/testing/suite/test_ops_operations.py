@@ -118,6 +118,30 @@ def test_a_provider_gives_what_the_reference_gives(
         not_claimed(f"{op} in {claimed_dtype}: the reference runs")
 
 
+@clause("OPS-01")
+def test_rows_of_a_prepared_weight_are_those_of_the_weight(
+    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+) -> None:
+    tried = 0
+    for provider in providers_of(subject, "linear"):
+        if provider.lookup is None:
+            continue
+        assert provider.prepare is not None, f"{provider.name} has a form to look up rows in, and nothing makes it"
+        for trial in trials("embedding", claimed_dtype):
+            ids, weight, *first = move(bound_device, trial.make())
+            facts = {"in_features": weight.shape[1], "out_features": weight.shape[0], "bias": False}
+            if provider.supports(OpCase("linear", claimed_dtype, facts)):
+                continue
+            with bound_device.inference_mode():
+                found = provider.lookup(ids, provider.prepare(as_parameter(weight)), *first)
+            [wanted] = results(exact(trial))
+            assert found.dtype == torch_dtype(claimed_dtype), f"{provider.name}: {trial}"
+            assert torch.equal(bound_device.to_host(found).wait().double(), wanted), f"{provider.name}: {trial}"
+            tried += 1
+    if not tried:
+        not_claimed(f"in {claimed_dtype} no provider reads rows of a weight that it prepared")
+
+
 @clause("OPS-02")
 @pytest.mark.parametrize("op", OPS)
 def test_supports_answers_with_reasons_for_whatever_it_is_asked(

@@ -15,7 +15,7 @@ import torch
 from mvllm.plugin_api import OpCase, OpProvider
 from mvllm_cpu import workspace
 from mvllm_cpu.memory import Pool
-from mvllm_cpu.ops import PROVIDER, rows_of
+from mvllm_cpu.ops import PROVIDER, listed, rows_of
 from mvllm_cpu.paged_attention import DTYPE_CODES, DTYPES
 from mvllm_cpu.recording import Kernel
 
@@ -38,7 +38,7 @@ VOCABULARY_RATIO = 16
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight [out_features, in_features] in the kernels' layout (csrc/kernels.h); only `Linear.linear` reads it."""
+    """A weight [out_features, in_features] in the kernels' layout (csrc/kernels.h); only `Linear` reads it."""
 
     data: torch.Tensor
     out_features: int
@@ -66,13 +66,19 @@ class Linear:
         linear = (pointer, length, pointer, pointer, pointer, length, length, length, number)
         self._linear = Kernel(library, "mvllm_cpu_linear", linear, weight=2)
         self._linear_silu = Kernel(library, "mvllm_cpu_linear_silu", linear, weight=2)
+        lookup = (pointer, number, pointer, pointer, length, length, length, length, number)
+        self._lookup = Kernel(library, "mvllm_cpu_packed_embedding", lookup)
         self._silu_takes = library.mvllm_cpu_linear_silu_takes
         self._silu_takes.argtypes = (length, length, number)
 
     def providers(self) -> Sequence[OpProvider]:
         """One per operation."""
         return (
-            OpProvider("linear", PROVIDER, self.linear, self.supports, FASTER_THAN_ONEDNN, prepare=self.pack),
+            OpProvider(
+                *("linear", PROVIDER, self.linear, self.supports, FASTER_THAN_ONEDNN),
+                prepare=self.pack,
+                lookup=self.lookup,
+            ),
             OpProvider(
                 "linear_silu_and_mul", PROVIDER, self.linear_silu_and_mul, self.supports_silu, prepare=self.pack
             ),
@@ -85,10 +91,8 @@ class Linear:
             return [f"dtype {case.dtype} has no kernel (there are kernels for {', '.join(FASTEST_WITH)})"]
         if self._isa not in fastest_with:
             return [f"for {case.dtype} the kernel is the fastest with {'/'.join(fastest_with)}, not with {self._isa}"]
-        if case.dtype == "bfloat16" and self._isa != AMX and torch.cpu._is_amx_tile_supported():
+        if case.dtype == "bfloat16" and self._isa != AMX and torch.cpu._is_amx_tile_supported() and not _is_head(case):
             return ["oneDNN multiplies matrices with AMX here"]
-        if case.dtype != "bfloat16" and _may_be_tied(case):
-            return ["a vocabulary's weight may be the embedding's too, and packing it would keep a second copy"]
         return []
 
     def supports_silu(self, case: OpCase) -> list[str]:
@@ -119,6 +123,23 @@ class Linear:
         """silu of the first half of the product, times the second; bit for bit what the two operations give."""
         return self._call(self._linear_silu, x, weight, bias, weight.out_features // 2)
 
+    def lookup(self, ids: torch.Tensor, weight: PackedWeight, first: int | None = None) -> torch.Tensor:
+        """Rows of a packed weight, which so need not be kept in another form for the token embedding."""
+        ids = listed(ids)
+        out = workspace.empty((*ids.shape, weight.in_features), weight.data.dtype)
+        self._lookup(
+            ids.data_ptr(),
+            ids.dtype == torch.int64,
+            weight.data.data_ptr(),
+            out.data_ptr(),
+            ids.numel(),
+            weight.in_features,
+            first or 0,
+            weight.out_features,
+            DTYPE_CODES[weight.data.dtype],
+        )
+        return out
+
     def _call(
         self, kernel: Kernel, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, size: int
     ) -> torch.Tensor:
@@ -138,6 +159,7 @@ class Linear:
         return out
 
 
-def _may_be_tied(case: OpCase) -> bool:
-    """Whether the case looks like a head. In bfloat16 those are worth a second copy, which oneDNN would make too."""
+def _is_head(case: OpCase) -> bool:
+    """Whether the case looks like a head. Few rows come to it, which any kernel multiplies as fast as memory gives them,
+    and where it is the token embedding, too, oneDNN's form would be a second copy."""
     return case.facts.get("out_features", 0) >= VOCABULARY_RATIO * case.facts.get("in_features", 1)

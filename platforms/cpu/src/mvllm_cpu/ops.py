@@ -72,11 +72,7 @@ class KernelOps:
 
     def embedding(self, ids: torch.Tensor, weight: torch.Tensor, first: int | None = None) -> torch.Tensor:
         """Rows of a table; zeros for ids of other tables' rows."""
-        if ids.dtype not in (torch.int32, torch.int64):
-            ids = ids.long()
-        if not ids.is_contiguous():
-            ids = ids.contiguous()
-        weight = rows_of(weight)
+        ids, weight = listed(ids), rows_of(weight)
         size = weight.element_size()
         out = workspace.empty((*ids.shape, weight.shape[1]), weight.dtype)
         self._embedding(
@@ -174,6 +170,13 @@ class KernelOps:
             DTYPE_CODES[query.dtype],
         )
         return query, key
+
+
+def listed(ids: torch.Tensor) -> torch.Tensor:
+    """The same ids as the kernels read them: 32 or 64 bits each, without gaps."""
+    if ids.dtype not in (torch.int32, torch.int64):
+        ids = ids.long()
+    return ids if ids.is_contiguous() else ids.contiguous()
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:

@@ -135,6 +135,11 @@ class XlaAttention(AttentionBackend):
         sizes = (spec.head_size,) if spec.values_in_keys else (spec.head_size, spec.value_size)
         return tuple((spec.num_kv_heads, size) for size in sizes)
 
+    def _gathered(self, kv: Cache, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of these blocks, [len(blocks), block_size, num_kv_heads, size] each, stored as they are."""
+        parts = [cache.index_select(0, blocks) for cache in kv]
+        return parts[0], parts[-1]
+
     def _tiles_at_a_time(self, metadata: XlaMetadata, kv: Cache) -> int:
         spec, num_keys = self.spec, metadata.block_table.shape[1] * kv[0].shape[1]
         per_key = sum(heads * size for heads, size in self._parts()) + 2 * spec.num_heads * metadata.shape.size
@@ -154,8 +159,9 @@ class XlaAttention(AttentionBackend):
             float32 [n, size, heads, value_size].
         """
         spec, num_tiles = self.spec, len(query)
-        parts = [cache.index_select(0, tables.flatten()).view(num_tiles, -1, *cache.shape[2:]).float() for cache in kv]
-        key, value = parts[0], parts[-1][..., : spec.value_size]
+        gathered = self._gathered(kv, tables.flatten())
+        key, value = (part.reshape(num_tiles, -1, *part.shape[2:]).float() for part in gathered)
+        value = value[..., : spec.value_size]
         key_at = torch.arange(key.shape[1], device=query.device, dtype=torch.int32)
         # What no query of the tile sees may hold anything, NaN too, and 0 x NaN is NaN.
         seen = key_at <= positions[:, -1:]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,18 +18,26 @@ import torch
 
 from mvllm.plugin_api import AttentionSpec, BatchLayout, KVLayout, PlatformError
 from mvllm_tpu import machine
-from mvllm_tpu.attention import Cache, XlaAttention
+from mvllm_tpu.attention import Cache, XlaAttention, XlaMetadata
 from mvllm_tpu.tiles import NOWHERE
 
 VARIABLE = "MVLLM_TPU_ATTENTION"
 _LANES = 128
 """Elements side by side in a chip's registers: a head fills whole ones."""
+_BYTES = {"bfloat16": 2, "float32": 4}
+_CHIPS = ("TPU v4", "TPU v5e", "TPU v5p", "TPU v6e")
+"""For which the kernel knows how to cut its work; it refuses others."""
+_LARGEST_TABLE = 1 << 19
+"""Bytes of a block table that fit a chip's memory of scalars, half of which is for the rest."""
 _BLOCK_SIZES = (64, 128, 32, 16, 256)
 """Larger ones than XlaAttention's come first: the kernel keeps the block table in a chip's small memory of scalars."""
 
 
-def kernel_chosen(spec: AttentionSpec) -> bool:
+def kernel_chosen(spec: AttentionSpec, against: Sequence[str] = ()) -> bool:
     """Whether layers of this kind go through the kernel: on a chip, wherever it takes them, unless VARIABLE says not.
+
+    Args:
+        against: What else speaks against it, of how the worker runs.
 
     Raises:
         PlatformError: VARIABLE asks for the kernel where it cannot run, or for something else.
@@ -38,12 +47,20 @@ def kernel_chosen(spec: AttentionSpec) -> bool:
         raise PlatformError(f"{VARIABLE}={asked!r} names no attention. Unset it, or set it to pallas or xla.")
     if asked == "xla":
         return False
-    reasons = PallasAttention.reasons_against(spec)
-    if machine.find().on_host:
+    reasons, devices = [*PallasAttention.reasons_against(spec), *against], machine.find()
+    if devices.on_host:
         reasons.append("XLA's CPU device runs no kernels of chips")
+    elif others := sorted(set(devices.names) - set(_CHIPS)):
+        reasons.append(f"it is for {', '.join(_CHIPS)}, and this is {', '.join(others)}")
     if reasons and asked == "pallas":
         raise PlatformError(f"{VARIABLE}=pallas asks for a kernel that is not for this model: {'; '.join(reasons)}.")
     return not reasons
+
+
+def _fills_tiles(spec: AttentionSpec) -> bool:
+    """Whether the heads of a token's keys and values make up registers that the kernel can cut, in words of 32 bits."""
+    words, rest = divmod(2 * spec.num_kv_heads * _BYTES[spec.kv_dtype], 4)
+    return rest == 0 and (words in (1, 2, 4) or words % 8 == 0)
 
 
 @dataclass(frozen=True)
@@ -53,7 +70,7 @@ class PallasMetadata:
     Attributes:
         slots: [T]: where each token is stored; NOWHERE for padding.
         seq_lens: [R].
-        block_table: [R, pages].
+        block_table: [R, pages]. Past a request's blocks it holds anything.
         query_start_loc: [R + 1].
         num_requests: [1]: how many of the R are real; these come first.
     """
@@ -74,6 +91,8 @@ class PallasAttention(XlaAttention):
         reasons = cls.validate(spec)
         if spec.head_size % _LANES or spec.value_size != spec.head_size:
             reasons.append(f"heads of {spec.head_size} and {spec.value_size} elements are not multiples of {_LANES}")
+        if spec.kv_dtype in _BYTES and not _fills_tiles(spec):
+            reasons.append(f"keys and values of {spec.num_kv_heads} heads in {spec.kv_dtype} do not fill whole tiles")
         if spec.values_in_keys:
             reasons.append("values lie in the keys")
         if spec.sinks:
@@ -87,36 +106,43 @@ class PallasAttention(XlaAttention):
     def kv_layout(self) -> KVLayout:
         return KVLayout(_BLOCK_SIZES, super().kv_layout().bytes_per_token)
 
-    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> Cache:
-        self._num_blocks = num_blocks
-        return super().allocate(num_blocks, block_size, device)
-
-    def build_metadata(self, batch: BatchLayout) -> PallasMetadata:  # type: ignore[override]
+    def build_metadata(self, batch: BatchLayout) -> PallasMetadata | XlaMetadata:  # type: ignore[override]
+        """For the kernel; for XLA's operations where the table is too large for it."""
+        if batch.block_table_device.numel() * 4 > _LARGEST_TABLE:
+            return super().build_metadata(batch)
         slots = np.where(batch.slot_mapping < 0, NOWHERE, batch.slot_mapping).astype(np.int32)
         num_requests = int(np.count_nonzero(batch.seq_lens))  # padding has none, and comes last
         packed = torch.from_numpy(np.append(slots, np.int32(num_requests))).to(batch.block_table_device.device)
         return PallasMetadata(
             packed[: len(slots)],
             batch.seq_lens_device,
-            batch.block_table_device.clamp(0, self._num_blocks - 1),  # it fetches blocks ahead, past a request's last
+            batch.block_table_device,
             batch.query_start_loc_device,
             packed[len(slots) :],
         )
 
-    def write_kv(self, kv: Cache, key: torch.Tensor, value: torch.Tensor, metadata: PallasMetadata) -> None:  # type: ignore[override]
+    def write_kv(
+        self, kv: Cache, key: torch.Tensor, value: torch.Tensor, metadata: PallasMetadata | XlaMetadata
+    ) -> None:
         [cache] = kv
         pairs = torch.stack((key, value), dim=2).flatten(1, 2)
         cache.flatten(0, 1).index_copy_(0, metadata.slots.long(), pairs.to(cache.dtype))
 
-    def forward(  # type: ignore[override]
-        self, query: torch.Tensor, kv: Cache, metadata: PallasMetadata, sinks: torch.Tensor | None = None
+    def forward(
+        self,
+        query: torch.Tensor,
+        kv: Cache,
+        metadata: PallasMetadata | XlaMetadata,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if isinstance(metadata, XlaMetadata):
+            return super().forward(query, kv, metadata, sinks)
         [cache] = kv
         found = self.kernel(
             query,
             cache,
             metadata.seq_lens,
-            metadata.block_table,
+            metadata.block_table.clamp(0, len(cache) - 1),  # it fetches blocks ahead, past a request's last
             metadata.query_start_loc,
             metadata.num_requests,
             sm_scale=self.spec.scale,
@@ -132,6 +158,11 @@ class PallasAttention(XlaAttention):
 
         found: torch.Tensor = ragged_paged_attention(*tensors, **settings)
         return found
+
+    def _gathered(self, kv: Cache, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        [cache] = kv
+        pairs = cache.index_select(0, blocks.clamp(0, len(cache) - 1))
+        return pairs[:, :, 0::2], pairs[:, :, 1::2]
 
     def _parts(self) -> tuple[tuple[int, int], ...]:
         return ((2 * self.spec.num_kv_heads, self.spec.head_size),)

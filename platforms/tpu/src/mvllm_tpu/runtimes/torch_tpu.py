@@ -60,8 +60,10 @@ class TorchTpu(Runtime):
         return HostCommunicator(group, device)
 
     def attention(self, spec: AttentionSpec) -> AttentionBackend:
+        from mvllm_tpu.pallas_attention import kernel_chosen
         from mvllm_tpu.runtimes.eager_attention import EagerAttention
 
+        kernel_chosen(spec, ["it comes with torch_xla, and this is torch_tpu"])
         return EagerAttention(spec)
 
     def compiler(self) -> CompileBackend:

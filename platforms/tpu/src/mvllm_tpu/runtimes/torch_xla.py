@@ -54,11 +54,13 @@ class TorchXla(Runtime):
         return make_communicator(group, device)
 
     def attention(self, spec: AttentionSpec) -> AttentionBackend:
+        from mvllm_tpu.pallas_attention import kernel_chosen
+
         if self._num_devices > 1:
             from mvllm_tpu.spread import SpreadAttention
 
+            kernel_chosen(spec, ["one worker drives several devices, among which XLA cannot cut it"])
             return SpreadAttention(spec, self._num_devices)
-        from mvllm_tpu.pallas_attention import kernel_chosen
         from mvllm_tpu.runtimes.lazy_attention import LazyAttention, LazyPallasAttention
 
         return LazyPallasAttention(spec) if kernel_chosen(spec) else LazyAttention(spec)
