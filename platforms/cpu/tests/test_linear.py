@@ -7,7 +7,7 @@ import torch
 
 from mvllm.plugin_api import OpCase
 from mvllm_cpu import kernels
-from mvllm_cpu.linear import FASTEST_WITH, Linear
+from mvllm_cpu.linear import FASTEST_WITH, LARGE, Linear
 from mvllm_cpu.ops import KernelOps
 
 LOADED = kernels.load()
@@ -169,6 +169,26 @@ def test_threads_change_nothing(op):
 
 def test_packing_takes_no_more_than_the_weight(op):
     assert op.pack(random(128, 768, dtype=torch.bfloat16)).data.numel() == 128 * 768
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_large_weight_is_packed_piece_by_piece_and_let_go(op, dtype):
+    columns = 1027
+    weight = random(LARGE // columns // dtype.itemsize + 100, columns, dtype=dtype)
+    expected = weight.clone()
+    packed = op.pack(weight)
+    assert torch.equal(op.lookup(torch.arange(len(expected)), packed), expected)
+    assert weight.count_nonzero() < expected.count_nonzero() / 100, "its pages were given back"
+    x = random(2, columns, dtype=dtype, seed=1)
+    some = slice(len(expected) // 2 - 300, len(expected) // 2 + 300)
+    assert_rounds(op.linear(x, packed, None)[:, some], x, expected[some])
+
+
+def test_what_lies_beside_a_large_weight_stays(op):
+    table = random(LARGE // 1024 // 2 + 10, 1024, dtype=torch.bfloat16)
+    expected = table.clone()
+    op.pack(table[5:])
+    assert torch.equal(table, expected)
 
 
 def test_declined_with_a_reason_where_another_is_faster():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from mvllm.plugin_api import OpCase, OpProvider
-from mvllm_cpu import workspace
+from mvllm_cpu import memory, workspace
 from mvllm_cpu.memory import Pool
 from mvllm_cpu.ops import PROVIDER, listed, rows_of
 from mvllm_cpu.paged_attention import DTYPE_CODES, DTYPES
@@ -31,6 +31,9 @@ FASTEST_WITH = {
     "float32": ("avx512", "avx512_bf16", AMX),
 }
 """Instruction sets with which the kernel is the fastest there is, at any number of rows; by dtype."""
+
+LARGE = 64 << 20
+"""Bytes from which a weight matters to the peak of memory while a model is loaded."""
 
 VOCABULARY_RATIO = 16
 """A weight with so many times more outputs than inputs is taken for a language model's head."""
@@ -107,12 +110,23 @@ class Linear:
         return reasons
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
-        """A weight [out_features, in_features] in the kernels' layout."""
+        """A weight [out_features, in_features] in the kernels' layout.
+
+        A large one is not in memory in both: what has been packed of it is let go.
+        """
         weight = rows_of(weight.detach())
         out_features, in_features = weight.shape
         code = DTYPE_CODES[weight.dtype]
         data = self._pool.zeros(self._packed_size(out_features, in_features, code), weight.dtype)
-        self._pack(weight.data_ptr(), weight.stride(0), data.data_ptr(), out_features, in_features, code)
+        is_large = weight.nbytes >= LARGE and weight.untyped_storage().nbytes() == weight.nbytes
+        tile = self._packed_size(1, 1, DTYPE_CODES[torch.float32])
+        step = max(1, LARGE // 2 // weight[0].nbytes // tile) * tile if is_large else out_features
+        for first in range(0, out_features, step):
+            rows = weight[first : first + step]
+            to = data.data_ptr() + self._packed_size(first, in_features, code) * data.itemsize
+            self._pack(rows.data_ptr(), rows.stride(0), to, len(rows), in_features, code)
+            if is_large:
+                memory.let_go(rows)
         return PackedWeight(data, out_features, in_features)
 
     def linear(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -160,6 +174,9 @@ class Linear:
 
 
 def _is_head(case: OpCase) -> bool:
-    """Whether the case looks like a head. Few rows come to it, which any kernel multiplies as fast as memory gives them,
-    and where it is the token embedding, too, oneDNN's form would be a second copy."""
+    """Whether the case looks like a head.
+
+    Few rows come to one, which any kernel multiplies as fast as memory gives it the weight. And where the weight is the
+    token embedding's, too, oneDNN's form would be a second copy of it.
+    """
     return case.facts.get("out_features", 0) >= VOCABULARY_RATIO * case.facts.get("in_features", 1)

@@ -90,6 +90,20 @@ def give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def let_go(tensor: torch.Tensor) -> None:
+    """Returns the whole pages of a tensor's memory to the system; nobody may read it any more, or its neighbours in it.
+
+    Args:
+        tensor: Without gaps.
+    """
+    page = mmap.PAGESIZE
+    begin = -(-tensor.data_ptr() // page) * page
+    size = (tensor.data_ptr() + tensor.nbytes) // page * page - begin
+    if size > 0:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+
+
 def give_back_code() -> None:
     """Lets go of libraries' code: of what importing them has run, little is ever run again.
 
