@@ -25,6 +25,5 @@ def main() -> None:
     print(f"Generated: {output.outputs[0].text!r}")
 
 
-# The guard is needed: worker processes may import this file again.
 if __name__ == "__main__":
     main()

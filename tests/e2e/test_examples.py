@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 IN_PROCESS = {
     "offline_batch": r"(?s)Prompt:    'Once upon a time'.*Prompt:    '7 plus 5 is'\nGenerated: ' 12\.'",
     "chat": r"(?s)Assistant: The capital of Japan is Tokyo\.\n.*Oslo\.\n +\([1-9]\d* of \d+ prompt tokens cached",
-    "structured_output": r"JSON schema: '.*', \d+, '(cat|dog|turtle)'\nRegex:  {7}2026-\d\d-\d\d\nChoice: +(yes|no)",
+    "structured_output": r"JSON schema: '.*', \d+, '(cat|dog|turtle)'\nRegex: +2026-\d\d-\d\d\nChoice: +(yes|no)",
     "lora": r"Base model:   (?P<base>'.+')\nWith adapter: (?!(?P=base))'.+'\n",
     "embeddings": r"4 vectors of 192 dimensions\n +0\.\d+  The capital of Italy is Rome\.\n",
     "speculative_decoding": r"Draft tokens: \d+, accepted: [1-9]\d*\n.*\nSame output without speculation: True\n",
