@@ -1,4 +1,4 @@
-"""docs/null-device.md: a whole platform plugin without torch, as a listing.
+"""docs/tutorials/null-device.md: a whole platform plugin without torch, as a listing.
 
 python -m tests.unit.docs.null_device_page    writes the page from the plugin's sources
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs" / "null-device.md"
+PAGE = ROOT / "docs" / "tutorials" / "null-device.md"
 PROJECT = ROOT / "plugins" / "null-device"
 SOURCES = {"pyproject.toml": "toml", "src/mvllm_null_device/plugin.py": "python"}
 HEAD = """\
@@ -27,7 +27,7 @@ mvllm generate --platform null --model demo --prompt "Once upon a time"
 ```
 
 runs the scheduler, the KV cache manager and the detokenizer on it. Torch is not imported. `mvllm
-conformance --platform null` examines it. [contract.md](contract.md) has the rules, `mvllm contract` every
+conformance --platform null` examines it. [contract.md](../reference/contract.md) has the rules, `mvllm contract` every
 name with its signature; [writing-a-platform.md](writing-a-platform.md) is about devices that torch knows.
 
 What a real worker does in place of each method:

@@ -1,4 +1,4 @@
-"""The user guide says what the code says: tables, check ids, attributes, error texts, and its program."""
+"""The guides say what the code says: tables, check ids, attributes, error texts, links and programs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from mvllm.entrypoints.cli import checks
 from mvllm.entrypoints.llm import LLM
 from mvllm.platform.discovery import Candidate, PluginFailure, PluginSource
 from mvllm.platform.spec import PlatformSpec, ProbeResult
-from tests.unit.docs.guide_tables import PAGE, with_tables
+from tests.unit.docs.guide_tables import DOCS, PAGES, tables, with_table
 from tests.unit.entrypoints.builders import save_model_folder
 
-ROOT = PAGE.parents[1]
-TEXT = PAGE.read_text(encoding="utf-8")
+ROOT = DOCS.parent
+OFFLINE = (DOCS / "how-to" / "offline-generation.md").read_text(encoding="utf-8")
+TROUBLESHOOTING = (DOCS / "how-to" / "troubleshooting.md").read_text(encoding="utf-8")
 
 
-def test_generated_tables_are_up_to_date():
-    assert with_tables(TEXT) == TEXT, "run: python -m tests.unit.docs.guide_tables"
-
-
-def section(title: str) -> str:
-    return TEXT.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+@pytest.mark.parametrize("name", PAGES)
+def test_generated_tables_are_up_to_date(name):
+    page = PAGES[name].read_text(encoding="utf-8")
+    assert with_table(page, name, tables()[name]) == page, "run: python -m tests.unit.docs.guide_tables"
 
 
 def test_the_ids_of_all_checks_are_listed(monkeypatch, tmp_path):
@@ -43,22 +42,22 @@ def test_the_ids_of_all_checks_are_listed(monkeypatch, tmp_path):
     for candidate in (good, bad, hidden):
         monkeypatch.setattr(checks, "discover", lambda only=None, candidate=candidate: [candidate])
         found |= {check.id for check in checks.run_checks(model=save_model_folder(tmp_path))}
-    listed = re.findall(r"^\| `([\w.<>]+)` \|", section("Doctor"), flags=re.MULTILINE)
+    listed = re.findall(r"^\| `([\w.<>]+)` \|", TROUBLESHOOTING, flags=re.MULTILINE)
     assert {name.replace("<name>", "acme") for name in listed} == found
     assert len(listed) == len(set(listed))
 
 
 @pytest.mark.parametrize("cls", [RequestOutput, CompletionOutput, RequestMetrics, Logprob])
 def test_every_attribute_of_an_output_is_named(cls):
-    named = set(re.findall(r"`(\w+)`", TEXT.partition("### What comes back")[2].partition("\n### ")[0]))
+    named = set(re.findall(r"`(\w+)`", OFFLINE.partition("## What comes back")[2].partition("\n## ")[0]))
     assert {field.name for field in dataclasses.fields(cls)} <= named
 
 
 def test_methods_and_arguments_that_it_names_exist():
-    for name in re.findall(r"`llm\.(\w+)\(\)`", TEXT):
+    for name in re.findall(r"`llm\.(\w+)\(\)`", OFFLINE):
         assert hasattr(LLM, name)
-    [line] = [line for line in TEXT.splitlines() if line.startswith("`LLMEngine` is")]
-    for name in re.findall(r"`(\w+)\(", line):
+    [paragraph] = [text for text in OFFLINE.split("\n\n") if text.startswith("`LLMEngine` is")]
+    for name in re.findall(r"`(\w+)\(", paragraph):
         assert hasattr(mvllm.LLMEngine, name)
 
 
@@ -71,7 +70,7 @@ def test_the_errors_it_explains_are_those_of_the_code():
         for node in ast.walk(ast.parse(file.read_text("utf-8")))
         if isinstance(node, ast.JoinedStr | ast.Constant)
     )
-    headings = re.findall(r'^### "(.+)"$', section("Troubleshooting"), flags=re.MULTILINE)
+    headings = re.findall(r'^### "(.+)"$', TROUBLESHOOTING, flags=re.MULTILINE)
     assert len(headings) > 10
     assert [heading for heading in headings if heading not in messages] == []
 
@@ -84,15 +83,37 @@ def literal_parts(node: ast.AST) -> list[str]:
     return []
 
 
-def test_python_blocks_are_python():
-    for block in re.findall(r"^```python\n(.*?)^```", TEXT, flags=re.DOTALL | re.MULTILINE):
-        compile(block, "user-guide.md", "exec")
+@pytest.mark.parametrize("page", sorted((DOCS / "tutorials").glob("*.md")) + sorted((DOCS / "how-to").glob("*.md")))
+def test_python_blocks_are_python(page):
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE):
+        compile(block, str(page), "exec")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_links_lead_somewhere():
-    for page in (ROOT / "docs").rglob("*.md"):
-        for target in re.findall(r"\]\(([^)#]+)", page.read_text("utf-8")):
-            assert target.startswith("http") or (page.parent / target).exists(), f"{page}: {target}"
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    for page in pages:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+            target, _, anchor = link.partition("#")
+            if not target.startswith("http"):
+                path = page.parent / target if target else page
+                assert path.exists(), f"{page}: {link}"
+                assert not anchor or anchor in anchors(path), f"{page}: {link}"
+
+
+def test_every_page_is_in_the_index():
+    index = (DOCS / "README.md").read_text("utf-8")
+    linked = {(DOCS / target).resolve() for target in re.findall(r"\]\(([^)#\s]+)", index)}
+    pages = {
+        path for folder in ("tutorials", "how-to", "reference", "explanation") for path in (DOCS / folder).glob("*.md")
+    }
+    assert {str(page) for page in pages if page.resolve() not in linked} == set()
 
 
 def test_pages_speak_of_the_repository_as_it_is():
