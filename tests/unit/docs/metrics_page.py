@@ -27,7 +27,7 @@ prefix `mvllm:`; `--metrics-alias-prefix PREFIX` repeats the engine's metrics un
 [grafana-dashboard.json](../grafana-dashboard.json) is a Grafana dashboard of them.
 
 Generated from the collectors: `python -m tests.unit.docs.metrics_page`. A histogram has the samples `_bucket`, `_sum`
-and `_count`. Besides these, the page has the `process_` and `python_` metrics of the Prometheus client.
+and `_count`. Besides these, the answer has the `process_` metrics of the Prometheus client.
 
 | metric | type | labels | meaning |
 | --- | --- | --- | --- |
