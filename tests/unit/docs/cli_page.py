@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ PAGE = Path(__file__).parents[3] / "docs" / "reference" / "cli.md"
 HEAD = """\
 # Command-line reference
 
-Every command with its options, generated from the argument parsers (`python -m tests.unit.docs.cli_page`).
-[How to use the command line](../how-to/command-line.md) explains `--config` files, short numbers and exit statuses.
+Every command with its options, generated from the argument parsers
+(`python -m tests.unit.docs.cli_page`). [How to use the command line](../how-to/command-line.md)
+explains `--config` files, short numbers and exit statuses.
 
-`mvllm COMMAND --help` prints the same in the terminal, and `mvllm COMMAND --help=WORD` only the options about a word.
+`mvllm COMMAND --help` prints the same in the terminal, and `mvllm COMMAND --help=WORD` only the
+options about a word.
 """
 SHARED_HEAD = "## Options of several commands"
 GENERAL = "general"
@@ -117,7 +120,7 @@ def command_section(name: str, parser: argparse.ArgumentParser, rows: list[Optio
         without = f" (without {', '.join(missing)})" if missing else ""
         links.append(f"[{group}](#{anchor_title(group).lower().replace(':', '').replace(' ', '-')}){without}")
     if links:
-        lines += [f"Shared options: {', '.join(links)}.", ""]
+        lines += [textwrap.fill(f"Shared options: {', '.join(links)}.", 100, break_on_hyphens=False), ""]
     return "\n".join(lines)
 
 

@@ -22,12 +22,13 @@ PAGE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 HEAD = """\
 # Metrics
 
-`GET /metrics` of `mvllm serve` answers in the text format of Prometheus. The names are those of this field, with the
-prefix `mvllm:`; `--metrics-alias-prefix PREFIX` repeats the engine's metrics under a second prefix.
+`GET /metrics` of `mvllm serve` answers in the text format of Prometheus. All names begin with
+`mvllm:`; `--metrics-alias-prefix PREFIX` repeats the engine's metrics under a second prefix.
 [grafana-dashboard.json](../grafana-dashboard.json) is a Grafana dashboard of them.
 
-Generated from the collectors: `python -m tests.unit.docs.metrics_page`. A histogram has the samples `_bucket`, `_sum`
-and `_count`. Besides these, the answer has the `process_` metrics of the Prometheus client.
+Generated from the collectors: `python -m tests.unit.docs.metrics_page`. A histogram has the samples
+`_bucket`, `_sum` and `_count`. Besides these, the answer has the `process_` metrics of the
+Prometheus client.
 
 | metric | type | labels | meaning |
 | --- | --- | --- | --- |

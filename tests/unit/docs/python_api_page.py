@@ -22,8 +22,9 @@ PAGE = Path(__file__).parents[3] / "docs" / "reference" / "python-api.md"
 HEAD = """\
 # Python API
 
-What `from mvllm import ...` offers, generated from the docstrings (`python -m tests.unit.docs.python_api_page`).
-Names that are not on this page are internal and may change.
+What `from mvllm import ...` offers, generated from the docstrings
+(`python -m tests.unit.docs.python_api_page`). Names that are not on this page are internal and may
+change.
 """
 WIDTH = 100
 TABLES = {"EngineArgs": "engine-settings.md", "SamplingParams": "sampling-parameters.md"}
