@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Counts what each of our plugins carries, for docs/explanation/porting-cost.md. Standard library only; nothing is imported.
+"""Counts what each of our plugins carries, for docs/explanation/porting-cost.md. Imports nothing of ours.
 
 The idea: what a plugin costs its maker is not its kernels, which it would need anywhere, but how much of the engine it
 holds on to: names it imports, classes it derives from, attributes it replaces. All of that can be read off the syntax.

@@ -1,5 +1,5 @@
-"""A vendor's first hour, walked from docs/tutorials/writing-a-platform.md alone: its commands, in an environment that has never
-seen this repository, with the wheel of the core.
+"""The commands of docs/tutorials/writing-a-platform.md, run in an environment that has never seen this repository, with
+the wheel of the core.
 
 What takes no part in the story is not installed again: torch and the other requirements are links to those of the
 environment that runs the tests. mvllm itself and every plugin are left out of the links, and come from wheels.
