@@ -209,7 +209,7 @@ def test(arguments: list[str], *, fast: bool, everything: bool = False) -> int:
     closings: list[str] = []
     for title, options, extra in passes:
         print(f"\npytest, {title}:", flush=True)
-        # What the tests show of models; docs/models.md says how that gets into its table.
+        # What the tests show of models; docs/reference/models.md says how that gets into its table.
         notes = ROOT / "build" / "shown" / f"{title.replace(' ', '-')}.json"
         status, closing = stream_pytest(options, {**extra, "TESTS_SHOWN_FILE": str(notes)})
         statuses.append(status)

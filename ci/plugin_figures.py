@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Counts what each of our plugins carries, for docs/porting-cost.md. Standard library only; nothing is imported.
+"""Counts what each of our plugins carries, for docs/explanation/porting-cost.md. Imports nothing of ours.
 
 The idea: what a plugin costs its maker is not its kernels, which it would need anywhere, but how much of the engine it
 holds on to: names it imports, classes it derives from, attributes it replaces. All of that can be read off the syntax.
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "porting-cost.md"
+PAGE = ROOT / "docs" / "explanation" / "porting-cost.md"
 ENGINE, TORCH = "mvllm", "torch"
 NATIVE = frozenset({".c", ".cc", ".cpp", ".cu", ".h", ".hpp"})
 
@@ -195,7 +195,7 @@ def tables() -> dict[str, str]:
         f = count(folder)
         lines = [rounded(n) for n in (f.python, f.native, f.platform, f.runner)]
         patched = f"{len(f.patched)}" + (f" (and {len(f.torch_patched)} of torch)" if f.torch_patched else "")
-        name = f"[{folder.relative_to(ROOT)}](../{folder.relative_to(ROOT)})"
+        name = f"[{folder.relative_to(ROOT)}](../../{folder.relative_to(ROOT)})"
         rows.append((name, *lines, f"{len(f.symbols)} / {len(f.modules)}", str(len(f.subclassed)), patched))
     return {"ours": table((*OURS, *HOLD), rows), "published": table((*THEIRS, *HOLD), PUBLISHED)}
 

@@ -13,6 +13,7 @@ from mvllm.version import __version__
 
 if TYPE_CHECKING:
     from mvllm.config.engine_args import EngineArgs
+    from mvllm.engine.async_llm import AsyncLLM
     from mvllm.engine.llm_engine import LLMEngine
     from mvllm.engine.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
     from mvllm.engine.pooling_outputs import (
@@ -27,15 +28,17 @@ if TYPE_CHECKING:
     from mvllm.messages.inputs import TextPrompt, TokensPrompt
     from mvllm.messages.lora import LoRARequest
     from mvllm.messages.pooling_params import PoolingParams
-    from mvllm.messages.sampling_params import SamplingParams
+    from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
     from mvllm.messages.structured_outputs import StructuredOutputsParams
 
 _EXPORTS = {
     "LLM": "mvllm.entrypoints.llm",
     "LLMEngine": "mvllm.engine.llm_engine",
+    "AsyncLLM": "mvllm.engine.async_llm",
     "EngineArgs": "mvllm.config.engine_args",
     "LoRARequest": "mvllm.messages.lora",
     "SamplingParams": "mvllm.messages.sampling_params",
+    "RequestOutputKind": "mvllm.messages.sampling_params",
     "BeamSearchParams": "mvllm.messages.beam_search_params",
     "BeamSearchOutput": "mvllm.engine.outputs",
     "PoolingParams": "mvllm.messages.pooling_params",
@@ -58,6 +61,7 @@ _EXPORTS = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BeamSearchOutput",
     "BeamSearchParams",
     "ClassificationRequestOutput",
@@ -75,6 +79,7 @@ __all__ = [
     "PoolingRequestOutput",
     "RequestError",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "ScoringRequestOutput",
     "StructuredOutputsParams",

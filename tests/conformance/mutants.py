@@ -20,7 +20,7 @@ class Mutant:
 
     Attributes:
         name: What is wrong.
-        clause: The clause that says so: the first that fails, in the order of docs/contract.md.
+        clause: The clause that says so: the first that fails, in the order of docs/reference/contract.md.
         file: Source file of the example device.
         old: Text that occurs there exactly once.
         new: What stands in its place.

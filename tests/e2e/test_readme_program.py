@@ -55,6 +55,6 @@ def test_it_prints_each_prompt_with_a_text(program: str, tmp_path: Path) -> None
     assert "KV cache: " in ran.stderr and "concurrent requests" in ran.stderr
 
 
-def test_the_program_of_the_user_guide_runs(tmp_path: Path) -> None:
-    ran = run(first_program(ROOT / "docs" / "user-guide.md"), tmp_path)
+def test_the_program_of_the_first_tutorial_runs(tmp_path: Path) -> None:
+    ran = run(first_program(ROOT / "docs" / "tutorials" / "offline-generation.md"), tmp_path)
     assert len(ran.stdout.splitlines()) >= 3

@@ -3,8 +3,8 @@
 float32: the same greedy tokens, log-probabilities within 1e-4; the comparison of `tests.helpers.parity`.
 bfloat16, float16: the engine's own greedy tokens are given to transformers, which computes in float32 with weights
 rounded to that dtype. Each token must be within a tolerance of its largest logit, and its log-probability within
-another; these are the conformance suite's (docs/conformance.md). Of models with experts, 95 % of the tokens must: where
-a router is near a tie, rounding chooses another expert, and what follows is another answer of equal right.
+another; these are the conformance suite's (docs/how-to/conformance.md). Of models with experts, 95 % of the tokens
+must: where a router is near a tie, rounding chooses another expert, and what follows is another answer of equal right.
 """
 
 from __future__ import annotations

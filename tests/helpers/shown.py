@@ -8,7 +8,7 @@
 
 A test that shows it with some of its parameters only has the mark on those (`pytest.param(..., marks=...)`). A class
 may hold what the marks of its tests leave open, as its attributes `shown_family` and `shown_impl`. The environment
-variable TESTS_SHOWN_FILE names a file for the notes; `tests.unit.docs.models_page` makes docs/models.md of them.
+variable TESTS_SHOWN_FILE names a file for the notes; `tests.unit.docs.models_page` writes docs/reference/models.md.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A vendor's first hour, walked from docs/writing-a-platform.md alone: its commands, in an environment that has never
-seen this repository, with the wheel of the core.
+"""The commands of docs/tutorials/writing-a-platform.md, run in an environment that has never seen this repository, with
+the wheel of the core.
 
 What takes no part in the story is not installed again: torch and the other requirements are links to those of the
 environment that runs the tests. mvllm itself and every plugin are left out of the links, and come from wheels.
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 MACHINE_SECONDS = 300
 """Of processor time: what the hour may take of a machine, however much else that has to do."""
 
-PAGE = REPOSITORY / "docs" / "writing-a-platform.md"
+PAGE = REPOSITORY / "docs" / "tutorials" / "writing-a-platform.md"
 OURS = re.compile(r"(__editable__)?[._]*mvllm", re.IGNORECASE)
 NOT_LINKED = re.compile(r"(pip|distutils-precedence)([-.].*)?|.*\.(pth|egg-link)|__pycache__")
 

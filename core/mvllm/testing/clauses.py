@@ -1,4 +1,4 @@
-"""The clauses of the contract, as docs/contract.md numbers and words them.
+"""The clauses of the contract, as docs/reference/contract.md numbers and words them.
 
 One list, read by the suite (which clause does a test stand for, and is it due?), by the report and by
 `mvllm conformance --clauses`. Loads neither torch nor pytest.

@@ -177,7 +177,7 @@ class Report:
         return "\n".join([*head, *rows, "", self.verdict() + ".", *(["", *waived] if waived else [])]) + "\n"
 
     def as_json(self) -> str:
-        """The report of docs/conformance.md, as text."""
+        """The report of docs/how-to/conformance.md, as text."""
         clauses = {}
         for clause in CLAUSES.values():
             tests, seconds = self._effort(clause)

@@ -12,7 +12,7 @@ from mvllm.entrypoints.openai.openapi import TAGS
 from tests.helpers.browser import PROGRAM, Browser
 from tests.helpers.server import ServerProcess
 
-PICTURE = Path(__file__).parents[3] / "docs" / "playground.png"
+PICTURE = Path(__file__).parents[3] / "docs" / "images" / "playground.png"
 WRITE = "WRITE_PICTURES"
 
 

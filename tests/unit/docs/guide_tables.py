@@ -1,6 +1,6 @@
-"""The tables of docs/user-guide.md, made from the declarations that they describe.
+"""Tables of pages in docs, generated from the declarations that they describe.
 
-python -m tests.unit.docs.guide_tables      writes them into the page
+python -m tests.unit.docs.guide_tables      writes them into the pages
 """
 
 from __future__ import annotations
@@ -17,11 +17,17 @@ from mvllm.config.env import KNOWN_VARIABLES
 from mvllm.entrypoints.cli.arguments import attribute_help
 from mvllm.entrypoints.cli.main import COMMANDS
 
-PAGE = Path(__file__).parents[3] / "docs" / "user-guide.md"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGES = {
+    "commands": DOCS / "how-to" / "command-line.md",
+    "sampling": DOCS / "reference" / "sampling-parameters.md",
+    "engine": DOCS / "reference" / "engine-settings.md",
+    "environment": DOCS / "reference" / "environment-variables.md",
+}
 
 
 def tables() -> dict[str, str]:
-    """Every generated table by its name in the page."""
+    """Every generated table by its name in its page."""
     return {
         "commands": _table(("command", "what it does"), ((f"`mvllm {c}`", text) for c, text in COMMANDS.items())),
         "sampling": _table(("parameter", "default", "permitted", "meaning"), _sampling_rows()),
@@ -30,14 +36,12 @@ def tables() -> dict[str, str]:
     }
 
 
-def with_tables(page: str) -> str:
-    """The page with its tables made anew."""
-    for name, table in tables().items():
-        begin, end = f"<!-- table: {name} -->\n", "\n<!-- end of table -->"
-        pattern = re.compile(f"({re.escape(begin)}).*?({re.escape(end)})", re.DOTALL)
-        assert len(pattern.findall(page)) == 1, f"the page has no place for the table {name!r}"
-        page = pattern.sub(lambda match, table=table: match[1] + table + match[2], page)  # type: ignore[misc]
-    return page
+def with_table(page: str, name: str, table: str) -> str:
+    """The page with the table of that name replaced."""
+    begin, end = f"<!-- table: {name} -->\n", "\n<!-- end of table -->"
+    pattern = re.compile(f"({re.escape(begin)}).*?({re.escape(end)})", re.DOTALL)
+    assert len(pattern.findall(page)) == 1, f"the page has no place for the table {name!r}"
+    return pattern.sub(lambda match: match[1] + table + match[2], page)
 
 
 def permitted_values(name: str) -> str:
@@ -69,4 +73,6 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, table in tables().items():
+        page = PAGES[name]
+        page.write_text(with_table(page.read_text(encoding="utf-8"), name, table), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The table of docs/models.md: what tests that ran have shown of each family of models.
+"""The table of docs/reference/models.md: what tests that ran have shown of each family of models.
 
 python -m tests.unit.docs.models_page RUN.json ...      takes the notes of runs into the record, and writes the page
 python -m tests.unit.docs.models_page                   writes the page from the record
@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.helpers.shown import IMPLS, Shown, as_json, from_json
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "reference" / "models.md"
 RECORD = Path(__file__).with_name("models_shown.json")
 BEGIN, END = "<!-- table: models -->\n", "\n<!-- end of table -->"
 COLUMNS = {"tokens": "tokens", "tp": "TP", "pp": "PP", "quantization": "quantization", "lora": "LoRA"}

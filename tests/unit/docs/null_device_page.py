@@ -1,4 +1,4 @@
-"""docs/null-device.md: a whole platform plugin without torch, as a listing.
+"""docs/tutorials/null-device.md: a whole platform plugin without torch, as a listing.
 
 python -m tests.unit.docs.null_device_page    writes the page from the plugin's sources
 """
@@ -8,29 +8,31 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs" / "null-device.md"
+PAGE = ROOT / "docs" / "tutorials" / "null-device.md"
 PROJECT = ROOT / "plugins" / "null-device"
 SOURCES = {"pyproject.toml": "toml", "src/mvllm_null_device/plugin.py": "python"}
 HEAD = """\
 # A platform without torch, in one file
 
-The null device computes nothing, and is a complete platform plugin: the smallest one that brings its own
-worker. A runtime without torch tensors starts here. `Capabilities.torch_device` is false, so core asks
-for no device, no attention backend and no operations; `worker_class` names a class with the methods of
-`WorkerProtocol`, and core calls these alone. Model, weights, batches and sampling are the worker's affair.
+The null device computes nothing and is a complete platform plugin, the smallest one with a worker
+of its own. Start here if your runtime has no torch tensors. `Capabilities.torch_device` is false,
+so core asks for no device, no attention backend and no operations. `worker_class` names a class
+with the methods of `WorkerProtocol`; core calls only these. The worker handles model, weights,
+batches and sampling.
 
-Save the two files below in a folder `mvllm-null-device`, with an empty `__init__.py` beside `plugin.py`,
-`pip install -e` it, and
+Save the two files below in a folder `mvllm-null-device`, with an empty `__init__.py` beside
+`plugin.py`, install it with `pip install -e`, and
 
 ```console
 mvllm generate --platform null --model demo --prompt "Once upon a time"
 ```
 
-runs the scheduler, the KV cache manager and the detokenizer on it. Torch is not imported. `mvllm
-conformance --platform null` examines it. [contract.md](contract.md) has the rules, `mvllm contract` every
-name with its signature; [writing-a-platform.md](writing-a-platform.md) is about devices that torch knows.
+runs the scheduler, the KV cache manager and the detokenizer on it, without importing torch.
+`mvllm conformance --platform null` tests it. The [contract](../reference/contract.md) has the
+rules, `mvllm contract` prints every name with its signature, and
+[Writing a platform](writing-a-platform.md) is about devices that torch supports.
 
-What a real worker does in place of each method:
+What a worker that computes does in each method:
 
 | method | here | in a worker that computes |
 |---|---|---|
@@ -41,9 +43,11 @@ What a real worker does in place of each method:
 | `warm_up` | nothing | compile what steps will need |
 | `execute_model` | one token for every row | apply the plan, run the model, sample; see `SchedulerOutput` |
 
-`sleep`, `wake_up`, `add_lora`, `remove_lora` and `group_layers` are left out: core then offers none of these.
+The optional methods `sleep`, `wake_up`, `add_lora`, `remove_lora` and `group_layers` are absent, so
+core does not offer these features.
 
-These listings are the sources of `plugins/null-device` (`python -m tests.unit.docs.null_device_page`).
+The listings are the sources of `plugins/null-device`
+(`python -m tests.unit.docs.null_device_page`).
 """
 
 

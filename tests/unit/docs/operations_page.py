@@ -1,4 +1,4 @@
-"""docs/operations.md: what a provider of each operation is given and has to return.
+"""docs/reference/operations.md: what a provider of each operation is given and has to return.
 
 python -m tests.unit.docs.operations_page    writes the page from the source of the operations
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mvllm.platform.operation_surface import RETURNS, Operation, read_operations
 
-PAGE = Path(__file__).parents[3] / "docs" / "operations.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "operations.md"
 HEAD = """\
 # Operations
 

@@ -1,4 +1,4 @@
-"""The tables of docs/platforms.md: platforms, what each claims, and what has been seen of it.
+"""The tables of docs/reference/platforms.md: platforms, what each claims, and what has been seen of it.
 
 python -m tests.unit.docs.platforms_page REPORT.json --on "a host's processor" --with "command"
                                                       takes a conformance report into the records, and writes the page
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs" / "platforms.md"
+PAGE = ROOT / "docs" / "reference" / "platforms.md"
 RECORDS = Path(__file__).with_name("platform_reports")
 WITHOUT_DEVICE = "without a device"
 
@@ -134,7 +134,7 @@ def tables(records: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 def _platform_row(record: Mapping[str, Any]) -> Sequence[str]:
     counts = Counter(status for status, _ in record["clauses"].values())
     order = ("passed", "failed", "waived", "not claimed", "not applicable", "not run")
-    further = "; ".join(f"[{what}](../{path})" for what, path in FURTHER.get(record["platform"], ()))
+    further = "; ".join(f"[{what}](../../{path})" for what, path in FURTHER.get(record["platform"], ()))
     plugin = record["plugin"]
     ran = record["on"] or "**not run on hardware**"
     return (
@@ -173,7 +173,7 @@ def with_tables(page: str, records: Mapping[str, Mapping[str, Any]]) -> str:
 
 def main() -> None:
     """Takes in a report, if there is one, and writes the page."""
-    parser = argparse.ArgumentParser(description="Writes docs/platforms.md.")
+    parser = argparse.ArgumentParser(description="Writes docs/reference/platforms.md.")
     parser.add_argument("report", nargs="?", type=Path)
     parser.add_argument("--on", default="", help="What computed; left out for a run without a device.")
     parser.add_argument("--with", dest="command", default="", help="The command that made the report.")

@@ -1,4 +1,4 @@
-"""docs/executors.md finds errors by their text: every text a user may meet is in its table, and only such texts."""
+"""docs/reference/executors.md finds errors by their text: each text a user may meet is in its table, and only those."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SOURCES = [
     ROOT / "core" / "mvllm" / "platform" / "doors.py",
     *(ROOT / "platforms" / "cpu" / "src").rglob("*communicator.py"),
 ]
-PAGE = (ROOT / "docs" / "executors.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "executors.md").read_text(encoding="utf-8")
 
 HOLE = "\0"  # where a source has a value, and the page has "..."
 

@@ -1,4 +1,4 @@
-"""The figures of docs/porting-cost.md are those of the plugins as they are, and the counting is right."""
+"""The figures of docs/explanation/porting-cost.md are those of the plugins as they are, and the counting is right."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_objects_whose_fields_are_known_are_looked_into(
 def test_fields_that_clients_send_as_a_matter_of_course_are_known(kind: type[msgspec.Struct]) -> None:
     body = dict.fromkeys(ClientRequest.__struct_fields__)
     assert {"user", "metadata", "store", "service_tier"} <= set(body) and found(kind, body) == []
-    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "http-api.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in page for name in set(body) - {"model"})
 
 

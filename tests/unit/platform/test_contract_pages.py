@@ -20,8 +20,8 @@ from mvllm.platform.spec import CONTRACT, ENTRY_POINT_GROUP, ConfigChange
 from mvllm.testing.clauses import FAMILIES
 
 DOCS = Path(__file__).parents[3] / "docs"
-CONTRACT_PAGE = (DOCS / "contract.md").read_text(encoding="utf-8")
-TOY_PAGE = (DOCS / "writing-a-platform.md").read_text(encoding="utf-8")
+CONTRACT_PAGE = (DOCS / "reference" / "contract.md").read_text(encoding="utf-8")
+TOY_PAGE = (DOCS / "tutorials" / "writing-a-platform.md").read_text(encoding="utf-8")
 
 NOT_HERE = {"MvllmError", "ConfigError", "ContractError", "PlatformError"}  # errors say whose problem they are
 OPAQUE = {"AttentionMetadata", "KVCache"}
@@ -143,7 +143,7 @@ class TestContractPage:
                 assert cited <= clauses, file
 
 
-@pytest.mark.parametrize("page", ["contract.md", "writing-a-platform.md"])
+@pytest.mark.parametrize("page", ["reference/contract.md", "tutorials/writing-a-platform.md"])
 def test_every_name_in_code_style_exists(page):
     """`Class.method`, `Class(...)` and `Class` of the pages are names of the contract, with these parameters."""
     text = re.sub(r"```.*?```", "", (DOCS / page).read_text("utf-8"), flags=re.DOTALL)

@@ -1,0 +1,71 @@
+"""docs/reference/metrics.md: every metric of `GET /metrics` with its type, labels and meaning.
+
+python -m tests.unit.docs.metrics_page    writes the page from the collectors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+
+from mvllm.engine.metrics import EngineMetrics
+from mvllm.engine.prometheus import EngineCollector
+from mvllm.entrypoints.openai.http_metrics import HTTPMetrics
+from mvllm.messages.requests import SchedulerStats
+
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
+HEAD = """\
+# Metrics
+
+`GET /metrics` of `mvllm serve` answers in the text format of Prometheus. All names begin with
+`mvllm:`; `--metrics-alias-prefix PREFIX` repeats the engine's metrics under a second prefix.
+[grafana-dashboard.json](../grafana-dashboard.json) is a Grafana dashboard of them.
+
+Generated from the collectors: `python -m tests.unit.docs.metrics_page`. A histogram has the samples
+`_bucket`, `_sum` and `_count`. Besides these, the answer has the `process_` metrics of the
+Prometheus client.
+
+| metric | type | labels | meaning |
+| --- | --- | --- | --- |
+"""
+
+
+class AnyFigures(SimpleNamespace):
+    """Figures of an engine that has done nothing: every one that is asked for is 0."""
+
+    def __getattr__(self, name: str) -> Any:
+        return 0
+
+
+def families() -> Iterator[tuple[Metric, tuple[str, ...]]]:
+    """Every metric with the names of its labels."""
+    engine = AnyFigures(
+        all_metrics=EngineMetrics(1024),
+        stats=SchedulerStats(),
+        load=AnyFigures(),
+        cache_summary=AnyFigures(),
+        config=AnyFigures(cache=AnyFigures()),
+    )
+    for family in EngineCollector(cast(Any, engine), model_name="model").collect():
+        yield family, tuple(getattr(family, "_labelnames", ()))
+    for family in HTTPMetrics(CollectorRegistry()).collect():
+        yield family, tuple(getattr(family, "_labelnames", ()))
+
+
+def page() -> str:
+    """The whole page."""
+    rows = []
+    for family, labels in families():
+        name = family.name + ("_total" if family.type == "counter" else "")
+        shown = ", ".join(f"`{label}`" for label in labels)
+        rows.append(f"| `{name}` | {family.type} | {shown} | {family.documentation} |\n")
+    return HEAD + "".join(rows)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

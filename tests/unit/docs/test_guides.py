@@ -1,0 +1,122 @@
+"""The guides say what the code says: tables, check ids, attributes, error texts, links and programs."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+import mvllm
+from mvllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from mvllm.entrypoints.cli import checks
+from mvllm.entrypoints.llm import LLM
+from mvllm.platform.discovery import Candidate, PluginFailure, PluginSource
+from mvllm.platform.spec import PlatformSpec, ProbeResult
+from tests.unit.docs.guide_tables import DOCS, PAGES, tables, with_table
+from tests.unit.entrypoints.builders import save_model_folder
+
+ROOT = DOCS.parent
+OFFLINE = (DOCS / "how-to" / "offline-generation.md").read_text(encoding="utf-8")
+TROUBLESHOOTING = (DOCS / "how-to" / "troubleshooting.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_generated_tables_are_up_to_date(name):
+    page = PAGES[name].read_text(encoding="utf-8")
+    assert with_table(page, name, tables()[name]) == page, "run: python -m tests.unit.docs.guide_tables"
+
+
+def test_the_ids_of_all_checks_are_listed(monkeypatch, tmp_path):
+    spec = PlatformSpec("acme", "Acme", (1, 0), "x:y", "there_is_no_such_module:make", torch_floor="2.6")
+    source = PluginSource("acme", "acme.plugin", "mvllm-acme", "1.0")
+    good = Candidate(source, spec, ProbeResult(True, "1 device"))
+    bad = Candidate(source, failure=PluginFailure("import", "gone", None, "mend it"))
+    hidden = Candidate(source, spec, ProbeResult(False, "no device"))
+    monkeypatch.setattr(checks, "_try_torch", lambda: None)
+    monkeypatch.setattr(checks, "_device_variable", lambda factory: "ACME_DEVICES")
+    monkeypatch.setenv("ACME_DEVICES", "")
+    found = set()
+    for candidate in (good, bad, hidden):
+        monkeypatch.setattr(checks, "discover", lambda only=None, candidate=candidate: [candidate])
+        found |= {check.id for check in checks.run_checks(model=save_model_folder(tmp_path))}
+    listed = re.findall(r"^\| `([\w.<>]+)` \|", TROUBLESHOOTING, flags=re.MULTILINE)
+    assert {name.replace("<name>", "acme") for name in listed} == found
+    assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize("cls", [RequestOutput, CompletionOutput, RequestMetrics, Logprob])
+def test_every_attribute_of_an_output_is_named(cls):
+    named = set(re.findall(r"`(\w+)`", OFFLINE.partition("## What comes back")[2].partition("\n## ")[0]))
+    assert {field.name for field in dataclasses.fields(cls)} <= named
+
+
+def test_methods_and_arguments_that_it_names_exist():
+    for name in re.findall(r"`llm\.(\w+)\(\)`", OFFLINE):
+        assert hasattr(LLM, name)
+    [paragraph] = [text for text in OFFLINE.split("\n\n") if text.startswith("`LLMEngine` is")]
+    for name in re.findall(r"`(\w+)\(", paragraph):
+        assert hasattr(mvllm.LLMEngine, name)
+
+
+def test_the_errors_it_explains_are_those_of_the_code():
+    """Each heading of the last section is a piece of a message in the source, however its string is broken up."""
+    messages = "\n".join(
+        "".join(literal_parts(node))
+        for folder in ("core/mvllm", "platforms/cpu/src")
+        for file in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.JoinedStr | ast.Constant)
+    )
+    headings = re.findall(r'^### "(.+)"$', TROUBLESHOOTING, flags=re.MULTILINE)
+    assert len(headings) > 10
+    assert [heading for heading in headings if heading not in messages] == []
+
+
+def literal_parts(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.JoinedStr):
+        return [text for part in node.values for text in literal_parts(part)]
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [node.value]
+    return []
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "tutorials").glob("*.md")) + sorted((DOCS / "how-to").glob("*.md")))
+def test_python_blocks_are_python(page):
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE):
+        compile(block, str(page), "exec")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    for page in pages:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+            target, _, anchor = link.partition("#")
+            if not target.startswith("http"):
+                path = page.parent / target if target else page
+                assert path.exists(), f"{page}: {link}"
+                assert not anchor or anchor in anchors(path), f"{page}: {link}"
+
+
+def test_every_page_is_in_the_index():
+    index = (DOCS / "README.md").read_text("utf-8")
+    linked = {(DOCS / target).resolve() for target in re.findall(r"\]\(([^)#\s]+)", index)}
+    pages = {
+        path for folder in ("tutorials", "how-to", "reference", "explanation") for path in (DOCS / folder).glob("*.md")
+    }
+    assert {str(page) for page in pages if page.resolve() not in linked} == set()
+
+
+def test_pages_speak_of_the_repository_as_it_is():
+    for folder in ("core/mvllm", "platforms/cpu", "plugins", "tests", "ci", "docs"):
+        assert (ROOT / folder).is_dir()
+        assert f"`{folder}/`" in Path(ROOT / "docs" / "architecture.md").read_text("utf-8")

@@ -1,0 +1,23 @@
+"""The generated pages of the reference say what the code says, and leave no public name out."""
+
+from __future__ import annotations
+
+import pytest
+
+import mvllm
+from mvllm.entrypoints.cli.main import COMMANDS
+from tests.unit.docs import cli_page, metrics_page, python_api_page
+
+
+@pytest.mark.parametrize("generator", [cli_page, metrics_page, python_api_page])
+def test_a_generated_page_is_up_to_date(generator) -> None:
+    assert generator.PAGE.read_text(encoding="utf-8") == generator.page(), f"run: python -m {generator.__name__}"
+
+
+def test_every_public_name_is_in_the_python_api() -> None:
+    listed = [name for names in python_api_page.KINDS.values() for name in names]
+    assert sorted(listed) == sorted(set(mvllm.__all__) - {"__version__"})
+
+
+def test_every_command_is_in_the_cli_reference() -> None:
+    assert {name.split()[0] for name, _ in cli_page.all_commands()} == set(COMMANDS)
