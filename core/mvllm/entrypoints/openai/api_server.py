@@ -214,9 +214,7 @@ def serve(start: ApiServerStart, control: socket.socket, board: StatusBoard) -> 
     membership = _Membership(start, control, board)
     listener = socket.socket(fileno=start.common.listener_fd)
     common = start.common
-    server = Server(
-        membership.load, common.model, common.settings, listener, membership, membership.tokenizer_trial
-    )
+    server = Server(membership.load, common.model, common.settings, listener, membership, membership.tokenizer_trial)
     return run_in_loop(server)
 
 

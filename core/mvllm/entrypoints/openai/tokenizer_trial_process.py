@@ -26,17 +26,16 @@ from mvllm.executor.process_tools import die_with_parent, limit_memory, limit_pr
 LOAD_SECONDS = 60.0
 """Processor time to load the file; a vocabulary of 262,144 tokens takes two."""
 SECONDS = 3.0
-"""Processor time of all texts together; tokenizers in use take a tenth of a second."""
+"""Processor time of all texts together; tokenizers in use take a tenth or two of one."""
 MEMORY_BYTES = 512 << 20
 """Address space for the texts."""
 
 _LOAD_BYTES = 1 << 30
 _LOAD_BYTES_PER_BYTE = 32  # of the file: vocabularies take about ten times its size
-_LENGTH = 4000
+_LENGTH = 2000
 _RUNS = (21, 29, 110, 300)
-"""Lengths of short runs. The steps of a search are exponential in the length, or a power of it, and the library gives up
-a match, with an error, after ten million: the run that takes longest is just short enough for that.
-"""
+"""Lengths of short runs. The steps of a search grow as a power of the length, or exponentially, and the library gives
+up a match, with an error, after ten million: the slowest run is just short enough for that."""
 _KINDS = {
     "letters": "a",
     "capital letters": "A",
