@@ -80,10 +80,8 @@ class Tokenizer:
         """
         try:
             encoded = self._encode(list(texts), add_special_tokens)
-        except Exception as e:
-            raise RequestError(
-                f"The tokenizer cannot tokenize the prompt: {type(e).__name__}: {e}", parameter="prompt"
-            ) from e
+        except BaseException as e:
+            raise _untokenizable(e) from e
         for i, each in enumerate(encoded):
             check_length(i, len(each))
         return [each if isinstance(each, list) else each.ids for each in encoded]
@@ -106,10 +104,8 @@ class Tokenizer:
             ids, types = self._encode_cut(first, second, max_tokens)
         except RequestError:
             raise
-        except Exception as e:
-            raise RequestError(
-                f"The tokenizer cannot tokenize the prompt: {type(e).__name__}: {e}", parameter="prompt"
-            ) from e
+        except BaseException as e:
+            raise _untokenizable(e) from e
         return ids, types.index(1) if 1 in types else None
 
     def _encode_cut(self, first: str, second: str | None, max_tokens: int | None) -> tuple[list[int], list[int]]:
@@ -264,6 +260,17 @@ def _shares(first: int, second: int, room: int) -> list[int]:
         shorter = room // 2
         longer = room - shorter
     return [shorter, longer] if first <= second else [longer, shorter]
+
+
+def _untokenizable(error: BaseException) -> RequestError:
+    """What a request is told of an error of the tokenizer; raises `error` again if it is not the tokenizer's.
+
+    The library panics when an expression needs too many steps for a match, and a panic is no `Exception`.
+    """
+    name = type(error).__name__
+    if not isinstance(error, Exception) and name != "PanicException":
+        raise error
+    return RequestError(f"The tokenizer cannot tokenize the prompt: {name}: {error}", parameter="prompt")
 
 
 def _module_of(cls: type, name: str) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -40,6 +41,21 @@ def end_pipe_process(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(OSError):  # buffered bytes have no reader any more
             if pipe is not None:
                 pipe.close()
+
+
+def find_exceeded_limit(process: subprocess.Popen[bytes], seconds: float) -> str | None:
+    """The limit that ended a process whose pipes are closed: `time` or `memory`; None if a person or a program did.
+
+    Args:
+        seconds: How long it may take to end; more counts as `time`.
+    """
+    try:
+        status = process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return "time"
+    if status == -signal.SIGXCPU:
+        return "time"
+    return None if status in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT) else "memory"
 
 
 def write_message(stream: IO[bytes], message: msgspec.Struct) -> None:

@@ -28,6 +28,7 @@ from mvllm.entrypoints.openai.orders import CoreHung, CoreStarted, EndServing, E
 from mvllm.entrypoints.openai.server import Server, run_in_loop
 from mvllm.entrypoints.openai.settings import ServerSettings
 from mvllm.entrypoints.openai.shared_figures import SharedFigures
+from mvllm.entrypoints.openai.tokenizer_trial import TokenizerTrial
 from mvllm.errors import EngineDeadError
 from mvllm.executor.child_process import begin
 from mvllm.executor.config_codec import decode_config
@@ -140,6 +141,7 @@ class _Membership:
             JoinedCore(core.channel, core.board_fd, common.silence_limit, self._reporter(rank))
             for rank, core in enumerate(place.cores)
         ]
+        self.tokenizer_trial = TokenizerTrial() if place.index == 0 else None  # one for all
         self._cores_ready = threading.Event()
         self._failure: EngineDeadError | None = None
         self._on_signal: Callable[[int], None] = lambda number: None
@@ -148,6 +150,8 @@ class _Membership:
     def load(self) -> AsyncLLM:
         """The engine, as soon as its cores are ready."""
         config = decode_config(self._common.config)
+        if self.tokenizer_trial is not None:
+            self.tokenizer_trial.start(config.model.tokenizer)
         self._board.write(0, "loading the tokenizer")
         clients = [AsyncMPClient(config, link, self._common.platform_summary) for link in self._links]
         engine = AsyncLLM(
@@ -209,7 +213,8 @@ def serve(start: ApiServerStart, control: socket.socket, board: StatusBoard) -> 
     """Runs one API server; returns its exit status."""
     membership = _Membership(start, control, board)
     listener = socket.socket(fileno=start.common.listener_fd)
-    server = Server(membership.load, start.common.model, start.common.settings, listener, membership)
+    common = start.common
+    server = Server(membership.load, common.model, common.settings, listener, membership, membership.tokenizer_trial)
     return run_in_loop(server)
 
 

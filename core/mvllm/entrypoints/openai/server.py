@@ -1,7 +1,8 @@
 """Runs the server: HTTP from the first moment on, the engine as soon as it is loaded, and an orderly end.
 
     main thread    event loop: HTTP ─────────────────────────────────────────────> drain ─> end
-    start thread   AsyncLLM.from_engine_args (imports, weights) ─> handed over
+    start thread   AsyncLLM (imports, weights) ─> handed over
+    child process  tokenizer trial ─────────────> result
 
 Requests that come while the model is being loaded are refused with 503; `/health/live` is true, `/health/ready` not
 yet. The first SIGTERM, SIGINT or SIGHUP lets requests under way finish, the second does not.
@@ -43,6 +44,7 @@ from mvllm.entrypoints.openai.settings import ServerSettings
 from mvllm.entrypoints.openai.shared_figures import ServerFigures, SharedFigures
 from mvllm.entrypoints.openai.template_renderer import TemplateRenderer
 from mvllm.entrypoints.openai.text_work import TextWork
+from mvllm.entrypoints.openai.tokenizer_trial import TokenizerTrial
 from mvllm.entrypoints.parsers.detect import choose_parsers
 from mvllm.errors import ConfigError
 from mvllm.logging import get_logger
@@ -68,8 +70,14 @@ def run_server(args: EngineArgs, settings: ServerSettings, listener: socket.sock
         PlatformError, ConfigError, ModelError: The engine cannot be started as asked.
     """
     announce_listening(listener, settings)
-    server = Server(lambda: AsyncLLM.from_engine_args(args), args.model, settings, listener)
-    return run_in_loop(server)
+    trial = TokenizerTrial()
+
+    def load() -> AsyncLLM:
+        config = args.create_engine_config()
+        trial.start(config.model.tokenizer)
+        return AsyncLLM(config)
+
+    return run_in_loop(Server(load, args.model, settings, listener, tokenizer_trial=trial))
 
 
 def run_in_loop(server: Server) -> int:
@@ -207,6 +215,7 @@ class Server:
         settings: What the server was told.
         listener: Where it listens; closed at the end.
         team: The other processes, if there are any.
+        tokenizer_trial: Started by `load`; the server is ready after it.
     """
 
     def __init__(
@@ -216,8 +225,10 @@ class Server:
         settings: ServerSettings,
         listener: socket.socket,
         team: Team | None = None,
+        tokenizer_trial: TokenizerTrial | None = None,
     ) -> None:
         self._load = load
+        self._tokenizer_trial = tokenizer_trial
         self._settings = settings
         self._listener = listener
         self._team = team
@@ -261,6 +272,8 @@ class Server:
             end_within(LAST_SECONDS)
             self._http.stop()
             self._templates.close()
+            if self._tokenizer_trial is not None:
+                self._tokenizer_trial.close()
             await asyncio.wait([serving], timeout=_LAST_ANSWERS_SECONDS)
             if engine is not None:
                 engine.shutdown()
@@ -271,7 +284,7 @@ class Server:
     # --- its start
 
     async def _load_engine(self) -> AsyncLLM | None:
-        """The engine, or None where a signal came first."""
+        """The engine, or None where a signal came first. Fails as soon as the trial of the tokenizer does."""
         loop = asyncio.get_running_loop()
         loaded: asyncio.Future[AsyncLLM] = loop.create_future()
 
@@ -292,14 +305,22 @@ class Server:
 
         threading.Thread(target=load, name="engine-start", daemon=True).start()
         signalled = asyncio.create_task(self._signalled.wait())
-        first: list[asyncio.Future[Any]] = [loaded, signalled]
+        waiting: set[asyncio.Future[Any]] = {loaded}
+        if self._tokenizer_trial is not None:
+            waiting.add(asyncio.wrap_future(self._tokenizer_trial.result))
         try:
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            while waiting and not signalled.done():
+                done, _ = await asyncio.wait({*waiting, signalled}, return_when=asyncio.FIRST_COMPLETED)
+                for each in done - {signalled}:
+                    each.result()
+                waiting -= done
+        except BaseException:
+            if loaded.done() and loaded.exception() is None:
+                loaded.result().shutdown()
+            raise
         finally:
             signalled.cancel()
-        if not loaded.done():
-            return None
-        return loaded.result()
+        return None if waiting else loaded.result()
 
     def _leave_now(self) -> NoReturn:
         """Ends this process while its engine is being started: nothing can wait for that, and nothing survives it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,13 @@ import msgspec
 
 from mvllm.entrypoints.openai.template_process import Rendered, TemplateJob
 from mvllm.errors import ModelError, RequestError
-from mvllm.executor.pipe_messages import end_pipe_process, receive_message, start_pipe_process, write_message
+from mvllm.executor.pipe_messages import (
+    end_pipe_process,
+    find_exceeded_limit,
+    receive_message,
+    start_pipe_process,
+    write_message,
+)
 
 SECONDS = 5.0
 """Processor time of one conversation."""
@@ -115,7 +120,7 @@ class TemplateRenderer:
                 write_message(process.stdin, job)
                 answer = receive_message(process.stdout, Rendered, WALL_SECONDS)
             except (EOFError, OSError) as e:  # TimeoutError is an OSError
-                error = "time" if isinstance(e, TimeoutError) else _exceeded(process)
+                error = "time" if isinstance(e, TimeoutError) else find_exceeded_limit(process, WALL_SECONDS)
                 self._end()
                 if error is not None:
                     return self._over_limit(error)
@@ -142,14 +147,3 @@ class TemplateRenderer:
             process, self._process = self._process, None
         if process is not None:
             end_pipe_process(process)
-
-
-def _exceeded(process: subprocess.Popen[bytes]) -> str | None:
-    """What a template that ended its process took too much of; None if somebody else ended it."""
-    try:
-        status = process.wait(timeout=WALL_SECONDS)
-    except subprocess.TimeoutExpired:
-        return "time"
-    if status == -signal.SIGXCPU:
-        return "time"
-    return None if status in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT) else "memory"
