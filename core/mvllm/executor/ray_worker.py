@@ -23,7 +23,7 @@ import ray
 import ray.util
 
 from mvllm.executor.config_codec import decode_config
-from mvllm.executor.descriptor_door import DoorAddress, collect
+from mvllm.executor.descriptor_door import DoorAddress, fetch_descriptors
 from mvllm.executor.engine_queues import FarResponses
 from mvllm.executor.handshake import Handshake
 from mvllm.executor.message_queue import MessageWriter, QueueError, ReaderHandle, RemoteReaderHandle, WriterHandle
@@ -156,7 +156,7 @@ class RayWorker:
         if start.door is None:
             return self._open_far_ends(start)
         try:
-            ends, fds, control = collect(start.door, start.context.rank, NearEnds)
+            ends, fds, control = fetch_descriptors(start.door, start.context.rank, NearEnds)
         except (OSError, EOFError) as e:
             text = f"it is on the engine's node but cannot reach the engine's socket there: {type(e).__name__}: {e}"
             return msgspec.msgpack.encode(RayWorkerAnswer(text))
