@@ -96,6 +96,7 @@ if TYPE_CHECKING:
     from mvllm.platform.op_provider import OpCase, OpProvider
     from mvllm.platform.topology import LaunchTopology, WorkerContext
     from mvllm.sampling.logits_processor import LogitsProcessor, LogitsProcessorContext, RowTokens
+    from mvllm.worker.wrapper import WorkerWrapper
 
 _HOMES = {
     "EngineConfig": "mvllm.config.engine_config",
@@ -201,6 +202,7 @@ _HOMES = {
     "LogitsProcessor": "mvllm.sampling.logits_processor",
     "LogitsProcessorContext": "mvllm.sampling.logits_processor",
     "RowTokens": "mvllm.sampling.logits_processor",
+    "WorkerWrapper": "mvllm.worker.wrapper",
 }
 """Where each name lives."""
 
@@ -291,6 +293,7 @@ __all__ = [
     "WorkerGroup",
     "WorkerProc",
     "WorkerStuckError",
+    "WorkerWrapper",
     "WriterHandle",
     "decode_config",
     "devices_per_worker",

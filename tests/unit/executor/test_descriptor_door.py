@@ -107,7 +107,8 @@ def test_strangers_who_connect_and_hang_there_keep_nobody_from_coming_in(door: D
             stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
             stranger.connect(f"\0{path[1:]}" if path.startswith("@") else path)
             stranger.sendall(said)
-        _, fds, control = fetch_descriptors(door.address, 0, Files)  # which has less patience than one stranger might take
+        # It has less patience than one stranger might take.
+        _, fds, control = fetch_descriptors(door.address, 0, Files)
         for fd in fds.values():
             os.close(fd)
         control.close()
@@ -142,7 +143,7 @@ def test_who_has_to_stand_in_line_waits() -> None:
             stranger.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 stranger.connect(listener.getsockname())
-        late = pool.submit(collect, address, 0, Files)
+        late = pool.submit(fetch_descriptors, address, 0, Files)
         with pytest.raises(TimeoutError):
             late.result(0.3)
         requests = []
