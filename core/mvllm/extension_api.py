@@ -2,7 +2,8 @@
 
 Unlike `mvllm.plugin_api`, this surface has no contract version: what stands here follows the engine and may change with
 every minor version of mvllm, so a package that uses it states a range (`mvllm>=0.1,<0.2`). Everything is resolved on
-first use; importing this module loads neither torch nor the engine.
+first use; importing this module loads neither torch nor the engine. docs/extending.md says what each group of names is
+for; docs/executors.md has those for executors whose workers run in processes of their own.
 """
 
 from __future__ import annotations
@@ -31,10 +32,49 @@ if TYPE_CHECKING:
     )
     from mvllm.entrypoints.parsers.marked_calls import MarkedCalls
     from mvllm.entrypoints.parsers.reasoning.tagged import TaggedReasoning
-    from mvllm.errors import ConfigError, ModelError, MvllmError, RequestError
+    from mvllm.errors import (
+        ConfigError,
+        EngineDeadError,
+        ModelError,
+        MvllmError,
+        PlatformError,
+        RequestError,
+        WorkerDiedError,
+        WorkerStuckError,
+    )
+    from mvllm.executor.config_codec import decode_config, encode_worker_configs
+    from mvllm.executor.descriptor_door import DescriptorDoor, DoorAddress, Parcel, fetch_descriptors
+    from mvllm.executor.devices import devices_per_worker, launch_topology
+    from mvllm.executor.engine_queues import EngineQueues, FarResponses
+    from mvllm.executor.handshake import Handshake
     from mvllm.executor.interface import Executor
+    from mvllm.executor.message_queue import (
+        MessageReader,
+        MessageWriter,
+        PeerDiedError,
+        QueueError,
+        ReaderHandle,
+        RemoteReaderHandle,
+        StopSignal,
+        WriterHandle,
+    )
     from mvllm.executor.multiproc import MultiprocExecutor
+    from mvllm.executor.process_tools import (
+        StackFile,
+        dump_stacks_to,
+        is_stopped,
+        label_output,
+        open_pidfd,
+        search_path,
+        unnamed_file,
+        watch_parent,
+    )
+    from mvllm.executor.rpc import Reply, Request
+    from mvllm.executor.rpc_executor import RpcExecutor, worker_names
+    from mvllm.executor.status_board import Activity, StatusBoard
     from mvllm.executor.uniproc import UniProcExecutor
+    from mvllm.executor.worker_group import WorkerGroup
+    from mvllm.executor.worker_proc import WorkerProc
     from mvllm.layers.attention import Attention
     from mvllm.layers.context import BuildContext, ForwardStep
     from mvllm.layers.embedding import Embedding, LMHead, VocabEmbedding
@@ -46,7 +86,7 @@ if TYPE_CHECKING:
     from mvllm.layers.quantization.matrix import IntegerMatrix, QuantizedMatrix, staging
     from mvllm.layers.rotary import RotaryEmbedding
     from mvllm.layers.weight_target import WeightTarget
-    from mvllm.logging import get_logger
+    from mvllm.logging import get_logger, log_level
     from mvllm.messages.requests import SchedulerStats
     from mvllm.messages.sampling_params import SamplingParams
     from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -54,7 +94,9 @@ if TYPE_CHECKING:
     from mvllm.ops.quantized_linear import QuantizedWeight
     from mvllm.platform.interface import Platform
     from mvllm.platform.op_provider import OpCase, OpProvider
+    from mvllm.platform.topology import LaunchTopology, WorkerContext
     from mvllm.sampling.logits_processor import LogitsProcessor, LogitsProcessorContext, RowTokens
+    from mvllm.worker.wrapper import WorkerWrapper
 
 _HOMES = {
     "EngineConfig": "mvllm.config.engine_config",
@@ -76,12 +118,51 @@ _HOMES = {
     "MarkedCalls": "mvllm.entrypoints.parsers.marked_calls",
     "TaggedReasoning": "mvllm.entrypoints.parsers.reasoning.tagged",
     "ConfigError": "mvllm.errors",
+    "EngineDeadError": "mvllm.errors",
     "ModelError": "mvllm.errors",
     "MvllmError": "mvllm.errors",
+    "PlatformError": "mvllm.errors",
     "RequestError": "mvllm.errors",
+    "WorkerDiedError": "mvllm.errors",
+    "WorkerStuckError": "mvllm.errors",
+    "decode_config": "mvllm.executor.config_codec",
+    "encode_worker_configs": "mvllm.executor.config_codec",
+    "DescriptorDoor": "mvllm.executor.descriptor_door",
+    "DoorAddress": "mvllm.executor.descriptor_door",
+    "Parcel": "mvllm.executor.descriptor_door",
+    "fetch_descriptors": "mvllm.executor.descriptor_door",
+    "devices_per_worker": "mvllm.executor.devices",
+    "launch_topology": "mvllm.executor.devices",
+    "EngineQueues": "mvllm.executor.engine_queues",
+    "FarResponses": "mvllm.executor.engine_queues",
+    "Handshake": "mvllm.executor.handshake",
     "Executor": "mvllm.executor.interface",
+    "MessageReader": "mvllm.executor.message_queue",
+    "MessageWriter": "mvllm.executor.message_queue",
+    "PeerDiedError": "mvllm.executor.message_queue",
+    "QueueError": "mvllm.executor.message_queue",
+    "ReaderHandle": "mvllm.executor.message_queue",
+    "RemoteReaderHandle": "mvllm.executor.message_queue",
+    "StopSignal": "mvllm.executor.message_queue",
+    "WriterHandle": "mvllm.executor.message_queue",
     "MultiprocExecutor": "mvllm.executor.multiproc",
+    "StackFile": "mvllm.executor.process_tools",
+    "dump_stacks_to": "mvllm.executor.process_tools",
+    "is_stopped": "mvllm.executor.process_tools",
+    "label_output": "mvllm.executor.process_tools",
+    "open_pidfd": "mvllm.executor.process_tools",
+    "search_path": "mvllm.executor.process_tools",
+    "unnamed_file": "mvllm.executor.process_tools",
+    "watch_parent": "mvllm.executor.process_tools",
+    "Reply": "mvllm.executor.rpc",
+    "Request": "mvllm.executor.rpc",
+    "RpcExecutor": "mvllm.executor.rpc_executor",
+    "worker_names": "mvllm.executor.rpc_executor",
+    "Activity": "mvllm.executor.status_board",
+    "StatusBoard": "mvllm.executor.status_board",
     "UniProcExecutor": "mvllm.executor.uniproc",
+    "WorkerGroup": "mvllm.executor.worker_group",
+    "WorkerProc": "mvllm.executor.worker_proc",
     "Attention": "mvllm.layers.attention",
     "BuildContext": "mvllm.layers.context",
     "ForwardStep": "mvllm.layers.context",
@@ -92,10 +173,10 @@ _HOMES = {
     "QKVLinear": "mvllm.layers.linear",
     "ReplicatedLinear": "mvllm.layers.linear",
     "RowParallelLinear": "mvllm.layers.linear",
-    "GatedMLP": "mvllm.layers.mlp",
-    "MLP": "mvllm.layers.mlp",
     "MatrixLayout": "mvllm.layers.matrix_layout",
     "Part": "mvllm.layers.matrix_layout",
+    "GatedMLP": "mvllm.layers.mlp",
+    "MLP": "mvllm.layers.mlp",
     "LayerNorm": "mvllm.layers.norm",
     "RMSNorm": "mvllm.layers.norm",
     "IntegerFormat": "mvllm.layers.quantization.interface",
@@ -106,6 +187,7 @@ _HOMES = {
     "RotaryEmbedding": "mvllm.layers.rotary",
     "WeightTarget": "mvllm.layers.weight_target",
     "get_logger": "mvllm.logging",
+    "log_level": "mvllm.logging",
     "SchedulerStats": "mvllm.messages.requests",
     "SamplingParams": "mvllm.messages.sampling_params",
     "ModelRunnerOutput": "mvllm.messages.scheduler_output",
@@ -115,14 +197,18 @@ _HOMES = {
     "Platform": "mvllm.platform.interface",
     "OpCase": "mvllm.platform.op_provider",
     "OpProvider": "mvllm.platform.op_provider",
+    "LaunchTopology": "mvllm.platform.topology",
+    "WorkerContext": "mvllm.platform.topology",
     "LogitsProcessor": "mvllm.sampling.logits_processor",
     "LogitsProcessorContext": "mvllm.sampling.logits_processor",
     "RowTokens": "mvllm.sampling.logits_processor",
+    "WorkerWrapper": "mvllm.worker.wrapper",
 }
 """Where each name lives."""
 
 __all__ = [
     "APIError",
+    "Activity",
     "Attention",
     "BuildContext",
     "CausalLM",
@@ -130,22 +216,31 @@ __all__ = [
     "ConfigError",
     "ContentDelta",
     "Delta",
+    "DescriptorDoor",
+    "DoorAddress",
     "Embedding",
     "EngineConfig",
+    "EngineDeadError",
+    "EngineQueues",
     "Executor",
+    "FarResponses",
     "ForwardStep",
     "GatedMLP",
     "HFConfig",
     "HTTPServerHandle",
+    "Handshake",
     "IntegerFormat",
     "IntegerMatrix",
     "LMHead",
+    "LaunchTopology",
     "LayerNorm",
     "LogitsProcessor",
     "LogitsProcessorContext",
     "MLP",
     "MarkedCalls",
     "MatrixLayout",
+    "MessageReader",
+    "MessageWriter",
     "ModelConfig",
     "ModelError",
     "ModelRunnerOutput",
@@ -153,27 +248,39 @@ __all__ = [
     "MvllmError",
     "OpCase",
     "OpProvider",
+    "Parcel",
     "Part",
+    "PeerDiedError",
     "Platform",
+    "PlatformError",
     "QKVLinear",
     "QuantizationMethod",
     "QuantizedMatrix",
     "QuantizedWeight",
+    "QueueError",
     "RMSNorm",
+    "ReaderHandle",
     "ReasoningDelta",
     "ReasoningParser",
     "ReasoningStream",
+    "RemoteReaderHandle",
     "ReplicatedLinear",
+    "Reply",
+    "Request",
     "RequestError",
     "RequestOutput",
     "RopeParameters",
     "RotaryEmbedding",
     "RowParallelLinear",
     "RowTokens",
+    "RpcExecutor",
     "SamplingParams",
     "SchedulerOutput",
     "SchedulerStats",
+    "StackFile",
     "StatLogger",
+    "StatusBoard",
+    "StopSignal",
     "TaggedReasoning",
     "ToolCallDelta",
     "ToolParser",
@@ -181,8 +288,29 @@ __all__ = [
     "UniProcExecutor",
     "VocabEmbedding",
     "WeightTarget",
+    "WorkerContext",
+    "WorkerDiedError",
+    "WorkerGroup",
+    "WorkerProc",
+    "WorkerStuckError",
+    "WorkerWrapper",
+    "WriterHandle",
+    "decode_config",
+    "devices_per_worker",
+    "dump_stacks_to",
+    "encode_worker_configs",
+    "fetch_descriptors",
     "get_logger",
+    "is_stopped",
+    "label_output",
+    "launch_topology",
+    "log_level",
+    "open_pidfd",
+    "search_path",
     "staging",
+    "unnamed_file",
+    "watch_parent",
+    "worker_names",
 ]
 
 

@@ -20,9 +20,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mvllm.executor.interface import Executor
-from mvllm.platform.topology import WorkerContext
-from mvllm.worker.wrapper import WorkerWrapper
+from mvllm.extension_api import Executor, WorkerContext, WorkerWrapper
 
 
 class ThreadExecutor(Executor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mvllm import LLM, SamplingParams
-from mvllm.demo import corpus
+from tools.demo_model import corpus
 
 TEXTS = list(corpus.documents("heldout", 12))
 PARAMS = SamplingParams(max_tokens=6, temperature=0, prompt_logprobs=0)

@@ -33,9 +33,9 @@ from mvllm.executor.choose import make_executor
 from mvllm.executor.message_queue.message_reader import LocalSource
 from mvllm.executor.message_queue.remote import RemoteSource
 from mvllm.executor.multiproc import MultiprocExecutor
-from mvllm.executor.ray_executor import RayDistributedExecutor
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.platform.choose import choose_platform
+from mvllm_ray.executor import RayDistributedExecutor
 from tests.helpers import parity
 from tests.helpers.plugins import prepend, puppet_platform_path
 from tests.helpers.processes import shared_memory_names, wait_until

@@ -22,6 +22,7 @@ def frame(tmp_path):
     builds += [
         f"platforms/{name}/pyproject.toml" for name in ("triton-kernels", "torch-gpu", "cuda", "rocm", "tpu", "xpu")
     ]
+    builds.append("plugins/ray-executor/pyproject.toml")
     scripts = [f"ci/{name}.py" for name in ("dev", "environments", "tpu_lane", "stub_libraries")]
     for name in (*scripts, "ci/constraints/cpu.txt", "pyproject.toml", *builds):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """What a KV cache of fewer bits costs: perplexity of the demo model on held-out text, per storage dtype.
 
-python tests/perf/kv_cache_accuracy.py [--documents 200] [--kernels 1|0]
+python -m tests.perf.kv_cache_accuracy [--documents 200] [--kernels 1|0]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import os
 
 from mvllm import LLM, SamplingParams
-from mvllm.demo import corpus
+from tools.demo_model import corpus
 
 KV_DTYPES = ("auto", "bfloat16", "float16", "int8", "fp8")
 

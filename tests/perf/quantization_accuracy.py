@@ -1,6 +1,6 @@
 """What quantization costs in accuracy: the demo model's perplexity on held-out text, in one table.
 
-    python tests/perf/quantization_accuracy.py [--documents 100] [--dtype bfloat16] [--only int8 int4]
+    python -m tests.perf.quantization_accuracy [--documents 100] [--dtype bfloat16] [--only int8 int4]
 
 Each row is an engine of its own. Its prompts are documents that the model was not trained on; the log-probabilities of
 their tokens give the perplexity, exp of minus their mean. Beside what `quantization` offers, the table has the variants
@@ -14,10 +14,10 @@ import math
 from collections.abc import Sequence
 
 from mvllm import LLM, SamplingParams
-from mvllm.demo import corpus
 from mvllm.layers.quantization import registry
 from mvllm.layers.quantization.interface import IntegerFormat
 from mvllm.layers.quantization.on_load import OnLoad
+from tools.demo_model import corpus
 
 FORMATS: dict[str, IntegerFormat] = {
     "int8, inputs as they are": IntegerFormat(8),

@@ -1,6 +1,6 @@
 """What guessing tokens ahead gives: acceptance and tokens per second, beside the engine that guesses nothing.
 
-    python tests/perf/speculative.py [--padded] [--model demo] [--draft FOLDER] [--runs 3] [--threads 1]
+    python -m tests.perf.speculative [--padded] [--model demo] [--draft FOLDER] [--runs 3] [--threads 1]
 
 One stream at a time, float32. The work: stories (nothing to copy), and stories that are already in the prompt, as where
 a text is quoted or edited. Each greedily and at temperature 0.8. The engines take turns in one process; medians. Every
@@ -52,9 +52,10 @@ def train_draft(folder: Path) -> None:
     """A model of one layer with the demo model's tokenizer, trained from its corpus."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    from mvllm.demo import train
+    from mvllm.demo import demo_model_path
+    from tools.demo_model import train
 
-    tokenizer = AutoTokenizer.from_pretrained(Path(train.__file__).parent / "model")
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
     torch.manual_seed(train.SEED)
     model = LlamaForCausalLM(
         LlamaConfig(

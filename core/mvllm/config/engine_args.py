@@ -214,10 +214,10 @@ class EngineArgs:
     data_parallel_size: int = option(1, help="Engine replicas.", group="parallel", minimum=1, maximum=1024)
     distributed_executor_backend: str | None = option(
         None,
-        help="How workers run: 'uni' (one, in the engine's process), 'mp' (a process each, on this machine), 'ray' (an "
-        "actor each, on the nodes of a Ray cluster), 'external_launcher' (torchrun or Slurm has started the ranks), "
-        "the name under which an installed package offers an executor, or a dotted path to an executor class; by "
-        "default 'uni' for one worker, 'mp' for several, 'ray' inside a Ray placement group.",
+        help="How workers run: 'uni' (one, in the engine's process), 'mp' (a process each, on this machine), "
+        "'external_launcher' (torchrun or Slurm has started the ranks), the name under which an installed package "
+        "offers an executor, or a dotted path to an executor class; by default 'uni' for one worker, and for several "
+        "an installed executor that asks for them, or 'mp'. Errors list the names that can be given.",
         group="parallel",
     )
     start_timeout: float = option(

@@ -1,4 +1,4 @@
-"""The demo model: a very small Llama that ships with the package, and the script that trained it.
+"""The demo model: a very small Llama that ships with the package, as a folder of weights and a tokenizer.
 
 Importing this costs nothing; ``demo_model_path()`` is all that the engine needs.
 """
@@ -17,7 +17,7 @@ def demo_model_path() -> Path:
     folder = Path(str(files(__package__) / "model"))
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"the demo model is not in {folder}; install the package from an unpacked folder or wheel, "
-            "or train it anew with: python -m mvllm.demo.train --out DIR"
+            f"the demo model is not in {folder}; install mvllm from an unpacked folder or wheel: "
+            "pip install --force-reinstall --no-deps mvllm"
         )
     return folder

@@ -8,13 +8,19 @@ from typing import Any
 
 import msgspec
 
-from mvllm.config.engine_config import EngineConfig
+from mvllm.config.engine_config import EngineConfig, replace_field
 from mvllm.config.hf_config import HFConfig
 
 
 def encode_config(config: EngineConfig) -> bytes:
     """`config` as msgpack."""
     return _encoder.encode(config)
+
+
+def encode_worker_configs(config: EngineConfig, num_workers: int) -> list[bytes]:
+    """`config` for each worker, in rank order. Only the first shows progress bars."""
+    first, others = encode_config(config), encode_config(replace_field(config, "load.use_tqdm", False))
+    return [first if rank == 0 else others for rank in range(num_workers)]
 
 
 def decode_config(data: bytes) -> EngineConfig:

@@ -1,7 +1,7 @@
 """Open files for processes of this machine that are not our children, for those who know a token.
 
     engine    door = DescriptorDoor({0: Parcel(message, fds), ...})   listens; door.address travels some other way
-    worker    message, fds, control = collect(address, 0, kind)       the files are its own now
+    worker    message, fds, control = fetch_descriptors(address, 0, kind)       the files are its own now
     engine    connection = door.connection(0)                         who came; the socket stays open between the two
 
 The socket stays open on purpose: each side's death closes it, which is how the other one hears of that.
@@ -213,7 +213,7 @@ class _Visitor:
             self.socket.close()
 
 
-def collect(address: DoorAddress, key: int, kind: type[T]) -> tuple[T, dict[int, int], socket.socket]:
+def fetch_descriptors(address: DoorAddress, key: int, kind: type[T]) -> tuple[T, dict[int, int], socket.socket]:
     """Fetches a parcel.
 
     Args:

@@ -16,7 +16,19 @@ from mvllm.config.engine_config import EngineConfig, ParallelConfig
 from mvllm.errors import ConfigError, PlatformError
 from mvllm.platform.ask import ask
 from mvllm.platform.interface import Platform
+from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.topology import LaunchTopology
+
+
+def launch_topology(config: EngineConfig, platform: Platform) -> LaunchTopology:
+    """How the platform wants the workers of this engine to be launched.
+
+    Raises:
+        PlatformError: It failed to say so.
+    """
+    with enter_phase(Phase.ENGINE):
+        topology: LaunchTopology = ask(platform, "topology", config.parallel, returns=LaunchTopology)
+    return topology
 
 
 def devices_per_worker(parallel: ParallelConfig, num_workers: int) -> int:

@@ -1,7 +1,7 @@
 """The queues of one engine: rpc_broadcast_mq and every worker_response_mq, planned together.
 
 worker on this machine      reads a ring and writes a ring of its own                        made here, all of them
-worker on another machine   reads the same messages over TCP, and makes its own queue back   see RayWorker
+worker on another machine   reads the same messages over TCP, and makes its own queue back   see FarResponses
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ fact that the other side lives. Messages are msgpack behind a 4-byte length.
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 from typing import TypeVar
@@ -13,7 +14,8 @@ from typing import TypeVar
 import msgspec
 
 from mvllm.executor.message_queue.handles import ReaderHandle, WriterHandle
-from mvllm.executor.rpc import WorkerFailure
+from mvllm.executor.rpc import WorkerFailure, describe_failure
+from mvllm.executor.status_board import StatusBoard
 from mvllm.platform.topology import WorkerContext
 
 FRAME_LENGTH = struct.Struct("=I")
@@ -60,6 +62,12 @@ class Handshake(msgspec.Struct, frozen=True):
     """The worker waits for requests, or has failed before it could."""
 
     failure: WorkerFailure | None = None
+
+    @classmethod
+    def of_error(cls, error: BaseException, name: str, rank: int, board: StatusBoard) -> Handshake:
+        """Of a worker of this process that cannot go on because of `error`."""
+        activity = str(board.read(rank))
+        return cls(describe_failure(error, rank=rank, pid=os.getpid(), name=name, activity=activity))
 
 
 def send_message(to: socket.socket, message: msgspec.Struct) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, overload
+from typing import Any, ClassVar, Literal, overload
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.logging import get_logger
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.interface import Platform
+from mvllm.platform.topology import LaunchTopology
 from mvllm.platform.worker_protocol import KVCacheNeeds
 
 logger = get_logger(__name__)
@@ -30,6 +31,23 @@ class Executor(ABC):
         config: The engine's configuration.
         platform: Where its workers run.
     """
+
+    needs_platform_support: ClassVar[bool] = False
+    """Whether an executor that is named by its entry point runs only on platforms that list the name in
+    `LaunchTopology.executors`."""
+
+    @classmethod
+    def is_preferred(cls, topology: LaunchTopology, count_devices: Callable[[], int | None]) -> bool:
+        """Whether this executor should run an engine of several workers for which none was named.
+
+        Asked of installed executors that the platform lists in `LaunchTopology.executors`, in the order of that list.
+        The answer must not need anything to be imported that starts slowly.
+
+        Args:
+            topology: How many workers, of how many devices each.
+            count_devices: Counts the devices of this machine; None where the platform does not list them.
+        """
+        return False
 
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
         self._config = config

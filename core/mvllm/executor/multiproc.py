@@ -8,9 +8,9 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mvllm.config.engine_config import EngineConfig, replace_field
-from mvllm.executor.config_codec import encode_config
-from mvllm.executor.devices import devices_per_worker
+from mvllm.config.engine_config import EngineConfig
+from mvllm.executor.config_codec import encode_worker_configs
+from mvllm.executor.devices import devices_per_worker, launch_topology
 from mvllm.executor.engine_queues import EngineQueues
 from mvllm.executor.handshake import WorkerStart
 from mvllm.executor.process_group import Launch, ProcessGroup
@@ -19,7 +19,6 @@ from mvllm.executor.rpc_executor import RpcExecutor, worker_names
 from mvllm.executor.status_board import StatusBoard
 from mvllm.logging import log_level
 from mvllm.platform.interface import Platform
-from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.topology import LaunchTopology, WorkerContext
 
 _HAS_PROC = os.path.isdir("/proc/self/fd")
@@ -33,8 +32,7 @@ class MultiprocExecutor(RpcExecutor):
     """
 
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
-        with enter_phase(Phase.ENGINE):
-            topology = platform.topology(config.parallel)
+        topology = launch_topology(config, platform)
         keep_standard_streams()
         super().__init__(config, platform, topology.num_workers)
         names = worker_names(config.parallel, topology.num_workers)
@@ -70,8 +68,7 @@ def _launches(
     meeting: _MeetingPlace | None,
     board: StatusBoard,
 ) -> list[Launch]:
-    encoded = encode_config(config)
-    quiet = encode_config(replace_field(config, "load.use_tqdm", False))
+    encoded = encode_worker_configs(config, len(names))
     parallel = config.parallel
     launches = []
     for rank, name in enumerate(names):
@@ -90,7 +87,7 @@ def _launches(
                 num_devices=devices_per_worker(parallel, len(names)),
             ),
             platform=platform.spec.name,
-            config=quiet if rank else encoded,  # one progress bar
+            config=encoded[rank],
             requests=requests,
             replies=replies,
             board_fd=board.fd,

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mvllm.executor.status_board import StatusBoard
-from mvllm.executor.worker_group import GATHER_SECONDS, WorkerGroup, deaths
+from mvllm.executor.worker_group import WorkerGroup
 from mvllm.executor.worker_handle import ProcessStart, WorkerHandle
 
 _LOOK_SECONDS = 0.1  # how often processes are looked at where there are no process descriptors
@@ -163,12 +163,12 @@ class ProcessGroup(WorkerGroup):
             self._changed.notify_all()
         if not dead or self._ending or self.failure is not None:
             return
-        time.sleep(GATHER_SECONDS)
+        time.sleep(self.GATHER_SECONDS)
         with self._changed:
             dead += [worker for worker in self._running() if worker.reap()]
             self._changed.notify_all()
         if not self._ending:
-            self.fail(deaths(dead))
+            self.fail_of_deaths(dead)
 
     def _running(self) -> list[WorkerHandle]:
         return [worker for worker in self.workers if worker.is_running]

@@ -82,6 +82,8 @@ class StackFile:
         fd: What that process passed to `dump_stacks_to`; taken over.
     """
 
+    SIGNAL = STACK_SIGNAL
+
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._seen = 0  # bytes that `after` has returned
@@ -199,6 +201,16 @@ def adopt_parent(name: str, sys_path: Sequence[str], python_path: str | None, st
     else:
         os.environ["PYTHONPATH"] = python_path
     dump_stacks_to(stack_fd)
+    label_output(name, log_level)
+
+
+def label_output(name: str, log_level: str) -> None:
+    """Has every line of this process on stdout and stderr begin with its name and process id.
+
+    Args:
+        name: For instance `Worker_TP0`.
+        log_level: Of the `mvllm` loggers, which write there.
+    """
     prefix = f"({name} pid={os.getpid()}) "
     sys.stdout = PrefixedStream(_open_stream(sys.stdout), prefix)
     sys.stderr = PrefixedStream(_open_stream(sys.stderr), prefix)

@@ -1,4 +1,4 @@
-"""Calls to workers in other processes, wherever those are: what MultiprocExecutor and RayDistributedExecutor share.
+"""Calls to workers in other processes, on this machine or on others.
 
     engine core ── rpc_broadcast_mq ──> every worker          one message per call, written once, read by all
                 <─ worker_response_mq ─ each worker           tagged with the request's id and the rank

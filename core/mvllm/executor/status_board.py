@@ -78,6 +78,10 @@ class StatusBoard:
         """Says what `rank` does from now on."""
         _LINE.pack_into(self._map, rank * _LINE.size, request_id, time.monotonic(), step, text.encode())
 
+    def write_idle(self, rank: int, request_id: int = 0) -> None:
+        """Says that `rank` waits for requests, and which one it has answered last."""
+        self.write(rank, IDLE, request_id)
+
     def read(self, rank: int) -> Activity:
         """What `rank` said last."""
         request_id, since, step, text = _LINE.unpack_from(self._map, rank * _LINE.size)

@@ -1,7 +1,7 @@
 """The workers of one engine, together, wherever they run: the first failure wins.
 
 It sets the stop signal, which ends every wait of the executor, tells whoever asked to be told, and ends the workers.
-How workers are started, watched and ended is for subclasses: ProcessGroup, RayWorkerGroup.
+How workers are started, watched and ended is for subclasses, such as ProcessGroup.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from mvllm.logging import get_logger
 logger = get_logger(__name__)
 
 FailureCallback = Callable[[Exception], None]
-
-GATHER_SECONDS = 0.1  # deaths come in company (out of memory, a lost peer): the first report waits for the others
 
 
 class WorkerView(Protocol):
@@ -72,13 +70,16 @@ class WorkerGroup(ABC):
         failure: Why the group cannot go on, or None.
     """
 
+    GATHER_SECONDS = 0.1
+    """Several workers often die of one cause (out of memory, a lost peer): the first report waits for the others."""
+
     def __init__(self) -> None:
         self.stop = StopSignal()
         self.failure: Exception | None = None
         self._callbacks: list[FailureCallback] = []
         self._changed = threading.Condition()  # guards failure, callbacks, and everything that a monitor changes
         self._ending = False
-        self._cause_seconds = 2 * GATHER_SECONDS  # how much later than its effects a death may come to light
+        self._cause_seconds = 2 * self.GATHER_SECONDS  # how much later than its effects a death may come to light
 
     @property
     @abstractmethod
@@ -156,6 +157,10 @@ class WorkerGroup(ABC):
         # In a thread of its own: callers may be the monitor, without which no end is noticed.
         threading.Thread(target=self._tear_down, args=(error, callbacks), name="worker-teardown", daemon=True).start()
 
+    def fail_of_deaths(self, dead: Sequence[WorkerView]) -> None:
+        """Ends the group because workers have died; the first of them is named in the error's attributes."""
+        self.fail(_deaths(dead))
+
     def settle(self, error: Exception) -> Exception:
         """Ends the group because of `error`, or of what caused it; returns that."""
         self.fail(self._behind_stopped(self.cause_of(error)))
@@ -212,7 +217,7 @@ class WorkerGroup(ABC):
         self.end()
 
 
-def deaths(dead: Sequence[WorkerView]) -> Exception:
+def _deaths(dead: Sequence[WorkerView]) -> Exception:
     """One error for all that have died; the first is named in its attributes."""
     first = dead[0].death()
     if len(dead) > 1 and isinstance(first, WorkerDiedError):

@@ -10,13 +10,10 @@ program starts.
 
 from __future__ import annotations
 
-import os
-
 from mvllm.executor.child_process import begin
 from mvllm.executor.handshake import Handshake, WorkerStart, send_message
 from mvllm.executor.message_queue import MessageWriter
 from mvllm.executor.process_tools import leave, write_last_words
-from mvllm.executor.rpc import describe_failure
 from mvllm.executor.worker_proc import WorkerProc
 
 
@@ -27,9 +24,7 @@ def main() -> None:
         replies = MessageWriter.attach(start.replies)
         proc = WorkerProc.build(start.name, start.context, start.platform, start.config, start.requests, replies, board)
     except Exception as e:  # noqa: BLE001  (travels to the executor)
-        activity = str(board.read(start.context.rank))
-        failure = describe_failure(e, rank=start.context.rank, pid=os.getpid(), name=start.name, activity=activity)
-        send_message(control, Handshake(failure))
+        send_message(control, Handshake.of_error(e, start.name, start.context.rank, board))
         leave(1)
     send_message(control, Handshake())
     try:

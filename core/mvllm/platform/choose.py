@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +16,7 @@ from mvllm.platform.discovery import (
     load_attribute,
     needs_another_contract,
 )
+from mvllm.platform.installable import installable_platforms
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, enter_phase
 
@@ -81,16 +80,6 @@ def choose_candidate(
     if by_name:
         reason += f"; {', '.join(by_name)} would have to be named"
     return chosen, reason
-
-
-def installable_platforms() -> list[str]:
-    """Packages with platforms that this distribution's metadata knows of (its extras), for error messages."""
-    try:
-        requirements = importlib.metadata.requires("mvllm") or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
-    names = (re.match(r"(mvllm-[a-z0-9-]+)", r) for r in requirements if "extra ==" in r)
-    return sorted({m.group(1) for m in names if m})
 
 
 def describe(candidate: Candidate) -> str:

@@ -20,7 +20,8 @@ class LaunchTopology:
         devices_per_worker: Devices each of them drives. Core's worker has those of neighbouring ranks of one
             tensor-parallel group, and spreads its tensors over them with `DeviceRuntime.place`; so a worker never holds
             more than one pipeline stage.
-        executors: Executors that may be used (`uni`, `mp`, `ray`, `external_launcher`), the preferred one first.
+        executors: Executors that may be used, the preferred one first: `uni`, `mp`, `external_launcher`, and names of
+            executors that packages bring, installed or not, such as `ray`.
         env_per_worker: Variables to set for each worker before it imports anything, one mapping per worker. A worker in
             the process of its engine core has those that nobody set, and only while the engine starts; none where torch
             was imported before.

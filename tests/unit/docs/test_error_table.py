@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-EXECUTOR = ROOT / "core" / "mvllm" / "executor"
+EXECUTORS = [
+    *(ROOT / "core" / "mvllm" / "executor").rglob("*.py"),
+    *(ROOT / "plugins" / "ray-executor" / "src").rglob("*.py"),
+]
 SOURCES = [
-    *EXECUTOR.rglob("*.py"),
+    *EXECUTORS,
     *(ROOT / "core" / "mvllm" / "engine").glob("*.py"),
     ROOT / "core" / "mvllm" / "platform" / "doors.py",
     *(ROOT / "platforms" / "cpu" / "src").rglob("*communicator.py"),
@@ -66,7 +69,7 @@ def source_texts() -> list[str]:
 def error_texts() -> list[tuple[str, str]]:
     """Where an error is made, and its text."""
     found = []
-    for file in sorted(EXECUTOR.rglob("*.py")):
+    for file in sorted(EXECUTORS):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("Error"):
                 text = _constant(node.args[0]) if node.args else None

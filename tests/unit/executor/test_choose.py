@@ -12,6 +12,7 @@ from mvllm.errors import ConfigError, PlatformError
 from mvllm.executor.choose import make_executor
 from mvllm.executor.uniproc import UniProcExecutor
 from mvllm.platform.doors import EXECUTORS
+from mvllm.platform.installable import installable_platforms
 from mvllm.platform.phases import Phase
 from mvllm.platform.topology import LaunchTopology
 from tests.unit.engine.builders import make_config
@@ -20,6 +21,16 @@ from tests.unit.worker.fake_platform import FakePlatform
 
 class Remote(UniProcExecutor):
     """A stranger's executor."""
+
+
+class Clustered(Remote):
+    """One that platforms have to list, and that claims engines whose workers need more devices than are here."""
+
+    needs_platform_support = True
+
+    @classmethod
+    def is_preferred(cls, topology, count_devices):
+        return topology.num_workers > (count_devices() or 0)
 
 
 class NotAnExecutor:
@@ -90,11 +101,48 @@ def test_several_workers_cannot_share_one_process():
     assert "runs one worker; this configuration needs 2" in refusal(config("uni", tp=2))
 
 
-def test_an_executor_that_the_platform_does_not_allow():
-    text = refusal(config("ray"))
-    assert "'ray'" in text and "allows only uni" in text and "--distributed-executor-backend" in text
+def test_an_executor_that_the_platform_does_not_allow(entry_points):
+    text = refusal(config("mp"))
+    assert "'mp'" in text and "allows only uni" in text and "--distributed-executor-backend" in text
     text = refusal(config("uni"), FakePlatform(executors=("mp", "ray")))
     assert "'uni'" in text and "'acme'" in text and "mp, ray" in text
+    entry_points(clustered=f"{__name__}:Clustered")
+    assert "'clustered' was asked for, but the platform 'acme' allows only uni" in refusal(config("clustered"))
+    allowing = FakePlatform(executors=("uni", "clustered"))
+    assert isinstance(make_executor(config("clustered"), allowing), Clustered)
+
+
+def test_an_installed_executor_that_the_platform_lists_may_claim_an_engine_of_several_workers(
+    entry_points, monkeypatch
+):
+    entry_points(clustered=f"{__name__}:Clustered", remote=f"{__name__}:Remote")
+    listing = FakePlatform(executors=("uni", "mp", "remote", "clustered"))
+    monkeypatch.setattr("mvllm.executor.choose._count_devices", lambda platform: 1)
+    assert isinstance(make_executor(config(tp=2), listing), Clustered)
+    assert type(make_executor(config(), listing)) is UniProcExecutor
+    without = FakePlatform(executors=("uni", "clustered"))
+    monkeypatch.setattr("mvllm.executor.choose._count_devices", lambda platform: 2)
+    assert "2 workers are needed" in refusal(config(tp=2), without)  # it is there, and does not claim these
+    monkeypatch.setattr("mvllm.executor.choose._count_devices", lambda platform: 1)
+    monkeypatch.setenv("MVLLM_PLUGINS", "remote")
+    assert "2 workers are needed" in refusal(config(tp=2), without)
+
+
+def test_a_listed_executor_that_cannot_be_loaded_claims_nothing(entry_points, caplog):
+    entry_points(clustered="there_is_no_such_module:Clustered")
+    with caplog.at_level("WARNING", logger="mvllm"):
+        assert "2 workers are needed" in refusal(config(tp=2), FakePlatform(executors=("clustered",)))
+    assert "'clustered' is not considered" in caplog.text and "there_is_no_such_module" in caplog.text
+
+
+def test_an_executor_whose_package_is_missing_comes_with_the_command_that_installs_it(entry_points, monkeypatch):
+    entry_points()
+    required = ['mvllm-acme>=1; extra == "acme"', 'mvllm-far>=1; extra == "far"', 'mvllm-far>=1; extra == "executors"']
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
+    text = refusal(config("far"), FakePlatform(executors=("far",)))
+    assert 'package that brings this executor is not installed. Run: pip install "mvllm[far]"' in text
+    assert "neither built in" in refusal(config("acme"))
+    assert installable_platforms() == ["mvllm-acme"]
 
 
 @pytest.mark.parametrize("name", ["nope", "nope.Executor", f"{__name__}.Absent", "a:b:c", ":", "."])

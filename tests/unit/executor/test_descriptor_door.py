@@ -16,7 +16,7 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
-from mvllm.executor.descriptor_door import DescriptorDoor, DoorAddress, Parcel, collect
+from mvllm.executor.descriptor_door import DescriptorDoor, DoorAddress, Parcel, fetch_descriptors
 
 
 class Files(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ def test_each_descriptor_arrives_under_the_name_that_the_message_has_for_it(
     door: DescriptorDoor, pipes: list[tuple[int, int]]
 ) -> None:
     for key, order in ((0, (0, 1)), (7, (1, 0))):
-        files, fds, control = collect(door.address, key, Files)
+        files, fds, control = fetch_descriptors(door.address, key, Files)
         assert not {files.first, files.second} & set(fds.values())
         os.write(fds[files.first], b"first")
         os.write(fds[files.second], b"second")
@@ -58,7 +58,7 @@ def test_each_descriptor_arrives_under_the_name_that_the_message_has_for_it(
 
 
 def test_the_connection_outlives_the_door_and_tells_either_side_of_the_others_end(door: DescriptorDoor) -> None:
-    _, fds, control = collect(door.address, 0, Files)
+    _, fds, control = fetch_descriptors(door.address, 0, Files)
     for fd in fds.values():
         os.close(fd)
     theirs = door.connection(0)
@@ -74,19 +74,19 @@ def test_the_connection_outlives_the_door_and_tells_either_side_of_the_others_en
 @pytest.mark.parametrize("token", [b"", b"x" * 32, b"x" * 31])
 def test_who_does_not_know_the_token_gets_nothing_and_others_still_do(door: DescriptorDoor, token: bytes) -> None:
     with pytest.raises((EOFError, OSError)):
-        collect(DoorAddress(door.address.path, token), 0, Files)
-    _, fds, control = collect(door.address, 0, Files)
+        fetch_descriptors(DoorAddress(door.address.path, token), 0, Files)
+    _, fds, control = fetch_descriptors(door.address, 0, Files)
     for fd in fds.values():
         os.close(fd)
     control.close()
 
 
 def test_a_parcel_is_given_out_once(door: DescriptorDoor) -> None:
-    _, fds, control = collect(door.address, 0, Files)
+    _, fds, control = fetch_descriptors(door.address, 0, Files)
     for fd in fds.values():
         os.close(fd)
     with pytest.raises((EOFError, OSError)):
-        collect(door.address, 0, Files)
+        fetch_descriptors(door.address, 0, Files)
     control.close()
 
 
@@ -107,7 +107,8 @@ def test_strangers_who_connect_and_hang_there_keep_nobody_from_coming_in(door: D
             stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
             stranger.connect(f"\0{path[1:]}" if path.startswith("@") else path)
             stranger.sendall(said)
-        _, fds, control = collect(door.address, 0, Files)  # which has less patience than one stranger might take
+        # It has less patience than one stranger might take.
+        _, fds, control = fetch_descriptors(door.address, 0, Files)
         for fd in fds.values():
             os.close(fd)
         control.close()
@@ -142,7 +143,7 @@ def test_who_has_to_stand_in_line_waits() -> None:
             stranger.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 stranger.connect(listener.getsockname())
-        late = pool.submit(collect, address, 0, Files)
+        late = pool.submit(fetch_descriptors, address, 0, Files)
         with pytest.raises(TimeoutError):
             late.result(0.3)
         requests = []

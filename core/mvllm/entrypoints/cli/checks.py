@@ -23,8 +23,9 @@ from mvllm.config.env import describe_unknown, unknown_variables
 from mvllm.entrypoints.cli.apart import Outcome, run_apart
 from mvllm.errors import MvllmError, PlatformError
 from mvllm.platform import doors
-from mvllm.platform.choose import ENVIRONMENT_VARIABLE, choose_candidate, installable_platforms
+from mvllm.platform.choose import ENVIRONMENT_VARIABLE, choose_candidate
 from mvllm.platform.discovery import Candidate, discover, find_sources, load_attribute, reaches
+from mvllm.platform.installable import installable_platforms
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.spec import CONTRACT, Check, CheckStatus
 from mvllm.version import __version__

@@ -34,7 +34,7 @@ print(json.dumps({
 }))
 """
 _VARIABLE = re.compile(
-    r"(MVLLM|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|OMP|GOMP|KMP|MKL|OPENBLAS|MALLOC|TORCH\w*|PYTORCH|GLOO|RAY|PYTHON\w*"
+    r"(MVLLM|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|OMP|GOMP|KMP|MKL|OPENBLAS|MALLOC|TORCH\w*|PYTORCH|GLOO|PYTHON\w*"
     r"|VIRTUAL|CONDA|LD|SLURM)_\w+|\w+_VISIBLE_DEVICES|\w+_proxy|\w+_PROXY|PYTHON\w+|(OPENAI_API_KEY|LANG|LC_ALL|PATH)"
 )
 """Variables that change how an engine runs: those of mvllm, of its libraries, and of what they load."""
@@ -87,11 +87,14 @@ def collect(environ: Mapping[str, str] | None = None) -> Report:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that matter, with secrets masked."""
+    """The variables that matter, with secrets masked. Those of an installed executor begin with its name."""
+    from mvllm.platform import doors
+
+    executors = tuple(f"{name.upper()}_" for name in doors.offered(doors.EXECUTORS))
     return {
         name: MASK if _SECRET.search(name) and value else _USER_IN_URL.sub(f"{MASK}@", value)
         for name, value in sorted(environ.items())
-        if _VARIABLE.fullmatch(name)
+        if _VARIABLE.fullmatch(name) or name.startswith(executors)
     }
 
 
@@ -166,13 +169,15 @@ def _torch() -> Report:
 
 
 def _packages() -> dict[str, str | None]:
-    """Versions of what mvllm and its platforms require, their extras included."""
+    """Versions of what mvllm and its plugins require, their extras included."""
     from packaging.requirements import Requirement
 
+    from mvllm.platform import doors
     from mvllm.platform.discovery import find_sources
 
     names: set[str] = set()
-    for distribution in {"mvllm", *(source.distribution for source in find_sources())}:
+    sources = [*find_sources(), *(source for door in doors.ALL for source in doors.installed(door))]
+    for distribution in {"mvllm", *(source.distribution for source in sources)}:
         try:
             required = importlib.metadata.requires(distribution) or []
         except importlib.metadata.PackageNotFoundError:

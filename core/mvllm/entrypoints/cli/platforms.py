@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 def _nothing_found(name: str | None) -> str:
     if name is not None:
         return f"No installed platform plugin is called {name!r}. Run: pip install mvllm-{name}"
-    from mvllm.platform.choose import installable_platforms
+    from mvllm.platform.installable import installable_platforms
 
     known = installable_platforms()
     return "No platform plugin is installed. Run, for instance: pip install " + (

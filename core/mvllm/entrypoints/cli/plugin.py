@@ -12,8 +12,8 @@ import re
 from pathlib import Path
 
 from mvllm.errors import ConfigError
-from mvllm.platform.choose import installable_platforms
 from mvllm.platform.discovery import find_sources
+from mvllm.platform.installable import installable_executors, installable_platforms
 from mvllm.platform.spec import CONTRACT
 from mvllm.version import __version__
 
@@ -76,7 +76,7 @@ def check_name(name: str) -> None:
     if name.startswith("mvllm-"):
         raise ConfigError(f"Leave out 'mvllm-': the package of a platform acme is called mvllm-acme. Found {name!r}.")
     ours = {package.removeprefix("mvllm-") for package in installable_platforms()}
-    if name in RESERVED | ours:
+    if name in RESERVED | ours | installable_executors().keys():
         raise ConfigError(f"The name {name!r} is reserved. Choose another, for instance the name of your hardware.")
     owner = next((source for source in find_sources() if source.name == name), None)
     if owner is not None:

@@ -13,6 +13,8 @@ from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import replace_field
 from mvllm.engine.planning import settle_config
 from mvllm.errors import ConfigError, PlatformError
+from mvllm.platform import doors
+from mvllm.platform.installable import installable_executors
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import (
     Capabilities,
@@ -30,7 +32,7 @@ from mvllm.testing.ranks import parallel_config
 from mvllm.testing.subject import Examinee
 from mvllm.worker.wrapper import WorkerWrapper
 
-EXECUTORS = {"uni", "mp", "ray", "external_launcher"}
+EXECUTORS = {"uni", "mp", "external_launcher", *installable_executors(), *doors.offered(doors.EXECUTORS)}
 COLLECTIVES = {
     *("all_reduce", "all_gather", "reduce_scatter", "broadcast"),
     *("send_recv", "gather", "all_to_all", "barrier"),

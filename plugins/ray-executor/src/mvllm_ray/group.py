@@ -21,15 +21,22 @@ import msgspec
 import ray
 from ray.exceptions import RayError
 
-from mvllm.errors import EngineDeadError, WorkerDiedError, WorkerStuckError
-from mvllm.executor.descriptor_door import Connection
-from mvllm.executor.handshake import Handshake
-from mvllm.executor.message_queue import PeerDiedError, StopSignal
-from mvllm.executor.process_tools import STACK_SIGNAL, StackFile, is_stopped, open_pidfd
-from mvllm.executor.ray_cluster import RayJob, ready, summary_of
-from mvllm.executor.ray_worker import RayWorkerIdentity, RayWorkerReport
-from mvllm.executor.status_board import IDLE, Activity, StatusBoard
-from mvllm.executor.worker_group import GATHER_SECONDS, WorkerGroup, deaths
+from mvllm.extension_api import (
+    Activity,
+    EngineDeadError,
+    Handshake,
+    PeerDiedError,
+    StackFile,
+    StatusBoard,
+    StopSignal,
+    WorkerDiedError,
+    WorkerGroup,
+    WorkerStuckError,
+    is_stopped,
+    open_pidfd,
+)
+from mvllm_ray.cluster import RayJob, ready, summary_of
+from mvllm_ray.worker import RayWorkerIdentity, RayWorkerReport
 
 _LOOK_SECONDS = 0.25  # how often Ray is asked
 _ACCOUNT_SECONDS = 2.0  # how much later than a closed connection Ray may say what happened
@@ -73,11 +80,11 @@ class RayWorkerHandle:
         self._stacks = StackFile(stack_fd)
         self._board = board
 
-    def connected(self, connection: Connection) -> None:
-        """A near worker has its ends of the queues."""
-        self.control = connection.socket
-        if connection.pid is not None:
-            self._pidfd = open_pidfd(connection.pid)
+    def connected(self, control: socket.socket, pid: int | None) -> None:
+        """A near worker has its ends of the queues. `pid` is its process id as the kernel says, if the kernel does."""
+        self.control = control
+        if pid is not None:
+            self._pidfd = open_pidfd(pid)
 
     @property
     def activity(self) -> Activity:
@@ -90,7 +97,7 @@ class RayWorkerHandle:
     def dump_stack(self) -> str:
         """A near worker's stacks come by signal, even from inside native code; a far one has to be able to answer."""
         if self._pidfd >= 0:
-            return self._stacks.after(lambda: self.send_signal(STACK_SIGNAL))
+            return self._stacks.after(lambda: self.send_signal(StackFile.SIGNAL))
         if not ray.is_initialized():
             return ""
         ref = self.actor.report.remote()
@@ -289,7 +296,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def _run(self, worker: RayWorkerHandle) -> None:
         if not worker.is_near:
-            self._board.write(worker.rank, IDLE)
+            self._board.write_idle(worker.rank)
         self._watched[worker.actor.run.remote()] = worker
         with self._changed:
             worker.is_ready = True
@@ -298,7 +305,7 @@ class RayWorkerGroup(WorkerGroup):
     def _take_deaths(self, lost: list[RayWorkerHandle], gone: list[RayWorkerHandle]) -> None:
         """Waits for Ray's account of what the kernel has told, and for those that die of the same cause."""
         deadline = time.monotonic() + _ACCOUNT_SECONDS
-        gather_until = time.monotonic() + GATHER_SECONDS
+        gather_until = time.monotonic() + self.GATHER_SECONDS
         while time.monotonic() < deadline and not self._wake.is_set:
             waiting = [worker for worker in gone if not worker.has_ended]
             if not waiting and time.monotonic() > gather_until:
@@ -309,4 +316,4 @@ class RayWorkerGroup(WorkerGroup):
         for worker in everyone:
             worker.has_ended = True
         if not self._ending:
-            self.fail(deaths(everyone))
+            self.fail_of_deaths(everyone)

@@ -6,7 +6,6 @@ Every wait for Ray is a short one in a loop: a thread that sits inside Ray when 
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import signal
 import threading
@@ -20,12 +19,10 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mvllm.errors import ConfigError, PlatformError
-from mvllm.executor.ray_worker import RayWorker
-from mvllm.platform.topology import LaunchTopology
-from mvllm.version import __version__
+from mvllm.extension_api import ConfigError, LaunchTopology, PlatformError, get_logger
+from mvllm_ray.worker import RayWorker, own_version
 
-logger = logging.getLogger(__name__)
+logger = get_logger("mvllm.ray.cluster")
 
 _WARN_SECONDS = 30.0
 _NEAR_SECONDS = 5.0  # how long a place on our own node is waited for before any node will do
@@ -217,7 +214,7 @@ def _result(ref: Any, what: str) -> bytes:
     except RayError as e:
         raise PlatformError(
             f"A Ray actor for a worker could not be started or has ended: {what}: {summary_of(e)}\nEvery node needs "
-            f"mvllm {__version__}, the platform's package, and the same Python; an actor's own lines are in "
+            f"mvllm {own_version()}, the platform's package, and the same Python; an actor's own lines are in "
             "the folder session_latest/logs of Ray's temporary folder there."
         ) from e
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib.metadata
 import os
 import socket
 import sys
@@ -22,18 +23,25 @@ import psutil  # type: ignore[import-untyped]
 import ray
 import ray.util
 
-from mvllm.executor.config_codec import decode_config
-from mvllm.executor.descriptor_door import DoorAddress, collect
-from mvllm.executor.engine_queues import FarResponses
-from mvllm.executor.handshake import Handshake
-from mvllm.executor.message_queue import MessageWriter, QueueError, ReaderHandle, RemoteReaderHandle, WriterHandle
-from mvllm.executor.process_tools import PrefixedStream, dump_stacks_to, unnamed_file, watch_parent
-from mvllm.executor.rpc import describe_failure
-from mvllm.executor.status_board import StatusBoard
-from mvllm.executor.worker_proc import WorkerProc
-from mvllm.logging import configure_logging
-from mvllm.platform.topology import WorkerContext
-from mvllm.version import __version__
+from mvllm.extension_api import (
+    DoorAddress,
+    FarResponses,
+    Handshake,
+    MessageWriter,
+    QueueError,
+    ReaderHandle,
+    RemoteReaderHandle,
+    StatusBoard,
+    WorkerContext,
+    WorkerProc,
+    WriterHandle,
+    decode_config,
+    dump_stacks_to,
+    fetch_descriptors,
+    label_output,
+    unnamed_file,
+    watch_parent,
+)
 
 
 class RayWorkerIdentity(msgspec.Struct, frozen=True):
@@ -143,7 +151,7 @@ class RayWorker:
             pid=os.getpid(),
             device_ids=[str(device) for device in context.get_accelerator_ids().get(resource.decode(), [])],
             port=self._keep_port(),
-            version=__version__,
+            version=own_version(),
         )
         return msgspec.msgpack.encode(identity)
 
@@ -156,7 +164,7 @@ class RayWorker:
         if start.door is None:
             return self._open_far_ends(start)
         try:
-            ends, fds, control = collect(start.door, start.context.rank, NearEnds)
+            ends, fds, control = fetch_descriptors(start.door, start.context.rank, NearEnds)
         except (OSError, EOFError) as e:
             text = f"it is on the engine's node but cannot reach the engine's socket there: {type(e).__name__}: {e}"
             return msgspec.msgpack.encode(RayWorkerAnswer(text))
@@ -212,10 +220,7 @@ class RayWorker:
         sys.path += [path for path in start.sys_path if path not in sys.path]
         with contextlib.suppress(OSError):  # another node may not have the folder, and need not
             os.chdir(start.directory)
-        prefix = f"({start.name} pid={os.getpid()}) "
-        sys.stdout = PrefixedStream(sys.stdout, prefix)
-        sys.stderr = PrefixedStream(sys.stderr, prefix)
-        configure_logging(start.log_level)
+        label_output(start.name, start.log_level)
 
     def _open_far_ends(self, start: RayWorkerStart) -> bytes:
         assert start.requests is not None
@@ -226,10 +231,8 @@ class RayWorker:
         return msgspec.msgpack.encode(RayWorkerAnswer(replies=responses.handle))
 
     def _failed(self, error: Exception) -> bytes:
-        start, rank = self._start, self._start.context.rank
-        activity = str(self._board.read(rank))
-        failure = describe_failure(error, rank=rank, pid=os.getpid(), name=start.name, activity=activity)
-        return msgspec.msgpack.encode(Handshake(failure))
+        start = self._start
+        return msgspec.msgpack.encode(Handshake.of_error(error, start.name, start.context.rank, self._board))
 
     def _keep_port(self) -> int:
         """Claims a port without listening at it.
@@ -243,6 +246,11 @@ class RayWorker:
         self._keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._keeper.bind((self._node_ip, 0))
         return int(self._keeper.getsockname()[1])
+
+
+def own_version() -> str:
+    """The version of mvllm that this process has."""
+    return importlib.metadata.version("mvllm")
 
 
 def _interface_of(address: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Workers in Ray actors, on the nodes of a Ray cluster. Calls are RpcExecutor's; this places and starts the actors.
+"""From a topology to actors that know their ranks. Calls are RpcExecutor's; this places and starts the actors.
 
 1. claim     a bundle for each worker, in the placement group that we are in or in one of our own
 2. identify  each actor says where it is and which devices Ray gave it
@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 from collections import Counter
@@ -19,25 +18,30 @@ from typing import Any
 
 import msgspec
 
-from mvllm.config.engine_config import EngineConfig, replace_field
-from mvllm.errors import ConfigError, PlatformError
-from mvllm.executor.config_codec import encode_config
-from mvllm.executor.descriptor_door import DescriptorDoor, Parcel
-from mvllm.executor.devices import devices_per_worker
-from mvllm.executor.engine_queues import EngineQueues
-from mvllm.executor.message_queue import MessageReader, MessageWriter
-from mvllm.executor.process_tools import search_path, unnamed_file
-from mvllm.executor.ray_cluster import RayJob
-from mvllm.executor.ray_group import RayWorkerGroup, RayWorkerHandle
-from mvllm.executor.ray_worker import NearEnds, RayWorkerAnswer, RayWorkerIdentity, RayWorkerStart
-from mvllm.executor.rpc import Reply, Request
-from mvllm.executor.rpc_executor import STEP_METHOD, RpcExecutor, worker_names
-from mvllm.executor.status_board import IDLE, StatusBoard
-from mvllm.logging import log_level
-from mvllm.platform.interface import Platform
-from mvllm.platform.phases import Phase, enter_phase
-from mvllm.platform.topology import LaunchTopology, WorkerContext
-from mvllm.version import __version__
+from mvllm.extension_api import (
+    ConfigError,
+    DescriptorDoor,
+    EngineConfig,
+    EngineQueues,
+    LaunchTopology,
+    MessageReader,
+    MessageWriter,
+    Parcel,
+    Platform,
+    PlatformError,
+    Reply,
+    StatusBoard,
+    WorkerContext,
+    devices_per_worker,
+    encode_worker_configs,
+    log_level,
+    search_path,
+    unnamed_file,
+    worker_names,
+)
+from mvllm_ray.cluster import RayJob
+from mvllm_ray.group import RayWorkerGroup, RayWorkerHandle
+from mvllm_ray.worker import NearEnds, RayWorkerAnswer, RayWorkerIdentity, RayWorkerStart, own_version
 
 COPIED_PREFIXES = ("MVLLM_", "HF_", "OMP_")
 """How variables begin that workers get from the engine's process, where they have none of their own."""
@@ -53,63 +57,49 @@ class _Placed:
     local_world_size: int
 
 
-class RayDistributedExecutor(RpcExecutor):
-    """One Ray actor per worker.
+@dataclass(frozen=True)
+class LaunchedActors:
+    """Actors that know their ranks and have their ends of the queues; and what the executor has of them.
 
-    Raises:
-        ConfigError: On construction: the platform or the cluster does not allow it.
-        Exception: A worker's own exception, if one cannot be built. Nothing stays behind.
+    Attributes:
+        group: Ends the actors. It has not been told to launch the workers in them.
+        writer, readers: The executor's ends of the queues.
+        board: Where workers on the engine's node say what they do, and the executor what it asked the others for.
+        far: Ranks on other nodes.
     """
 
-    def __init__(self, config: EngineConfig, platform: Platform) -> None:
-        with enter_phase(Phase.ENGINE):
-            topology = platform.topology(config.parallel)
-        resource = _resource_of(platform, topology)
-        super().__init__(config, platform, topology.num_workers)
-        limit = config.parallel.start_timeout
-        with contextlib.ExitStack() as stack:
-            job = RayJob.start(resource, topology, limit)
-            stack.callback(job.close)
-            placed = _in_order(job, resource, limit)
-            names = worker_names(config.parallel, len(placed))
-            self._far = tuple(r for r, worker in enumerate(placed) if worker.identity.node_id != job.node_id)
-            self._board = board = StatusBoard.create(len(placed))
-            stack.callback(board.close)
-            workers = []
-            for rank, (name, at) in enumerate(zip(names, placed)):
-                stack_fd = -1 if rank in self._far else unnamed_file("stacks")
-                workers.append(RayWorkerHandle(name, rank, at.identity, at.actor, stack_fd, board))
-            group = RayWorkerGroup(job, workers, board)
-            stack.callback(group.close)
-            writer, readers = _connect(config, platform, topology, placed, job, group, board)
-            stack.pop_all()
-        self._use(group, writer, readers, board)
-        atexit.register(self._finalizer)  # before Ray's own end: whoever registers last is called first
-        try:
-            group.launch()
-            group.wait_ready(limit)
-        except BaseException:
-            self.shutdown()
-            raise
+    group: RayWorkerGroup
+    writer: MessageWriter
+    readers: list[MessageReader[Reply]]
+    board: StatusBoard
+    far: tuple[int, ...]
 
-    def shutdown(self) -> None:
-        super().shutdown()
-        atexit.unregister(self._finalizer)
 
-    # Workers on other nodes cannot write on the board: there it says what they were asked for and have not answered.
+def launch_actors(config: EngineConfig, platform: Platform, topology: LaunchTopology) -> LaunchedActors:
+    """Steps 1 to 4 of those above.
 
-    def _sent(self, request: Request, args: tuple[Any, ...]) -> None:
-        for rank in self._far:
-            if request.concerns(rank):
-                step = args[0].step if request.method == STEP_METHOD else -1
-                self._board.write(rank, request.method, request.id, step)
-
-    def _answered(self, reply: Reply, method: str | None) -> None:
-        for rank in self._far:
-            # Who answers a step stands for all: it needed the others to get there.
-            is_through = reply.rank == rank or method == STEP_METHOD
-            if is_through and self._board.read(rank).request_id <= reply.id:
-                self._board.write(rank, IDLE, reply.id)
+    Raises:
+        ConfigError: The platform or the cluster does not allow it.
+        PlatformError: An actor could not be started. Nothing stays behind.
+    """
+    resource, limit = _resource_of(platform, topology), config.parallel.start_timeout
+    with contextlib.ExitStack() as stack:
+        job = RayJob.start(resource, topology, limit)
+        stack.callback(job.close)
+        placed = _in_order(job, resource, limit)
+        names = worker_names(config.parallel, len(placed))
+        far = tuple(r for r, worker in enumerate(placed) if worker.identity.node_id != job.node_id)
+        board = StatusBoard.create(len(placed))
+        stack.callback(board.close)
+        workers = []
+        for rank, (name, at) in enumerate(zip(names, placed)):
+            stack_fd = -1 if rank in far else unnamed_file("stacks")
+            workers.append(RayWorkerHandle(name, rank, at.identity, at.actor, stack_fd, board))
+        group = RayWorkerGroup(job, workers, board)
+        stack.callback(group.close)
+        writer, readers = _connect(config, platform, topology, placed, job, group, board)
+        stack.pop_all()
+    return LaunchedActors(group, writer, readers, board, far)
 
 
 def _resource_of(platform: Platform, topology: LaunchTopology) -> str:
@@ -128,10 +118,11 @@ def _in_order(job: RayJob, resource: str, limit: float) -> list[_Placed]:
         [actor.identify.remote(resource.encode()) for actor in job.actors], limit, "starting them on their nodes"
     )
     identities = [msgspec.msgpack.decode(answer, type=RayWorkerIdentity) for answer in answers]
+    own = own_version()
     for identity in identities:
-        if identity.version != __version__:
+        if identity.version != own:
             raise ConfigError(
-                f"Node {identity.node_ip} of the Ray cluster has mvllm {identity.version}, this one has {__version__}. "
+                f"Node {identity.node_ip} of the Ray cluster has mvllm {identity.version}, this one has {own}. "
                 "Install the same version on every node."
             )
     first_of: dict[str, int] = {}  # node -> its first actor, which is the order of Ray's bundles
@@ -189,7 +180,8 @@ def _connect(
             if told.failure:
                 raise PlatformError(f"{worker} could not be started: {told.failure}.")
             if worker.is_near:
-                worker.connected(door.connection(worker.rank))
+                connection = door.connection(worker.rank)
+                worker.connected(connection.socket, connection.pid)
             if told.replies is None:
                 readers.append(near[worker.rank])
             else:
@@ -215,8 +207,7 @@ def _starts(
     queues: EngineQueues,
     door: DescriptorDoor,
 ) -> list[RayWorkerStart]:
-    encoded = encode_config(config)
-    quiet = encode_config(replace_field(config, "load.use_tqdm", False))
+    encoded = encode_worker_configs(config, len(placed))
     host, port = placed[0].identity.node_ip, placed[0].identity.port
     meeting = f"tcp://{f'[{host}]' if ':' in host else host}:{port}" if len(placed) > 1 else None
     defaults = {name: value for name, value in os.environ.items() if name.startswith(COPIED_PREFIXES)}
@@ -238,7 +229,7 @@ def _starts(
                 name=worker.name,
                 context=context,
                 platform=platform.spec.name,
-                config=quiet if worker.rank else encoded,  # one progress bar
+                config=encoded[worker.rank],
                 environment=_environment(topology, worker.rank, at, placed),
                 defaults=defaults,
                 sys_path=search_path(),

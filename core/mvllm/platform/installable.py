@@ -1,0 +1,33 @@
+"""Packages that the metadata of mvllm names in its extras, for error messages and for what may be named.
+
+The extra `executors` lists those that bring an executor; every other package `mvllm-*` of an extra brings a platform.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+
+_REQUIREMENT = re.compile(r"(mvllm-[a-z0-9-]+)[^;]*;.*extra == ['\"]([^'\"]+)['\"]")
+_EXECUTORS = "executors"
+
+
+def installable_platforms() -> list[str]:
+    """The packages that bring a platform, installed or not, sorted."""
+    return sorted(_packages() - _packages(_EXECUTORS))
+
+
+def installable_executors() -> dict[str, str]:
+    """Names of executors that packages bring, installed or not, and the command that installs each."""
+    names = sorted(package.removeprefix("mvllm-") for package in _packages(_EXECUTORS))
+    return {name: f'pip install "mvllm[{name}]"' for name in names}
+
+
+def _packages(extra: str | None = None) -> set[str]:
+    """Packages `mvllm-*` that one extra requires, or that any does."""
+    try:
+        requirements = importlib.metadata.requires("mvllm") or []
+    except importlib.metadata.PackageNotFoundError:
+        return set()
+    found = [match.groups() for text in requirements if (match := _REQUIREMENT.match(text))]
+    return {package for package, of_extra in found if extra in (None, of_extra)}

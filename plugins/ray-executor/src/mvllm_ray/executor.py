@@ -1,0 +1,108 @@
+"""The executor that the entry point names. Ray is imported when an engine starts, not when this module is."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from mvllm.extension_api import (
+    ConfigError,
+    EngineConfig,
+    LaunchTopology,
+    Platform,
+    Reply,
+    Request,
+    RpcExecutor,
+    launch_topology,
+)
+
+_STEP_METHOD = "execute_model"
+
+
+class RayDistributedExecutor(RpcExecutor):
+    """One Ray actor per worker.
+
+    Raises:
+        ConfigError: On construction: Ray cannot be imported, or the platform or the cluster does not allow it.
+        Exception: A worker's own exception, if one cannot be built. Nothing stays behind.
+    """
+
+    needs_platform_support = True
+
+    @classmethod
+    def is_preferred(cls, topology: LaunchTopology, count_devices: Callable[[], int | None]) -> bool:
+        """In a placement group; and where a cluster is there and this machine has fewer devices than are needed."""
+        if not topology.ray_resource:
+            return False
+        needed = topology.num_workers * topology.devices_per_worker
+        return _in_placement_group() or (_is_cluster_there() and needed > (count_devices() or needed))
+
+    def __init__(self, config: EngineConfig, platform: Platform) -> None:
+        _require_ray()
+        from mvllm_ray.launch import launch_actors
+
+        topology = launch_topology(config, platform)
+        super().__init__(config, platform, topology.num_workers)
+        launched = launch_actors(config, platform, topology)
+        self._far = launched.far
+        self._board = launched.board
+        self._use(launched.group, launched.writer, launched.readers, launched.board)
+        atexit.register(self._finalizer)  # before Ray's own end: whoever registers last is called first
+        try:
+            launched.group.launch()
+            launched.group.wait_ready(config.parallel.start_timeout)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        atexit.unregister(self._finalizer)
+
+    # Workers on other nodes cannot write on the board: there it says what they were asked for and have not answered.
+
+    def _sent(self, request: Request, args: tuple[Any, ...]) -> None:
+        for rank in self._far:
+            if request.concerns(rank):
+                step = args[0].step if request.method == _STEP_METHOD else -1
+                self._board.write(rank, request.method, request.id, step)
+
+    def _answered(self, reply: Reply, method: str | None) -> None:
+        for rank in self._far:
+            # Who answers a step stands for all: it needed the others to get there.
+            is_through = reply.rank == rank or method == _STEP_METHOD
+            if is_through and self._board.read(rank).request_id <= reply.id:
+                self._board.write_idle(rank, reply.id)
+
+
+def _in_placement_group() -> bool:
+    """Whether somebody has set aside a part of a Ray cluster for this process. Never imports Ray."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return False
+    from ray.util import get_current_placement_group
+
+    return get_current_placement_group() is not None
+
+
+def _is_cluster_there() -> bool:
+    """Whether this process belongs to a Ray cluster, or has been told of one."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        return True
+    return bool(os.environ.get("RAY_ADDRESS")) and importlib.util.find_spec("ray") is not None
+
+
+def _require_ray() -> None:
+    try:
+        importlib.import_module("ray")
+    except ImportError as e:
+        raise ConfigError(
+            f"distributed_executor_backend 'ray' was asked for, but Ray cannot be imported ({e}). Run: pip install "
+            '"mvllm[ray]", on every node; or set distributed_executor_backend to mp to stay on this machine.'
+        ) from e
