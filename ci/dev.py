@@ -28,10 +28,11 @@ import sys
 import time
 import tomllib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import tpu_lane
-from environments import UNFINISHED, Environment, Stamp, StepFailed, Steps, finish, only_one, pinned, ticking
+from environments import UNFINISHED, Environment, Stamp, StepFailed, Steps, only_one, pinned
 
 ROOT = Path(__file__).resolve().parent.parent
 MAIN = Environment(ROOT, ROOT / ".venv")
@@ -53,6 +54,7 @@ INTERPRETED = tuple(f"platforms/{name}/tests" for name in ("triton-kernels", "to
 """Their processes import Triton with its interpreter, before anything else imports it in another way."""
 MINIMUM_PYTHON = (3, 11)
 PROMPT = "Once upon a time"
+LINTERS_AT_ONCE = 2
 
 
 # --------------------------------------------------------------------------------------------------------------- setup
@@ -144,28 +146,34 @@ def run(arguments: list[str]) -> int:
 def lint() -> int:
     """Runs every linter, shows what each failing one says, and ends with one line for each."""
     linters: dict[str, list[str | Path]] = {
+        "mypy": [BIN / "mypy", "--no-error-summary"],
         "ruff check": [BIN / "ruff", "check", "--quiet", "--output-format=concise", "."],
         "ruff format": [BIN / "ruff", "format", "--check", "--quiet", "--diff", "."],
-        "mypy": [BIN / "mypy", "--no-error-summary"],
         "import-linter": [BIN / "lint-imports"],
         "neutral core": [PYTHON, ROOT / "ci" / "neutral_core.py"],
     }
     # Plugins are found by import-linter as any package is, though nobody has installed them here.
     plugins = os.pathsep.join(str(folder) for folder in sorted(ROOT.glob("plugins/*/src")))
-    summary: list[str] = []
-    failed = 0
-    for title, command in linters.items():
+    failures: list[str] = []
+
+    def check(title: str) -> tuple[str, int, float]:
         started = time.monotonic()
-        with ticking(f"{title} ...", started):
-            output, status = MAIN.capture(command, extra={"PYTHONPATH": plugins})
-        finish(f"{title} ...", f"{'ok' if status == 0 else 'FAILED'} ({time.monotonic() - started:.1f} s)")
-        if status != 0:
-            failed += 1
-            output = output[max(output.find("Broken contracts"), 0) :]  # import-linter opens with a page of ornament
-            print(output.strip(), f"\n  command: {shlex.join(str(part) for part in command)}\n", flush=True)
-        summary.append(f"{title}: {'ok' if status == 0 else 'FAILED'}")
+        output, status = MAIN.capture(linters[title], extra={"PYTHONPATH": plugins})
+        return output, status, time.monotonic() - started
+
+    with ThreadPoolExecutor(LINTERS_AT_ONCE) as pool:  # each is a process of one thread; the longest is first
+        results = {pool.submit(check, title): title for title in linters}
+        for result in as_completed(results):
+            title, (output, status, seconds) = results[result], result.result()
+            print(f"{title} ... {'ok' if status == 0 else 'FAILED'} ({seconds:.1f} s)", flush=True)
+            if status != 0:
+                failures.append(title)
+                output = output[max(output.find("Broken contracts"), 0) :]  # import-linter opens with a page of ornament
+                command = shlex.join(str(part) for part in linters[title])
+                print(output.strip(), f"\n  command: {command}\n", flush=True)
+    summary = [f"{title}: {'FAILED' if title in failures else 'ok'}" for title in linters]
     print(f"lint: {', '.join(summary)}", flush=True)
-    return 1 if failed else 0
+    return 1 if failures else 0
 
 
 CLOSING = re.compile(r"^=* ?((?:\d+ [a-z]+(?:, )?)+|no tests ran) in ([\d.]+)s.*$")
