@@ -2,7 +2,8 @@
 """One command for each thing a developer does here; needs Python 3.11 and nothing else.
 
     python3 ci/dev.py run      set up, then generate text with the demo model
-    python3 ci/dev.py test     set up, lint, then the tests; the gate (with --all: the exhaustive ones, too)
+    python3 ci/dev.py test     set up, lint, then the tests; the gate. --quick: minutes, for the inner loop;
+                               --all: the exhaustive tests, too
     python3 ci/dev.py conform  the whole conformance suite on a platform: conform cpu
     python3 ci/dev.py bench    figures beside other engines and the machine's limits: bench cpu
     python3 ci/dev.py setup    only the environment: .venv at the top of the repository, pinned by ci/constraints
@@ -180,37 +181,39 @@ CLOSING = re.compile(r"^=* ?((?:\d+ [a-z]+(?:, )?)+|no tests ran) in ([\d.]+)s.*
 NO_TESTS = 5  # pytest's exit status when nothing was collected
 
 
-def test(arguments: list[str], *, fast: bool, everything: bool = False) -> int:
+def test(arguments: list[str], *, fast: bool = False, quick: bool = False, everything: bool = False) -> int:
     """Lints, then runs the tests: side by side, alone those that measure or own the machine, and apart INTERPRETED.
 
-    At last a smoke part of the lane `tpu`, where its environment can be made.
+    At last a smoke part of the lane `tpu`, where its environment can be made. `quick` is ci/selection.py's part of the
+    first pass, and no linter.
     """
     setup()
-    lint_status = lint()
+    lint_status = 0 if quick else lint()
     chosen = any(not argument.startswith("-") and (ROOT / argument.split("::")[0]).exists() for argument in arguments)
     what = (
         arguments if chosen else ["--ignore=tests/perf", "--ignore=tests/clients", *arguments]
     )  # pytest's own `testpaths` say where
     if fast:
         what = [*what, "--ignore=tests/e2e", "--ignore=tests/packaging"]
-    workers = str(max(2, min(8, os.cpu_count() or 2)))
+    # One more than there are cores: a test that waits for processes or deadlines leaves its core to others.
+    workers = str(max(2, min(8, os.cpu_count() or 2)) + 1)
     which = "" if everything else " and not exhaustive"
     # ci.times says where the minutes went, and puts what takes longest first: no worker is left with it at the end.
     side_by_side = ["-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"]
+    one_thread = {"OMP_NUM_THREADS": "1", **({"TESTS_FRESH_PROGRAMS": "1"} if everything else {})}
     within, apart = (
         (what, None) if chosen else ([*what, *(f"--ignore-glob={each}/*" for each in INTERPRETED)], arguments)
     )
-    passes = [
-        (
-            "side by side",
-            ["-m", f"not serial{which}", "-p", "ci.times", *side_by_side, *within],
-            {"OMP_NUM_THREADS": "1"},
-        ),
-        ("alone", ["-m", f"serial{which}", "-p", "ci.times", *within], {}),
-    ]
-    if apart is not None:
+    first = ["-m", f"not serial{which}", "-p", "ci.times", *side_by_side, *within]
+    passes = [("side by side", first, one_thread)]
+    if quick:
+        passes = [("quick", ["-p", "ci.selection", "--select", "quick", *first], one_thread)]
+    else:
+        select = ["-p", "ci.selection", "--select", "serial"]
+        passes.append(("alone", ["-m", f"serial{which}", *select, "-p", "ci.times", *within], {}))
+    if apart is not None and not quick:
         marked = ["-m", "" if everything else "not exhaustive", "-p", "ci.times"]
-        passes.append(("interpreted", [*marked, *side_by_side, *INTERPRETED, *apart], {"OMP_NUM_THREADS": "1"}))
+        passes.append(("interpreted", [*marked, *side_by_side, *INTERPRETED, *apart], one_thread))
     if any(argument == "-m" or argument.startswith(("-n", "--numprocesses", "--pdb")) for argument in arguments):
         passes = [("as asked", within, {})]  # the caller decides what runs and how
     statuses: list[int] = []
@@ -226,7 +229,7 @@ def test(arguments: list[str], *, fast: bool, everything: bool = False) -> int:
             break
     status = verdict(statuses)
     lane_status = 0
-    if not (arguments or fast) and len(passes) == len(statuses):
+    if not (arguments or fast or quick) and len(passes) == len(statuses):
         lane_status = tpu_lane.run(tpu_lane.smoke(), tpu_lane.PATIENCE_OF_THE_GATE)
         lane_status = 0 if lane_status == tpu_lane.NOT_RUN else lane_status  # it has said why; nothing here is at fault
     if lint_status:
@@ -354,7 +357,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("lint", "ruff, mypy, import-linter, and that the core names no hardware")
     tests = add("test", "lint, then the tests; further arguments go to pytest")
     tests.add_argument("--fast", action="store_true", help="leave out tests/e2e and tests/packaging")
-    tests.add_argument("--all", action="store_true", help="the exhaustive tests, too: what others hold in fewer forms")
+    tests.add_argument(
+        "--quick", action="store_true", help="for the inner loop: unit tests without torch, an engine, a server; no linter"
+    )
+    tests.add_argument("--all", action="store_true", help="the exhaustive tests, too, and no forked programs")
     add("conform", "the whole conformance suite on a platform; further arguments go to `mvllm conformance`")
     add("bench", "figures beside other engines and limits; further arguments go to the benchmark")
     add("build", "build wheels and source archives into dist/")
@@ -383,7 +389,7 @@ def main(argv: Sequence[str]) -> int:
             setup()
             return lint()
         if options.command == "test":
-            return test(rest, fast=options.fast, everything=options.all)
+            return test(rest, fast=options.fast, quick=options.quick, everything=options.all)
         if options.command == "conform":
             return conform(rest)
         if options.command == "bench":

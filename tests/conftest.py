@@ -29,6 +29,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Programs are forks of one that has imported torch, where the test does not want them fresh."""
+    """Programs are forks of one that has imported torch, where the test does not want them fresh.
+
+    It is started before a test that counts its children, and for no unit test.
+    """
     with program_server.programs(fresh=item.get_closest_marker("fresh_programs") is not None):
+        if not {"unit", "packaging"} & set(item.path.parts):
+            program_server.start()
         return (yield)

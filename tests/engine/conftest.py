@@ -9,17 +9,10 @@ from pathlib import Path
 import pytest
 
 from mvllm import LLM
-from tests.helpers import program_server
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.parity import engine
 
 MakeLLM = Callable[..., LLM]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def program_server_runs() -> None:
-    """It is there before any test counts its children."""
-    program_server.start()
 
 
 @pytest.fixture(scope="session")

@@ -346,6 +346,7 @@ def run_program(job: Job) -> None:
     """Runs the program as the interpreter would; returns or raises as it does."""
     _start_own_server(job)
     _rewrite_process_table(job)
+    _open_standard_streams()
     os.environ.clear()
     os.environ.update(job.variables)
     arguments = job.arguments[1:]
@@ -370,6 +371,16 @@ def _start_own_server(job: Job) -> None:
         raise SystemExit
     theirs.close()
     _install(ProgramServer(program, job.variables, ours))
+
+
+def _open_standard_streams() -> None:
+    """Python's own look at descriptors 0 to 2, of which it has found out at its start whether they can seek."""
+    for fd, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        errors = "backslashreplace" if name == "stderr" else "strict"
+        buffering = 1 if name == "stderr" or os.isatty(fd) else -1
+        stream = open(fd, mode, buffering, "utf-8", errors, closefd=False) if _is_open(fd) else None
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def _rewrite_process_table(job: Job) -> None:
