@@ -169,7 +169,9 @@ def lint() -> int:
             print(f"{title} ... {'ok' if status == 0 else 'FAILED'} ({seconds:.1f} s)", flush=True)
             if status != 0:
                 failures.append(title)
-                output = output[max(output.find("Broken contracts"), 0) :]  # import-linter opens with a page of ornament
+                output = output[
+                    max(output.find("Broken contracts"), 0) :
+                ]  # import-linter opens with a page of ornament
                 command = shlex.join(str(part) for part in linters[title])
                 print(output.strip(), f"\n  command: {command}\n", flush=True)
     summary = [f"{title}: {'FAILED' if title in failures else 'ok'}" for title in linters]
@@ -358,7 +360,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     tests = add("test", "lint, then the tests; further arguments go to pytest")
     tests.add_argument("--fast", action="store_true", help="leave out tests/e2e and tests/packaging")
     tests.add_argument(
-        "--quick", action="store_true", help="for the inner loop: unit tests without torch, an engine, a server; no linter"
+        "--quick",
+        action="store_true",
+        help="for the inner loop: unit tests without torch, an engine, a server; no linter",
     )
     tests.add_argument("--all", action="store_true", help="the exhaustive tests, too, and no forked programs")
     add("conform", "the whole conformance suite on a platform; further arguments go to `mvllm conformance`")

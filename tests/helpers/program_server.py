@@ -1,13 +1,14 @@
 """Python programs of tests as forks of a process that has imported torch and in which nothing ever ran.
 
-A program that imports torch takes two seconds of a core before it does anything, and the tests start hundreds. `install`
-has `subprocess` start some of them, workers, engine cores and `mvllm` commands, as forks of a program server:
+A program that imports torch takes two seconds of a core before it does anything, and the tests start hundreds. While
+`programs` is open, `subprocess` starts some of them, workers, engine cores and `mvllm` commands, as forks of a server:
 
     test process ──job──> program server          imports torch once, has one thread
                               └─ fork ─ fork ─>  the program: its own arguments, variables, descriptors, folder
 
-The intermediate fork ends at once, so that the program becomes a child of the process that asked for it. A program has a
-program server of its own, forked before it does anything, for what it starts itself.
+The intermediate fork ends at once, so that the program becomes a child of the process that asked for it. A program has
+a program server of its own, forked before it does anything, for what it starts itself. Programs of one server share the
+seed of Python's hashes.
 
 A program is started afresh, as always, where a fork would differ: another interpreter or other options of it, other
 values of variables that libraries read when they are loaded, a test that is marked `fresh_programs`, and everywhere
@@ -166,12 +167,12 @@ def start() -> None:
 
 
 def _install(server: ProgramServer) -> None:
-    global _server  # noqa: PLW0603
+    global _server
     _server = server
     subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
 
 
-def _execute_child(  # noqa: PLR0913
+def _execute_child(
     popen: Any,
     args: Any,
     executable: Any,
@@ -255,9 +256,7 @@ def start_server(variables: Mapping[str, str]) -> socket.socket:
         command = [sys.executable, *_SERVER, str(theirs.fileno()), str(os.getpid()), " " * _SPACE_FOR_ARGUMENTS]
         padded = {**variables, PADDING: "x" * _SPACE_FOR_VARIABLES}
         null = subprocess.DEVNULL
-        popen = subprocess.Popen(
-            command, env=padded, cwd=ROOT, stdin=null, pass_fds=[theirs.fileno()], process_group=0
-        )
+        popen = subprocess.Popen(command, env=padded, cwd=ROOT, stdin=null, pass_fds=[theirs.fileno()], process_group=0)
     popen.returncode = 0  # it ends with this process; nobody waits for it
     return ours
 
@@ -270,7 +269,7 @@ def _is_open(fd: int) -> bool:
     return True
 
 
-# ------------------------------------------------------------------------------------------------------------ the server
+# ----------------------------------------------------------------------------------------------------------- the server
 
 
 def serve(end: socket.socket, parent: int) -> Job:
@@ -378,14 +377,15 @@ def _open_standard_streams() -> None:
     for fd, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         errors = "backslashreplace" if name == "stderr" else "strict"
         buffering = 1 if name == "stderr" or os.isatty(fd) else -1
-        stream = open(fd, mode, buffering, "utf-8", errors, closefd=False) if _is_open(fd) else None
+        is_open = _is_open(fd)
+        stream = open(fd, mode, buffering, "utf-8", errors, closefd=False) if is_open else None  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
 
 def _rewrite_process_table(job: Job) -> None:
     """What /proc shows of the program: its own name, arguments and variables."""
-    fields = open("/proc/self/stat").read().rpartition(")")[2].split()
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     argument_start, argument_end, variable_start, variable_end = map(int, fields[45:49])
     arguments = b"".join(one.encode() + b"\0" for one in job.arguments)
     variables = b"".join(f"{name}={value}".encode() + b"\0" for name, value in job.variables.items())

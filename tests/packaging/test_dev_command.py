@@ -299,7 +299,9 @@ def test_the_exhaustive_are_left_out_unless_all_are_asked_for(dev, monkeypatch):
         assert second[second.index("--select") + 1] == "serial" and "--select" not in first
         for folder in dev.INTERPRETED:
             assert f"--ignore-glob={folder}/*" in first and f"--ignore-glob={folder}/*" in second and folder in apart
-        assert ("TESTS_FRESH_PROGRAMS" in environments[-1]) == bool(flags), "all programs are started afresh now and then"
+        assert ("TESTS_FRESH_PROGRAMS" in environments[-1]) == bool(flags), (
+            "all programs are started afresh now and then"
+        )
 
 
 def test_the_inner_loop_is_one_pass_without_linters_and_may_be_narrowed(dev, monkeypatch):

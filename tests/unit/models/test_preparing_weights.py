@@ -41,7 +41,7 @@ def build(folder: Path, lookup: Callable[..., torch.Tensor] | None = None):
 
 
 def load_collecting(model: nn.Module, folder: Path, load_format: str, on_loaded: Callable[[str], None]) -> None:
-    """Loads weights where `on_loaded` collects garbage: looking through the libraries' objects every time takes long."""
+    """Loads weights where `on_loaded` collects garbage, which is not to look through the libraries' objects as well."""
     gc.freeze()
     try:
         load_weights(model, folder, load_format=load_format, use_tqdm=False, on_loaded=on_loaded)
