@@ -2,7 +2,8 @@
 """One command for each thing a developer does here; needs Python 3.11 and nothing else.
 
     python3 ci/dev.py run      set up, then generate text with the demo model
-    python3 ci/dev.py test     set up, lint, then the tests; the gate (with --all: the exhaustive ones, too)
+    python3 ci/dev.py test     set up, lint, then the tests; the gate. --quick: minutes, for the inner loop;
+                               --all: the exhaustive tests, too
     python3 ci/dev.py conform  the whole conformance suite on a platform: conform cpu
     python3 ci/dev.py bench    figures beside other engines and the machine's limits: bench cpu
     python3 ci/dev.py setup    only the environment: .venv at the top of the repository, pinned by ci/constraints
@@ -28,10 +29,11 @@ import sys
 import time
 import tomllib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import tpu_lane
-from environments import UNFINISHED, Environment, Stamp, StepFailed, Steps, finish, only_one, pinned, ticking
+from environments import UNFINISHED, Environment, Stamp, StepFailed, Steps, only_one, pinned
 
 ROOT = Path(__file__).resolve().parent.parent
 MAIN = Environment(ROOT, ROOT / ".venv")
@@ -54,6 +56,7 @@ INTERPRETED = tuple(f"platforms/{name}/tests" for name in ("triton-kernels", "to
 """Their processes import Triton with its interpreter, before anything else imports it in another way."""
 MINIMUM_PYTHON = (3, 11)
 PROMPT = "Once upon a time"
+LINTERS_AT_ONCE = 2
 
 
 # --------------------------------------------------------------------------------------------------------------- setup
@@ -145,65 +148,75 @@ def run(arguments: list[str]) -> int:
 def lint() -> int:
     """Runs every linter, shows what each failing one says, and ends with one line for each."""
     linters: dict[str, list[str | Path]] = {
+        "mypy": [BIN / "mypy", "--no-error-summary"],
         "ruff check": [BIN / "ruff", "check", "--quiet", "--output-format=concise", "."],
         "ruff format": [BIN / "ruff", "format", "--check", "--quiet", "--diff", "."],
-        "mypy": [BIN / "mypy", "--no-error-summary"],
         "import-linter": [BIN / "lint-imports"],
         "neutral core": [PYTHON, ROOT / "ci" / "neutral_core.py"],
     }
     # Plugins are found by import-linter as any package is, though nobody has installed them here.
     plugins = os.pathsep.join(str(folder) for folder in sorted(ROOT.glob("plugins/*/src")))
-    summary: list[str] = []
-    failed = 0
-    for title, command in linters.items():
+    failures: list[str] = []
+
+    def check(title: str) -> tuple[str, int, float]:
         started = time.monotonic()
-        with ticking(f"{title} ...", started):
-            output, status = MAIN.capture(command, extra={"PYTHONPATH": plugins})
-        finish(f"{title} ...", f"{'ok' if status == 0 else 'FAILED'} ({time.monotonic() - started:.1f} s)")
-        if status != 0:
-            failed += 1
-            output = output[max(output.find("Broken contracts"), 0) :]  # import-linter opens with a page of ornament
-            print(output.strip(), f"\n  command: {shlex.join(str(part) for part in command)}\n", flush=True)
-        summary.append(f"{title}: {'ok' if status == 0 else 'FAILED'}")
+        output, status = MAIN.capture(linters[title], extra={"PYTHONPATH": plugins})
+        return output, status, time.monotonic() - started
+
+    with ThreadPoolExecutor(LINTERS_AT_ONCE) as pool:  # each is a process of one thread; the longest is first
+        results = {pool.submit(check, title): title for title in linters}
+        for result in as_completed(results):
+            title, (output, status, seconds) = results[result], result.result()
+            print(f"{title} ... {'ok' if status == 0 else 'FAILED'} ({seconds:.1f} s)", flush=True)
+            if status != 0:
+                failures.append(title)
+                output = output[
+                    max(output.find("Broken contracts"), 0) :
+                ]  # import-linter opens with a page of ornament
+                command = shlex.join(str(part) for part in linters[title])
+                print(output.strip(), f"\n  command: {command}\n", flush=True)
+    summary = [f"{title}: {'FAILED' if title in failures else 'ok'}" for title in linters]
     print(f"lint: {', '.join(summary)}", flush=True)
-    return 1 if failed else 0
+    return 1 if failures else 0
 
 
 CLOSING = re.compile(r"^=* ?((?:\d+ [a-z]+(?:, )?)+|no tests ran) in ([\d.]+)s.*$")
 NO_TESTS = 5  # pytest's exit status when nothing was collected
 
 
-def test(arguments: list[str], *, fast: bool, everything: bool = False) -> int:
+def test(arguments: list[str], *, fast: bool = False, quick: bool = False, everything: bool = False) -> int:
     """Lints, then runs the tests: side by side, alone those that measure or own the machine, and apart INTERPRETED.
 
-    At last a smoke part of the lane `tpu`, where its environment can be made.
+    At last a smoke part of the lane `tpu`, where its environment can be made. `quick` is ci/selection.py's part of the
+    first pass, and no linter.
     """
     setup()
-    lint_status = lint()
+    lint_status = 0 if quick else lint()
     chosen = any(not argument.startswith("-") and (ROOT / argument.split("::")[0]).exists() for argument in arguments)
     what = (
         arguments if chosen else ["--ignore=tests/perf", "--ignore=tests/clients", *arguments]
     )  # pytest's own `testpaths` say where
     if fast:
         what = [*what, "--ignore=tests/e2e", "--ignore=tests/packaging"]
-    workers = str(max(2, min(8, os.cpu_count() or 2)))
+    # One more than there are cores: a test that waits for processes or deadlines leaves its core to others.
+    workers = str(max(2, min(8, os.cpu_count() or 2)) + 1)
     which = "" if everything else " and not exhaustive"
     # ci.times says where the minutes went, and puts what takes longest first: no worker is left with it at the end.
     side_by_side = ["-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"]
+    one_thread = {"OMP_NUM_THREADS": "1", **({"TESTS_FRESH_PROGRAMS": "1"} if everything else {})}
     within, apart = (
         (what, None) if chosen else ([*what, *(f"--ignore-glob={each}/*" for each in INTERPRETED)], arguments)
     )
-    passes = [
-        (
-            "side by side",
-            ["-m", f"not serial{which}", "-p", "ci.times", *side_by_side, *within],
-            {"OMP_NUM_THREADS": "1"},
-        ),
-        ("alone", ["-m", f"serial{which}", "-p", "ci.times", *within], {}),
-    ]
-    if apart is not None:
+    first = ["-m", f"not serial{which}", "-p", "ci.times", *side_by_side, *within]
+    passes = [("side by side", first, one_thread)]
+    if quick:
+        passes = [("quick", ["-p", "ci.selection", "--select", "quick", *first], one_thread)]
+    else:
+        select = ["-p", "ci.selection", "--select", "serial"]
+        passes.append(("alone", ["-m", f"serial{which}", *select, "-p", "ci.times", *within], {}))
+    if apart is not None and not quick:
         marked = ["-m", "" if everything else "not exhaustive", "-p", "ci.times"]
-        passes.append(("interpreted", [*marked, *side_by_side, *INTERPRETED, *apart], {"OMP_NUM_THREADS": "1"}))
+        passes.append(("interpreted", [*marked, *side_by_side, *INTERPRETED, *apart], one_thread))
     if any(argument == "-m" or argument.startswith(("-n", "--numprocesses", "--pdb")) for argument in arguments):
         passes = [("as asked", within, {})]  # the caller decides what runs and how
     statuses: list[int] = []
@@ -219,7 +232,7 @@ def test(arguments: list[str], *, fast: bool, everything: bool = False) -> int:
             break
     status = verdict(statuses)
     lane_status = 0
-    if not (arguments or fast) and len(passes) == len(statuses):
+    if not (arguments or fast or quick) and len(passes) == len(statuses):
         lane_status = tpu_lane.run(tpu_lane.smoke(), tpu_lane.PATIENCE_OF_THE_GATE)
         lane_status = 0 if lane_status == tpu_lane.NOT_RUN else lane_status  # it has said why; nothing here is at fault
     if lint_status:
@@ -347,7 +360,12 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("lint", "ruff, mypy, import-linter, and that the core names no hardware")
     tests = add("test", "lint, then the tests; further arguments go to pytest")
     tests.add_argument("--fast", action="store_true", help="leave out tests/e2e and tests/packaging")
-    tests.add_argument("--all", action="store_true", help="the exhaustive tests, too: what others hold in fewer forms")
+    tests.add_argument(
+        "--quick",
+        action="store_true",
+        help="for the inner loop: unit tests without torch, an engine, a server; no linter",
+    )
+    tests.add_argument("--all", action="store_true", help="the exhaustive tests, too, and no forked programs")
     add("conform", "the whole conformance suite on a platform; further arguments go to `mvllm conformance`")
     add("bench", "figures beside other engines and limits; further arguments go to the benchmark")
     add("build", "build wheels and source archives into dist/")
@@ -376,7 +394,7 @@ def main(argv: Sequence[str]) -> int:
             setup()
             return lint()
         if options.command == "test":
-            return test(rest, fast=options.fast, everything=options.all)
+            return test(rest, fast=options.fast, quick=options.quick, everything=options.all)
         if options.command == "conform":
             return conform(rest)
         if options.command == "bench":

@@ -24,14 +24,12 @@ SHOWN = 30
 """Files in the table."""
 
 FIRST = (
-    "tests/conformance/test_mutants.py",
-    "tests/packaging/test_first_hour.py",
     "tests/engine/",
     "tests/conformance/",
     "tests/packaging/",
     "tests/e2e/",
 )
-"""Where tests start processes by the dozen. The rest takes seconds a file."""
+"""Where tests start processes by the dozen: after the files with the mark `slow`. The rest takes seconds a file."""
 
 Spent = dict[str, tuple[float, float]]
 """A test's id -> seconds that passed, seconds of CPU."""
@@ -97,10 +95,12 @@ class Times:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sorts files, not the tests in them."""
     count = Counter(item.nodeid.split("::")[0] for item in items)
+    slow = {item.nodeid.split("::")[0] for item in items if item.get_closest_marker("slow")}
 
     def place(item: pytest.Item) -> tuple[int, int, str]:
         file = item.nodeid.split("::")[0]
         kind = next((i for i, beginning in enumerate(FIRST) if file.startswith(beginning)), len(FIRST))
+        kind = -1 if file in slow else kind
         return kind, -count[file], file
 
     items.sort(key=place)

@@ -6,11 +6,12 @@ Torch is not imported here, nor in any conftest above tests/unit/scheduler and t
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 
 import pytest
 from hypothesis import settings
 
-from tests.helpers import shown
+from tests.helpers import program_server, shown
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so before any test module is
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -24,3 +25,15 @@ settings.load_profile("mvllm")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(shown.Notes(), "mvllm-shown")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Programs are forks of one that has imported torch, where the test does not want them fresh.
+
+    It is started before a test that counts its children, and for no unit test.
+    """
+    with program_server.programs(fresh=item.get_closest_marker("fresh_programs") is not None):
+        if not {"unit", "packaging"} & set(item.path.parts):
+            program_server.start()
+        return (yield)

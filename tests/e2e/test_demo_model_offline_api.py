@@ -16,6 +16,7 @@ def llm():
         yield llm
 
 
+@pytest.mark.quick
 def test_it_completes_plain_text(llm):
     outputs = llm.generate(list(COMPLETIONS), GREEDY, use_tqdm=False)
     said = {output.prompt: output.outputs[0].text for output in outputs}

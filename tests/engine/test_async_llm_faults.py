@@ -21,6 +21,7 @@ from mvllm.messages.sampling_params import RequestOutputKind
 from tests.helpers.plugins import prepend, puppet_platform_path
 from tests.helpers.processes import TAG, assert_nothing_left, named, new_tag, shared_memory_names, wait_until
 
+pytestmark = pytest.mark.fresh_programs  # the puppet's workers show that core imports no torch
 LONG = SamplingParams(max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.DELTA, detokenize=False)
 Make = Callable[..., AsyncLLM]
 

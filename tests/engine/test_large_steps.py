@@ -21,6 +21,7 @@ from mvllm.messages.scheduler_output import NewRequestData, SchedulerOutput
 from mvllm.platform.choose import choose_platform
 from tests.helpers.plugins import prepend, puppet_platform_path
 
+pytestmark = pytest.mark.fresh_programs  # the puppet's workers show that core imports no torch
 NUM_REQUESTS = 256
 BUDGET = 8192
 BLOCK_SIZE = 16

@@ -48,6 +48,7 @@ from tests.helpers.puppet import (
     SPAWN,
 )
 
+pytestmark = pytest.mark.fresh_programs  # the puppet's workers show that core imports no torch
 MakeExecutor = Callable[..., MultiprocExecutor]
 
 

@@ -281,10 +281,12 @@ def test_conform_runs_the_suite_on_the_platform_named(dev, monkeypatch):
 
 def test_the_exhaustive_are_left_out_unless_all_are_asked_for(dev, monkeypatch):
     dev.setup()
-    passes = []
+    passes, environments = [], []
     monkeypatch.setattr(dev.tpu_lane, "run", lambda parts, patience: 0)
     monkeypatch.setattr(
-        dev, "stream_pytest", lambda arguments, extra: passes.append(arguments) or (0, "1 passed in 1s")
+        dev,
+        "stream_pytest",
+        lambda arguments, extra: passes.append(arguments) or environments.append(extra) or (0, "1 passed in 1s"),
     )
     for flags, expected in (
         ([], ["not serial and not exhaustive", "serial and not exhaustive", "not exhaustive"]),
@@ -295,8 +297,25 @@ def test_the_exhaustive_are_left_out_unless_all_are_asked_for(dev, monkeypatch):
         assert [arguments[arguments.index("-m") + 1] for arguments in passes] == expected
         assert all("ci.times" in arguments for arguments in passes)
         first, second, apart = passes
+        assert second[second.index("--select") + 1] == "serial" and "--select" not in first
         for folder in dev.INTERPRETED:
             assert f"--ignore-glob={folder}/*" in first and f"--ignore-glob={folder}/*" in second and folder in apart
+        assert ("TESTS_FRESH_PROGRAMS" in environments[-1]) == bool(flags), (
+            "all programs are started afresh now and then"
+        )
+
+
+def test_the_inner_loop_is_one_pass_without_linters_and_may_be_narrowed(dev, monkeypatch):
+    dev.setup()
+    dev.commands.clear()
+    passes = []
+    monkeypatch.setattr(dev, "stream_pytest", lambda arguments, _: passes.append(arguments) or (0, "1 passed in 1s"))
+    monkeypatch.setattr(dev.tpu_lane, "run", lambda parts, patience: pytest.fail("not in the inner loop"))
+    assert dev.main(["test", "--quick", "-k", "scheduler"]) == 0
+    assert dev.commands == []
+    [only] = passes
+    assert only[only.index("--select") + 1] == "quick" and only[-2:] == ["-k", "scheduler"]
+    assert only[only.index("-m") + 1] == "not serial and not exhaustive"
 
 
 @pytest.mark.parametrize(("lane", "gate"), [(0, 0), (77, 0), (1, 1)], ids=["passed", "not run", "failed"])
@@ -307,7 +326,7 @@ def test_the_gate_ends_with_a_part_of_the_lane_tpu_and_fails_if_that_ran_and_fai
     monkeypatch.setattr(dev.tpu_lane, "run", lambda parts, patience: started.append(parts) or lane)
     assert dev.main(["test"]) == gate
     assert started == [dev.tpu_lane.smoke()]
-    for part in (["--fast"], ["ci/dev.py"], ["-k", "scheduler"]):
+    for part in (["--fast"], ["--quick"], ["ci/dev.py"], ["-k", "scheduler"]):
         assert dev.main(["test", *part]) == 0
     assert len(started) == 1, "whoever asks for some tests gets those"
 

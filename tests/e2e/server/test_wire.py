@@ -39,6 +39,7 @@ def test_a_completion(client: httpx.Client) -> None:
     assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + 8
 
 
+@pytest.mark.quick
 def test_a_streamed_completion(client: httpx.Client) -> None:
     whole = client.post("/v1/completions", json=STORY).json()
     chunks = events(client.post("/v1/completions", json={**STORY, "stream": True}))

@@ -40,6 +40,15 @@ def build(folder: Path, lookup: Callable[..., torch.Tensor] | None = None):
     return resolve_model_class(config.architecture)(config, ctx), prepared
 
 
+def load_collecting(model: nn.Module, folder: Path, load_format: str, on_loaded: Callable[[str], None]) -> None:
+    """Loads weights where `on_loaded` collects garbage, which is not to look through the libraries' objects as well."""
+    gc.freeze()
+    try:
+        load_weights(model, folder, load_format=load_format, use_tqdm=False, on_loaded=on_loaded)
+    finally:
+        gc.unfreeze()
+
+
 @pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
 def test_each_layer_is_prepared_when_its_last_tensor_is_there(tmp_path: Path, load_format: str) -> None:
     folder = make_checkpoint("llama-gqa", tmp_path)
@@ -54,11 +63,7 @@ def test_each_layer_is_prepared_when_its_last_tensor_is_there(tmp_path: Path, lo
         gc.collect()
         alive.append(sum(ref() is not None for ref in matrices.values()))
 
-    gc.freeze()  # what was there before: to look through the libraries' objects after every tensor would take a minute
-    try:
-        load_weights(model, folder, load_format=load_format, use_tqdm=False, on_loaded=on_loaded)
-    finally:
-        gc.unfreeze()
+    load_collecting(model, folder, load_format, on_loaded)
     assert len(prepared) == len(matrices) and alive[-1] == 0, "no loaded weight outlives its prepared form"
     assert sorted(alive, reverse=True) == alive and len(set(alive)) == len(matrices) + (alive[0] == len(matrices))
     assert all(p.total > 0 for p in prepared)
@@ -97,7 +102,7 @@ def test_it_is_prepared_with_the_embedding_where_rows_can_be_read_from_that_form
         gc.collect()
         in_memory[name] = table() is not None
 
-    load_weights(model, folder, load_format=load_format, use_tqdm=False, on_loaded=on_loaded)
+    load_collecting(model, folder, load_format, on_loaded)
     assert not in_memory["model.embed_tokens.weight"], "the loaded form is gone before anything else is read"
     assert [p.shape for p in prepared].count(shape) == 1
     before = len(prepared)
