@@ -365,8 +365,9 @@ class Scheduler:
             if drafts:
                 drafts = self._take_drafts(request, budget - num_new - (len(self._running) - len(batch) - 1))
             # A request that generates needs a look at its blocks only where it enters a new one. Where tokens are
-            # guessed there are blocks ahead, and the look is for names.
-            if num_new > 1 or end > request.table.num_slots or self._guesses:
+            # guessed there are blocks ahead, and the look is for names. A prompt whose share is one token may get the
+            # rest of the budget below, for which it needs blocks now.
+            if num_tokens - num_computed > 1 or end > request.table.num_slots or self._guesses:
                 if not self._grow(request, end, drafts, plan):
                     break
             request.num_computed_tokens = end

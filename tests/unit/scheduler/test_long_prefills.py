@@ -114,3 +114,10 @@ def test_long_prompts_that_wait_are_not_looked_up_in_every_step():
     for _ in range(5):
         scheduled(engine)
     assert not looks
+
+
+def test_a_share_of_one_token_and_the_rest_of_the_budget_have_blocks_where_a_window_leaves_few():
+    limits = {"max_num_batched_tokens": 2, "max_model_len": 32, "block_size": 5, "windows": (7,)}
+    engine = Engine(make_scheduler(num_blocks=15, **limits))
+    engine.run(make_request(17, request_id="long"))  # checks after each step that computed tokens have slots
+    assert engine.results["long"].finish_reason is FinishReason.LENGTH
