@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from mvllm.config.engine_args import EngineArgs
     from mvllm.engine.async_llm import AsyncLLM
     from mvllm.engine.llm_engine import LLMEngine
-    from mvllm.engine.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
-    from mvllm.engine.pooling_outputs import (
+    from mvllm.engine.frontend.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
+    from mvllm.engine.frontend.pooling_outputs import (
         ClassificationRequestOutput,
         EmbeddingRequestOutput,
         PoolingRequestOutput,
@@ -40,18 +40,18 @@ _EXPORTS = {
     "SamplingParams": "mvllm.messages.sampling_params",
     "RequestOutputKind": "mvllm.messages.sampling_params",
     "BeamSearchParams": "mvllm.messages.beam_search_params",
-    "BeamSearchOutput": "mvllm.engine.outputs",
+    "BeamSearchOutput": "mvllm.engine.frontend.outputs",
     "PoolingParams": "mvllm.messages.pooling_params",
-    "PoolingRequestOutput": "mvllm.engine.pooling_outputs",
-    "EmbeddingRequestOutput": "mvllm.engine.pooling_outputs",
-    "ClassificationRequestOutput": "mvllm.engine.pooling_outputs",
-    "ScoringRequestOutput": "mvllm.engine.pooling_outputs",
+    "PoolingRequestOutput": "mvllm.engine.frontend.pooling_outputs",
+    "EmbeddingRequestOutput": "mvllm.engine.frontend.pooling_outputs",
+    "ClassificationRequestOutput": "mvllm.engine.frontend.pooling_outputs",
+    "ScoringRequestOutput": "mvllm.engine.frontend.pooling_outputs",
     "StructuredOutputsParams": "mvllm.messages.structured_outputs",
     "TextPrompt": "mvllm.messages.inputs",
     "TokensPrompt": "mvllm.messages.inputs",
-    "RequestOutput": "mvllm.engine.outputs",
-    "CompletionOutput": "mvllm.engine.outputs",
-    "Logprob": "mvllm.engine.outputs",
+    "RequestOutput": "mvllm.engine.frontend.outputs",
+    "CompletionOutput": "mvllm.engine.frontend.outputs",
+    "Logprob": "mvllm.engine.frontend.outputs",
     "MvllmError": "mvllm.errors",
     "RequestError": "mvllm.errors",
     "ConfigError": "mvllm.errors",

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from mvllm.config.hf_config import HFConfig
     from mvllm.config.model import ModelConfig
     from mvllm.config.rope_parameters import RopeParameters
-    from mvllm.engine.outputs import RequestOutput
-    from mvllm.engine.stat_loggers import StatLogger
-    from mvllm.entrypoints.openai.errors import APIError
-    from mvllm.entrypoints.openai.http_plugins import HTTPServerHandle
+    from mvllm.engine.frontend.outputs import RequestOutput
+    from mvllm.engine.metrics.stat_loggers import StatLogger
+    from mvllm.entrypoints.openai.common.errors import APIError
+    from mvllm.entrypoints.openai.server.http_plugins import HTTPServerHandle
     from mvllm.entrypoints.parsers.interface import (
         ContentDelta,
         Delta,
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
         WorkerStuckError,
     )
     from mvllm.executor.config_codec import decode_config, encode_worker_configs
-    from mvllm.executor.descriptor_door import DescriptorDoor, DoorAddress, Parcel, fetch_descriptors
-    from mvllm.executor.devices import devices_per_worker, launch_topology
-    from mvllm.executor.engine_queues import EngineQueues, FarResponses
-    from mvllm.executor.handshake import Handshake
+    from mvllm.executor.process.fd_server import DescriptorDoor, DoorAddress, Parcel, fetch_descriptors
+    from mvllm.executor.worker_topology import devices_per_worker, launch_topology
+    from mvllm.executor.rpc_queues import EngineQueues, FarResponses
+    from mvllm.executor.process.handshake import Handshake
     from mvllm.executor.interface import Executor
     from mvllm.executor.message_queue import (
         MessageReader,
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
         WriterHandle,
     )
     from mvllm.executor.multiproc import MultiprocExecutor
-    from mvllm.executor.process_tools import (
+    from mvllm.executor.process.process_utils import (
         StackFile,
         dump_stacks_to,
         is_stopped,
@@ -69,9 +69,9 @@ if TYPE_CHECKING:
         unnamed_file,
         watch_parent,
     )
-    from mvllm.executor.rpc import Reply, Request
+    from mvllm.executor.rpc_messages import Reply, Request
     from mvllm.executor.rpc_executor import RpcExecutor, worker_names
-    from mvllm.executor.status_board import Activity, StatusBoard
+    from mvllm.executor.process.activity_table import Activity, StatusBoard
     from mvllm.executor.uniproc import UniProcExecutor
     from mvllm.executor.worker_group import WorkerGroup
     from mvllm.executor.worker_proc import WorkerProc
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from mvllm.layers.mlp import MLP, GatedMLP
     from mvllm.layers.norm import LayerNorm, RMSNorm
     from mvllm.layers.quantization.interface import IntegerFormat, QuantizationMethod
-    from mvllm.layers.quantization.matrix import IntegerMatrix, QuantizedMatrix, staging
+    from mvllm.layers.quantization.quantized_matrix import IntegerMatrix, QuantizedMatrix, staging
     from mvllm.layers.rotary import RotaryEmbedding
     from mvllm.layers.weight_target import WeightTarget
     from mvllm.logging import get_logger, log_level
@@ -96,17 +96,17 @@ if TYPE_CHECKING:
     from mvllm.platform.op_provider import OpCase, OpProvider
     from mvllm.platform.topology import LaunchTopology, WorkerContext
     from mvllm.sampling.logits_processor import LogitsProcessor, LogitsProcessorContext, RowTokens
-    from mvllm.worker.wrapper import WorkerWrapper
+    from mvllm.worker.worker_wrapper import WorkerWrapper
 
 _HOMES = {
     "EngineConfig": "mvllm.config.engine_config",
     "HFConfig": "mvllm.config.hf_config",
     "ModelConfig": "mvllm.config.model",
     "RopeParameters": "mvllm.config.rope_parameters",
-    "RequestOutput": "mvllm.engine.outputs",
-    "StatLogger": "mvllm.engine.stat_loggers",
-    "APIError": "mvllm.entrypoints.openai.errors",
-    "HTTPServerHandle": "mvllm.entrypoints.openai.http_plugins",
+    "RequestOutput": "mvllm.engine.frontend.outputs",
+    "StatLogger": "mvllm.engine.metrics.stat_loggers",
+    "APIError": "mvllm.entrypoints.openai.common.errors",
+    "HTTPServerHandle": "mvllm.entrypoints.openai.server.http_plugins",
     "ContentDelta": "mvllm.entrypoints.parsers.interface",
     "Delta": "mvllm.entrypoints.parsers.interface",
     "ReasoningDelta": "mvllm.entrypoints.parsers.interface",
@@ -127,15 +127,15 @@ _HOMES = {
     "WorkerStuckError": "mvllm.errors",
     "decode_config": "mvllm.executor.config_codec",
     "encode_worker_configs": "mvllm.executor.config_codec",
-    "DescriptorDoor": "mvllm.executor.descriptor_door",
-    "DoorAddress": "mvllm.executor.descriptor_door",
-    "Parcel": "mvllm.executor.descriptor_door",
-    "fetch_descriptors": "mvllm.executor.descriptor_door",
-    "devices_per_worker": "mvllm.executor.devices",
-    "launch_topology": "mvllm.executor.devices",
-    "EngineQueues": "mvllm.executor.engine_queues",
-    "FarResponses": "mvllm.executor.engine_queues",
-    "Handshake": "mvllm.executor.handshake",
+    "DescriptorDoor": "mvllm.executor.process.fd_server",
+    "DoorAddress": "mvllm.executor.process.fd_server",
+    "Parcel": "mvllm.executor.process.fd_server",
+    "fetch_descriptors": "mvllm.executor.process.fd_server",
+    "devices_per_worker": "mvllm.executor.worker_topology",
+    "launch_topology": "mvllm.executor.worker_topology",
+    "EngineQueues": "mvllm.executor.rpc_queues",
+    "FarResponses": "mvllm.executor.rpc_queues",
+    "Handshake": "mvllm.executor.process.handshake",
     "Executor": "mvllm.executor.interface",
     "MessageReader": "mvllm.executor.message_queue",
     "MessageWriter": "mvllm.executor.message_queue",
@@ -146,20 +146,20 @@ _HOMES = {
     "StopSignal": "mvllm.executor.message_queue",
     "WriterHandle": "mvllm.executor.message_queue",
     "MultiprocExecutor": "mvllm.executor.multiproc",
-    "StackFile": "mvllm.executor.process_tools",
-    "dump_stacks_to": "mvllm.executor.process_tools",
-    "is_stopped": "mvllm.executor.process_tools",
-    "label_output": "mvllm.executor.process_tools",
-    "open_pidfd": "mvllm.executor.process_tools",
-    "search_path": "mvllm.executor.process_tools",
-    "unnamed_file": "mvllm.executor.process_tools",
-    "watch_parent": "mvllm.executor.process_tools",
-    "Reply": "mvllm.executor.rpc",
-    "Request": "mvllm.executor.rpc",
+    "StackFile": "mvllm.executor.process.process_utils",
+    "dump_stacks_to": "mvllm.executor.process.process_utils",
+    "is_stopped": "mvllm.executor.process.process_utils",
+    "label_output": "mvllm.executor.process.process_utils",
+    "open_pidfd": "mvllm.executor.process.process_utils",
+    "search_path": "mvllm.executor.process.process_utils",
+    "unnamed_file": "mvllm.executor.process.process_utils",
+    "watch_parent": "mvllm.executor.process.process_utils",
+    "Reply": "mvllm.executor.rpc_messages",
+    "Request": "mvllm.executor.rpc_messages",
     "RpcExecutor": "mvllm.executor.rpc_executor",
     "worker_names": "mvllm.executor.rpc_executor",
-    "Activity": "mvllm.executor.status_board",
-    "StatusBoard": "mvllm.executor.status_board",
+    "Activity": "mvllm.executor.process.activity_table",
+    "StatusBoard": "mvllm.executor.process.activity_table",
     "UniProcExecutor": "mvllm.executor.uniproc",
     "WorkerGroup": "mvllm.executor.worker_group",
     "WorkerProc": "mvllm.executor.worker_proc",
@@ -181,9 +181,9 @@ _HOMES = {
     "RMSNorm": "mvllm.layers.norm",
     "IntegerFormat": "mvllm.layers.quantization.interface",
     "QuantizationMethod": "mvllm.layers.quantization.interface",
-    "IntegerMatrix": "mvllm.layers.quantization.matrix",
-    "QuantizedMatrix": "mvllm.layers.quantization.matrix",
-    "staging": "mvllm.layers.quantization.matrix",
+    "IntegerMatrix": "mvllm.layers.quantization.quantized_matrix",
+    "QuantizedMatrix": "mvllm.layers.quantization.quantized_matrix",
+    "staging": "mvllm.layers.quantization.quantized_matrix",
     "RotaryEmbedding": "mvllm.layers.rotary",
     "WeightTarget": "mvllm.layers.weight_target",
     "get_logger": "mvllm.logging",
@@ -202,7 +202,7 @@ _HOMES = {
     "LogitsProcessor": "mvllm.sampling.logits_processor",
     "LogitsProcessorContext": "mvllm.sampling.logits_processor",
     "RowTokens": "mvllm.sampling.logits_processor",
-    "WorkerWrapper": "mvllm.worker.wrapper",
+    "WorkerWrapper": "mvllm.worker.worker_wrapper",
 }
 """Where each name lives."""
 

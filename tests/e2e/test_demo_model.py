@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mvllm.demo import demo_model_path
-from tests.e2e.demo_answers import COMPLETIONS, REPLIES, messages, says
+from tests.e2e.demo_model_expectations import COMPLETIONS, REPLIES, messages, says
 from tools.demo_model import corpus, stories, train
 from tools.demo_model.chats import Message
 

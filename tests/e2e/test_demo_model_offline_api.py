@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mvllm import LLM, SamplingParams
-from tests.e2e.demo_answers import COMPLETIONS, REPLIES, messages, says
+from tests.e2e.demo_model_expectations import COMPLETIONS, REPLIES, messages, says
 
 GREEDY = SamplingParams(temperature=0, max_tokens=256)
 

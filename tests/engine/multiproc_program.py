@@ -10,7 +10,7 @@ import sys
 
 from mvllm import SamplingParams
 from mvllm.config.engine_args import EngineArgs
-from mvllm.engine.core import EngineCore
+from mvllm.engine.core.engine_core import EngineCore
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.platform.choose import choose_platform
 

@@ -491,7 +491,7 @@ def test_what_it_tells_of_itself(llm: AsyncLLM, offline: LLM, run: Run) -> None:
 def test_figures_add_up(checkpoint: Path, run: Run) -> None:
     client = pytest.importorskip("prometheus_client")
     parser = pytest.importorskip("prometheus_client.parser")
-    from mvllm.engine.prometheus import EngineCollector
+    from mvllm.engine.metrics.prometheus import EngineCollector
 
     with async_engine(checkpoint) as llm:
 
@@ -529,7 +529,7 @@ def test_figures_add_up(checkpoint: Path, run: Run) -> None:
 def test_a_line_tells_of_a_busy_engine_and_none_of_one_at_rest(
     llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("mvllm.engine.stats_line.INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr("mvllm.engine.metrics.periodic_stats_log.INTERVAL_SECONDS", 0.05)
     llm._stats_line.close()
 
     def lines() -> list[str]:

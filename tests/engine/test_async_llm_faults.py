@@ -15,7 +15,7 @@ import pytest
 from mvllm import SamplingParams
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.async_llm import AsyncLLM
-from mvllm.engine.request_stream import RequestStream
+from mvllm.engine.frontend.request_output_stream import RequestStream
 from mvllm.errors import CacheError, EngineDeadError, WorkerDiedError, WorkerError
 from mvllm.messages.sampling_params import RequestOutputKind
 from tests.helpers.plugins import prepend, puppet_platform_path
@@ -165,7 +165,7 @@ def test_a_hanging_core_is_seen_and_may_go_on(make: Make) -> None:
 
 
 def test_a_core_that_hangs_for_too_long_is_ended(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mvllm.engine.core_link.SLACK_SECONDS", 1.0)
+    monkeypatch.setattr("mvllm.engine.process.launched_core_connection.SLACK_SECONDS", 1.0)
     llm = make("slow", step_timeout=1)
 
     async def hang() -> None:

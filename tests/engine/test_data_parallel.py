@@ -11,7 +11,7 @@ import pytest
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.async_llm import AsyncLLM
-from mvllm.engine.dp_async_client import DPAsyncMPClient
+from mvllm.engine.process.dp_async_mp_client import DPAsyncMPClient
 from mvllm.errors import CacheError, EngineDeadError, QueueFullError
 from mvllm.messages.sampling_params import RequestOutputKind
 from tests.helpers.async_engine import PROMPTS, SETTINGS, async_engine, joined, last, params

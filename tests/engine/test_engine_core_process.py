@@ -16,11 +16,11 @@ import pytest
 import zmq
 
 from mvllm import LLM, SamplingParams
-from mvllm.engine.core_channel import FrontChannel
-from mvllm.engine.core_launch import CoreProcess
-from mvllm.engine.outputs import RequestOutput
-from mvllm.engine.sync_mp_client import SyncMPClient
-from mvllm.entrypoints.streaming import stream
+from mvllm.engine.process.zmq_channel import FrontChannel
+from mvllm.engine.process.launch import CoreProcess
+from mvllm.engine.frontend.outputs import RequestOutput
+from mvllm.engine.process.sync_mp_client import SyncMPClient
+from mvllm.entrypoints.stream_request import stream
 from mvllm.errors import CacheError, EngineDeadError, RequestError
 from mvllm.messages.requests import EngineCoreRequest, FinishReason
 from tests.helpers.parity import engine

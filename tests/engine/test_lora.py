@@ -12,7 +12,7 @@ import torch
 
 from mvllm import LLM, LoRARequest, RequestError, RequestOutput, SamplingParams
 from mvllm.errors import ConfigError
-from tests.helpers.adapters import check_against, edit_config, merged, write_adapter
+from tests.helpers.lora_adapters import check_against, edit_config, merged, write_adapter
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.parity import engine
 from tests.helpers.thread_executor import ThreadExecutor

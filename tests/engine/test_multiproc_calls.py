@@ -24,19 +24,19 @@ from msgspec.structs import replace
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig, replace_field
 from mvllm.errors import ConfigError, EngineDeadError, PlatformError, WorkerDiedError, WorkerError, WorkerStuckError
-from mvllm.executor import engine_queues
-from mvllm.executor.choose import make_executor
+from mvllm.executor import rpc_queues
+from mvllm.executor.factory import make_executor
 from mvllm.executor.message_queue import SharedMemoryError, shared_memory_space
 from mvllm.executor.message_queue.ring_buffer import ShmRingBuffer
 from mvllm.executor.multiproc import MultiprocExecutor
-from mvllm.executor.process_group import ProcessGroup
-from mvllm.executor.rpc import RemoteTraceback
-from mvllm.executor.worker_handle import WorkerHandle
+from mvllm.executor.process.child_process_group import ProcessGroup
+from mvllm.executor.rpc_messages import RemoteTraceback
+from mvllm.executor.process.child_process_handle import WorkerHandle
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.platform.choose import choose_platform
 from tests.helpers.plugins import prepend, puppet_platform_path
 from tests.helpers.processes import TAG, new_tag, tagged, wait_until
-from tests.helpers.puppet import (
+from tests.helpers.scripted_worker import (
     EXIT,
     FORGE_ON_RANK_1,
     KILL,
@@ -279,7 +279,7 @@ def test_a_step_that_does_not_end_is_reported_with_stacks_once_and_other_calls_w
         executor.execute_model(SchedulerOutput(step=100)).result(3.0)
     assert caplog.text.count("execute_model of step 100 has not ended after") >= 2
     [stack] = [record.getMessage() for record in caplog.records if "The stack of Worker_TP1" in record.getMessage()]
-    assert "in execute_model" in stack and "puppet.py" in stack
+    assert "in execute_model" in stack and "scripted_worker.py" in stack
 
 
 def test_a_death_after_a_reported_stack_does_not_repeat_it(make: MakeExecutor) -> None:
@@ -443,7 +443,7 @@ def test_an_executor_that_finds_too_little_memory_for_its_queues_gives_everythin
 
     space = shared_memory_space()
     with monkeypatch.context() as patched:
-        patched.setattr(engine_queues, "shared_memory_space", lambda: replace(space, free_bytes=1000))
+        patched.setattr(rpc_queues, "shared_memory_space", lambda: replace(space, free_bytes=1000))
         refused()
     create, made = ShmRingBuffer.create, itertools.count()  # it was there when all was planned, and is gone at the last
     monkeypatch.setattr(ShmRingBuffer, "create", lambda *args: create(*args) if next(made) < 2 else _no_memory())
@@ -482,7 +482,7 @@ def test_a_process_that_ends_without_a_word_takes_its_workers_along(make: MakeEx
     code = """
 import sys
 from mvllm.config.engine_args import EngineArgs
-from mvllm.executor.choose import make_executor
+from mvllm.executor.factory import make_executor
 from mvllm.platform.choose import choose_platform
 config = EngineArgs.from_kwargs(model="demo", tensor_parallel_size=2).create_engine_config()
 executor = make_executor(config, choose_platform("puppet").platform)

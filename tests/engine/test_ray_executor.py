@@ -29,9 +29,9 @@ from mvllm import LLM, SamplingParams
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig, replace_field
 from mvllm.errors import ConfigError, EngineDeadError, PlatformError, WorkerDiedError, WorkerError, WorkerStuckError
-from mvllm.executor.choose import make_executor
+from mvllm.executor.factory import make_executor
 from mvllm.executor.message_queue.message_reader import LocalSource
-from mvllm.executor.message_queue.remote import RemoteSource
+from mvllm.executor.message_queue.tcp_transport import RemoteSource
 from mvllm.executor.multiproc import MultiprocExecutor
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.platform.choose import choose_platform
@@ -39,7 +39,7 @@ from mvllm_ray.executor import RayDistributedExecutor
 from tests.helpers import parity
 from tests.helpers.plugins import prepend, puppet_platform_path
 from tests.helpers.processes import shared_memory_names, wait_until
-from tests.helpers.puppet import RAISE, SLEEP_MS, TELL
+from tests.helpers.scripted_worker import RAISE, SLEEP_MS, TELL
 
 pytestmark = pytest.mark.serial
 
@@ -291,7 +291,7 @@ def test_an_error_keeps_its_traceback_and_a_step_that_raises_ends_the_executor(m
     executor = make()
     with pytest.raises(PlatformError, match="KeyError: 'string 7 tore'") as caught:
         executor.collective_rpc("allocate_kv_cache", (RAISE, 7), ranks=[1])
-    assert "puppet.py" in str(caught.value.__cause__)
+    assert "scripted_worker.py" in str(caught.value.__cause__)
     with pytest.raises(WorkerError, match="execute_model of step 13: RuntimeError: unlucky"):
         executor.execute_model(SchedulerOutput(step=13)).result()
     with pytest.raises(WorkerError, match="unlucky"):
@@ -330,10 +330,10 @@ def test_shutdown_may_be_repeated_and_waits_for_nobody_long(make: MakeExecutor) 
 
 DRIVER = """
 import sys, time
-from mvllm.executor.choose import make_executor
+from mvllm.executor.factory import make_executor
 from mvllm.platform.choose import choose_platform
 from tests.engine.test_ray_executor import config
-from tests.helpers.puppet import SLEEP_MS
+from tests.helpers.scripted_worker import SLEEP_MS
 executor = make_executor(config(2), choose_platform("puppet").platform)
 executor.collective_rpc("allocate_kv_cache", (SLEEP_MS, 600_000), ranks=[int(sys.argv[1])], non_block=True)
 print(*executor.worker_pids, flush=True)
@@ -359,7 +359,7 @@ def test_killing_the_driver_leaves_no_actor_whether_busy_or_not(
 VISITOR = """
 import ray
 from mvllm.errors import EngineDeadError
-from mvllm.executor.choose import make_executor
+from mvllm.executor.factory import make_executor
 from mvllm.platform.choose import choose_platform
 from tests.engine.test_ray_executor import config
 for leaves_first in (False, True):

@@ -11,9 +11,9 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from tests.engine.test_multiproc_parity import check_under_pressure
-from tests.helpers import parity, several_devices
+from tests.helpers import parity, multi_device_platform
 from tests.helpers.plugins import prepend, several_platform_path
-from tests.helpers.several_plugin import VARIABLE
+from tests.helpers.multi_device_plugin import VARIABLE
 from tests.helpers.thread_executor import ThreadExecutor
 
 Drive = Callable[[int], None]
@@ -44,7 +44,7 @@ PARTS = {
 def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Drive:
     """Says how many devices a worker of the platform `several` drives."""
     prepend(monkeypatch, several_platform_path(tmp_path))
-    monkeypatch.setattr(several_devices, "GATHERED", [])
+    monkeypatch.setattr(multi_device_platform, "GATHERED", [])
     return lambda count: monkeypatch.setenv(VARIABLE, str(count))
 
 
@@ -52,7 +52,7 @@ def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Drive:
 def test_a_model_on_several_devices_gives_the_tokens_of_transformers(drive: Drive, name: str, devices: int) -> None:
     drive(devices)
     check_under_pressure(name, devices, 1, devices, platform="several")
-    assert several_devices.GATHERED == [], "nobody needs a tensor whole that the devices share"
+    assert multi_device_platform.GATHERED == [], "nobody needs a tensor whole that the devices share"
 
 
 BOTH_WAYS = {
@@ -69,7 +69,7 @@ def test_workers_of_several_devices_share_layers_and_stages(
     drive(devices)
     threads = f"{ThreadExecutor.__module__}.{ThreadExecutor.__name__}"
     check_under_pressure(name, tensor, pipeline, devices, platform="several", distributed_executor_backend=threads)
-    assert several_devices.GATHERED == []
+    assert multi_device_platform.GATHERED == []
 
 
 @pytest.mark.exhaustive
@@ -100,7 +100,7 @@ def test_two_devices_give_the_tokens_of_one(
         found.append([list(output.outputs[0].token_ids) for output in outputs])
     assert found[1] == found[0]
     assert found[0] == expected.tokens or settings
-    assert several_devices.GATHERED == [] or not stays_cut
+    assert multi_device_platform.GATHERED == [] or not stays_cut
 
 
 def test_weights_and_cache_are_spread_and_the_memory_of_all_devices_is_divided(drive: Drive) -> None:
@@ -109,7 +109,7 @@ def test_weights_and_cache_are_spread_and_the_memory_of_all_devices_is_divided(d
     for devices in (1, 2, 4):
         drive(devices)
         gc.collect()
-        before = sum(several_devices.HELD.values())
+        before = sum(multi_device_platform.HELD.values())
         with parity.engine(
             folder,
             platform="several",
@@ -120,7 +120,7 @@ def test_weights_and_cache_are_spread_and_the_memory_of_all_devices_is_divided(d
         ) as llm:
             summary = llm.llm_engine.cache_summary
             blocks[devices] = summary.num_blocks * (2 if devices == 4 else 1)  # four hold two key/value heads twice
-            held[devices] = sum(several_devices.HELD.values()) - before - summary.total_bytes * (devices > 1)
+            held[devices] = sum(multi_device_platform.HELD.values()) - before - summary.total_bytes * (devices > 1)
     assert held[1] == 0, "nothing is placed on one device"
     assert held[2] < held[4] < 1.5 * held[2], "norms are on each, the rest is shared; so are copies of heads"
     assert blocks[2] > 1.9 * blocks[1] and blocks[4] > 3.8 * blocks[1]

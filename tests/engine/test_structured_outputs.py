@@ -15,17 +15,17 @@ import jsonschema
 import pytest
 
 from mvllm import LLM, RequestError, SamplingParams, StructuredOutputsParams
-from mvllm.engine.core import EngineCore
-from mvllm.engine.core_client import InprocClient
-from mvllm.engine.grammar_vocabulary import load_vocabulary
-from mvllm.engine.outputs import CompletionOutput
+from mvllm.engine.core.engine_core import EngineCore
+from mvllm.engine.process.inproc_client import InprocClient
+from mvllm.engine.frontend.grammar_vocabulary import load_vocabulary
+from mvllm.engine.frontend.outputs import CompletionOutput
 from mvllm.executor.uniproc import UniProcExecutor
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from mvllm.structured_output import library
-from mvllm.structured_output.compiler import CompiledGrammar, GrammarCompiler, job_of
-from mvllm.structured_output.sequence import SequenceGrammar
-from mvllm.structured_output.trial import TrialJob, to_grammar
-from mvllm.structured_output.trial_process import GrammarTrial
+from mvllm.structured_output import llguidance_library
+from mvllm.structured_output.grammar_compiler import CompiledGrammar, GrammarCompiler, job_of
+from mvllm.structured_output.sequence_grammar import SequenceGrammar
+from mvllm.structured_output.sandbox_main import TrialJob, to_grammar
+from mvllm.structured_output.sandbox import GrammarTrial
 from mvllm.worker.worker import Worker
 from mvllm_cpu.platform import CPUPlatform
 from tests.engine.conftest import MakeLLM
@@ -61,7 +61,7 @@ def run(llm: LLM, params: list[SamplingParams]) -> list[CompletionOutput]:
 
 def assert_prefix(llm: LLM, params: SamplingParams, output: CompletionOutput) -> None:
     """Something valid begins with the output: a matcher of the library takes every token of it."""
-    api = library.load()
+    api = llguidance_library.load()
     wish = params.structured_outputs
     assert wish is not None
     tokenizer = load_vocabulary(llm.llm_engine.model_config).build()
@@ -380,7 +380,7 @@ def test_without_a_tokenizer_it_is_refused_at_the_door(make_llm: MakeLLM) -> Non
 
 
 def test_without_the_library_it_is_refused_with_the_remedy(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_is_installed", lambda: False)
+    monkeypatch.setattr(llguidance_library, "_is_installed", lambda: False)
     with pytest.raises(RequestError, match="pip install 'llguidance>="):
         run(llm, [wanted(choice=["a"])])
     assert len(run(llm, [SamplingParams(max_tokens=3, ignore_eos=True)])[0].token_ids) == 3

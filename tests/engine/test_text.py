@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from mvllm import LLM, SamplingParams
-from mvllm.entrypoints.streaming import stream
+from mvllm.entrypoints.stream_request import stream
 from mvllm.messages.sampling_params import RequestOutputKind
 from tests.engine.conftest import MakeLLM
 

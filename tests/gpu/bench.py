@@ -286,7 +286,7 @@ def throughput(llm: LLM, requests: Requests) -> dict[str, float]:
     """All requests at once: tokens per second until the last is done."""
     from mvllm import SamplingParams
     from mvllm.entrypoints.bench.offline import measure_throughput
-    from mvllm.entrypoints.bench.prompts import Sample
+    from mvllm.entrypoints.bench.datasets import Sample
 
     samples = [Sample("", tuple(prompt), length) for prompt, length in requests]
     params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False)

@@ -42,7 +42,7 @@ def run(item: str, settings: Settings, ledger: Ledger) -> None:
     from tests.gpu import parity
     from tests.gpu.zoo import zoo_checkpoint
     from tests.helpers.parity import prompts_of
-    from tests.helpers.zoo_sparse import SPARSE
+    from tests.helpers.zoo_moe import SPARSE
 
     name, _, dtype = item.partition(":")
     folder = zoo_checkpoint(name, settings)

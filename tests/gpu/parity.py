@@ -71,7 +71,7 @@ def _within_tolerance(
     item: str, name: str, folder: Path, dtype: str, which: tuple[int, ...], settings: Settings, ledger: Ledger
 ) -> None:
     from tests.helpers import parity
-    from tests.helpers.zoo_sparse import SPARSE
+    from tests.helpers.zoo_moe import SPARSE
 
     prompts = parity.prompts_of(name, which)
     with parity.engine(folder, platform=settings.platform, dtype=dtype) as llm:

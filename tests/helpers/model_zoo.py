@@ -32,7 +32,7 @@ from transformers import (
 from transformers.models.auto import AutoModelForCausalLM
 
 from tests.helpers.zoo_dense import DENSE
-from tests.helpers.zoo_sparse import SPARSE
+from tests.helpers.zoo_moe import SPARSE
 
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 1

@@ -14,12 +14,12 @@ import torch
 from mvllm.attention.reference import ReferenceAttention
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.model import ModelConfig
-from mvllm.distributed.group import GroupCoordinator
+from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.quantization.registry import quantization_method
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.registry import resolve_model_class
-from mvllm.models.weights import load_weights
+from mvllm.models.weight_loader import load_weights
 from mvllm.ops.registry import OpTable
 from mvllm.platform.attention import AttentionSpec, BatchLayout
 from mvllm.platform.op_provider import OpProvider

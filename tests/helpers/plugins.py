@@ -50,7 +50,7 @@ def null_platform_path(folder: Path) -> list[str]:
 
 def puppet_platform_path(folder: Path) -> list[str]:
     """The same for the platform whose worker does what the arguments of its methods say."""
-    metadata = write_metadata(folder, "mvllm-puppet", "[mvllm.platforms]\npuppet = tests.helpers.puppet\n")
+    metadata = write_metadata(folder, "mvllm-puppet", "[mvllm.platforms]\npuppet = tests.helpers.scripted_worker\n")
     return [str(metadata), str(ROOT)]
 
 
@@ -67,5 +67,5 @@ def prepend(monkeypatch: pytest.MonkeyPatch, paths: list[str]) -> None:
 
 def several_platform_path(folder: Path) -> list[str]:
     """The same for the platform whose workers drive several devices."""
-    metadata = write_metadata(folder, "mvllm-several", "[mvllm.platforms]\nseveral = tests.helpers.several_plugin\n")
+    metadata = write_metadata(folder, "mvllm-several", "[mvllm.platforms]\nseveral = tests.helpers.multi_device_plugin\n")
     return [str(metadata), str(ROOT)]

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 FRESH = "TESTS_FRESH_PROGRAMS"
-FORKED_MODULES = ("mvllm.executor.child_program", "mvllm.entrypoints.cli.main", "tests.")
+FORKED_MODULES = ("mvllm.executor.process.child_program", "mvllm.entrypoints.cli.main", "tests.")
 """Beginnings of what `python -m` names, of programs that are forked."""
 READ_WHEN_LOADED = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_", "ATEN_", "TORCH", "PYTORCH", "LD_", "MALLOC_"),
@@ -415,9 +415,9 @@ def main() -> None:
 
     import torch  # noqa: F401
 
-    import mvllm.engine.core
-    import mvllm.engine.core_process
-    import mvllm.executor.worker_process
+    import mvllm.engine.core.engine_core
+    import mvllm.engine.process.engine_core_proc
+    import mvllm.executor.worker_main
     import mvllm.worker.model_runner
     import mvllm.worker.worker  # noqa: F401
 

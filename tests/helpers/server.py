@@ -20,7 +20,7 @@ import psutil
 from tests.helpers.processes import TAG, new_tag, tagged, wait_until
 
 START_SECONDS = 180
-TEMPLATE_PROCESS = "mvllm.entrypoints.openai.template_process"
+TEMPLATE_PROCESS = "mvllm.entrypoints.openai.common.chat_template_process"
 SMALL = ("--kv-cache-memory-bytes", str(64 << 20))
 
 
@@ -95,7 +95,7 @@ class ServerProcess:
         found = set()
         for process in tagged(self.tag):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if {"mvllm.structured_output.trial", TEMPLATE_PROCESS} & set(process.cmdline()):
+                if {"mvllm.structured_output.sandbox_main", TEMPLATE_PROCESS} & set(process.cmdline()):
                     found.add(process.pid)
         return found
 

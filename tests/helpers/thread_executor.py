@@ -13,7 +13,7 @@ from typing import Any
 from mvllm.executor.interface import Executor
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.topology import WorkerContext
-from mvllm.worker.wrapper import WorkerWrapper
+from mvllm.worker.worker_wrapper import WorkerWrapper
 from tests.helpers.thread_ranks import ThreadCommunicator, _Meeting
 
 

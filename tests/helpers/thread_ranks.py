@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from mvllm.distributed.group import GroupCoordinator
+from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.platform.communicator import Communicator
 from mvllm.platform.topology import GroupSpec
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mvllm.plugin_api import CONTRACT
-from tests.e2e.demo_answers import COMPLETIONS, says
+from tests.e2e.demo_model_expectations import COMPLETIONS, says
 from tests.packaging import wheels
 
 FROZEN = Path(__file__).parent / "frozen_plugin_1_0"
@@ -106,7 +106,7 @@ def test_its_plan_its_operations_and_its_checks_are_heeded(core_only, beside_tor
     printed = core_only.evaluate(
         """
         import json
-        from mvllm.entrypoints.cli.checks import run_checks
+        from mvllm.entrypoints.cli.doctor_checks import run_checks
         from mvllm.ops.registry import OpTable
         from mvllm.platform.choose import choose_platform
         platform = choose_platform("frozen").platform

@@ -17,7 +17,7 @@ import time
 from multiprocessing.connection import Connection
 
 from mvllm.entrypoints.bench.client import Target
-from mvllm.entrypoints.bench.prompts import make_samples
+from mvllm.entrypoints.bench.datasets import make_samples
 from mvllm.entrypoints.bench.serving import Load, run_load
 
 CHUNK = (

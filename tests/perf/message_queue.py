@@ -33,7 +33,7 @@ import numpy as np
 import zmq
 
 from mvllm.executor.message_queue import MessageQueue, MessageReader, MessageWriter, QueueSettings, QueueTimeoutError
-from mvllm.executor.message_queue.segment import SharedSegment
+from mvllm.executor.message_queue.shared_segment import SharedSegment
 
 SPAWN = multiprocessing.get_context("spawn")
 SETTINGS = QueueSettings()

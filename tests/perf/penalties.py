@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from mvllm.messages.sampling_params import SamplingParams
-from mvllm.platform.staging import StepStaging
+from mvllm.platform.staging_buffers import StepStaging
 from mvllm.sampling import sampler as module
 from mvllm.sampling.sampler import Sampler
-from mvllm.sampling.state import SamplingState, TokenHistory
+from mvllm.sampling.sampling_state import SamplingState, TokenHistory
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.unit.worker.builders import HostRuntime

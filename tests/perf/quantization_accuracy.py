@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from mvllm import LLM, SamplingParams
 from mvllm.layers.quantization import registry
 from mvllm.layers.quantization.interface import IntegerFormat
-from mvllm.layers.quantization.on_load import OnLoad
+from mvllm.layers.quantization.online_quantization import OnLoad
 from tools.demo_model import corpus
 
 FORMATS: dict[str, IntegerFormat] = {

@@ -15,7 +15,7 @@ import statistics
 import time
 
 from mvllm.config.engine_config import SchedulerConfig
-from mvllm.kv_cache.manager import KVCacheManager
+from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput

@@ -18,8 +18,8 @@ import numpy as np
 
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.platform.shapes import ShapePolicy
-from mvllm.sampling.state import SamplingState
-from mvllm.worker.rows import RowTable
+from mvllm.sampling.sampling_state import SamplingState
+from mvllm.worker.input_batch import RowTable
 from mvllm.worker.step_inputs import StepInputBuilder
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

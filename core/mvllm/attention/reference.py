@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mvllm.attention import scaled_kv
+from mvllm.attention import kv_quantization
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.platform.attention import AttentionBackend, AttentionSpec, BatchLayout, KVLayout
 
 _BLOCK_SIZES = (16, 32, 8, 64, 128, 256, 4, 2, 1)
-_KV_DTYPES = ("float32", "bfloat16", "float16", *scaled_kv.LARGEST)
+_KV_DTYPES = ("float32", "bfloat16", "float16", *kv_quantization.LARGEST)
 _QUERY_TILE = 256
 
 
@@ -77,7 +77,7 @@ class ReferenceAttention(AttentionBackend):
 
     def kv_layout(self) -> KVLayout:
         sizes, spec = self._sizes(), self.spec
-        if spec.kv_dtype in scaled_kv.LARGEST:
+        if spec.kv_dtype in kv_quantization.LARGEST:
             per_head = sum(sizes) + len(sizes) * torch.float32.itemsize
         else:
             per_head = sum(sizes) * torch_dtype(spec.kv_dtype).itemsize
@@ -88,8 +88,8 @@ class ReferenceAttention(AttentionBackend):
         spec, sizes = self.spec, self._sizes()
         slots = (num_blocks, block_size, spec.num_kv_heads)
         try:
-            if spec.kv_dtype in scaled_kv.LARGEST:
-                stored = scaled_kv.STORED_AS[spec.kv_dtype]
+            if spec.kv_dtype in kv_quantization.LARGEST:
+                stored = kv_quantization.STORED_AS[spec.kv_dtype]
                 codes = [torch.zeros((*slots, size), dtype=stored, device=device) for size in sizes]
                 scales = [torch.zeros(slots, dtype=torch.float32, device=device) for _ in sizes]
                 return (*codes, *scales)
@@ -122,8 +122,8 @@ class ReferenceAttention(AttentionBackend):
 
     def write_kv(self, kv: Cache, key: torch.Tensor, value: torch.Tensor, metadata: ReferenceMetadata) -> None:
         news = [key] if self.spec.values_in_keys else [key, value]
-        if self.spec.kv_dtype in scaled_kv.LARGEST:
-            encoded = [scaled_kv.encode(new, self.spec.kv_dtype) for new in news]
+        if self.spec.kv_dtype in kv_quantization.LARGEST:
+            encoded = [kv_quantization.encode(new, self.spec.kv_dtype) for new in news]
             news = [codes for codes, _ in encoded] + [scales for _, scales in encoded]
         for cache, new in zip(kv, news, strict=True):
             kept = new if metadata.rows is None else new.index_select(0, metadata.rows)
@@ -158,9 +158,9 @@ class ReferenceAttention(AttentionBackend):
     def _read(self, kv: Cache, blocks: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Float32 keys and values of the first `num_keys` tokens in `blocks`: [num_keys, kv_heads, size]."""
         parts = [cache.index_select(0, blocks).flatten(0, 1)[:num_keys] for cache in kv]
-        if self.spec.kv_dtype in scaled_kv.LARGEST:
+        if self.spec.kv_dtype in kv_quantization.LARGEST:
             pairs = zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True)
-            parts = [scaled_kv.decode(codes, scales, self.spec.kv_dtype) for codes, scales in pairs]
+            parts = [kv_quantization.decode(codes, scales, self.spec.kv_dtype) for codes, scales in pairs]
         key, value = parts[0].float(), parts[-1].float()
         return key, value[..., : self.spec.value_size]
 

@@ -25,7 +25,7 @@ from mvllm.config.model import ModelConfig
 from mvllm.config.model_kind import ModelKind
 from mvllm.config.pooler_config import check_pooler_config
 from mvllm.config.quantization import settle_quantization
-from mvllm.config.sentence_files import max_seq_length
+from mvllm.config.sentence_transformers_config import max_seq_length
 from mvllm.errors import ConfigError, ModelError
 from mvllm.logging import get_logger
 

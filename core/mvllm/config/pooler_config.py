@@ -8,7 +8,7 @@ from typing import Any
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
-from mvllm.config.sentence_files import has_modules, read_modules
+from mvllm.config.sentence_transformers_config import has_modules, read_modules
 from mvllm.errors import ConfigError, ModelError, RequestError
 from mvllm.messages.pooling_params import Activation, PoolingParams, PoolingTask, PoolingType
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mvllm.config.engine_config import ParallelConfig
-from mvllm.distributed.group import GroupCoordinator
+from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.distributed.torch_communicator import HOST_BACKEND, TorchCommunicator
 from mvllm.errors import ConfigError
-from mvllm.platform.ask import ask
+from mvllm.platform.checked_calls import ask
 from mvllm.platform.communicator import Communicator
 from mvllm.platform.interface import Platform
 from mvllm.platform.topology import GroupSpec, WorkerContext

@@ -21,23 +21,23 @@ from typing import Any, TypeVar
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.model import ModelConfig
-from mvllm.engine.adapter_door import AdapterDoor
-from mvllm.engine.async_client import AsyncClient, make_async_client
-from mvllm.engine.front_end import FrontEnd
-from mvllm.engine.input_processor import InputProcessor, ProcessedRequest
-from mvllm.engine.kv_sizing import CacheSummary
-from mvllm.engine.metrics import EngineFigures, EngineLoad, EngineMetrics, RateMeter
-from mvllm.engine.output_processor import OutputProcessor
-from mvllm.engine.outputs import RequestOutput
-from mvllm.engine.parallel_sampling import CoreIds
-from mvllm.engine.pooling_input import PoolingInputProcessor
-from mvllm.engine.pooling_outputs import PoolingRequestOutput
-from mvllm.engine.request_stream import RequestStream
-from mvllm.engine.requests_under_way import RequestsUnderWay
-from mvllm.engine.sleep import check_sleep_level, check_tags
-from mvllm.engine.stats_line import StatsLine
-from mvllm.engine.tokenizer import Tokenizer
-from mvllm.engine.tracing import Tracer
+from mvllm.engine.frontend.lora_request_validator import AdapterDoor
+from mvllm.engine.process.async_core_client import AsyncClient, make_async_client
+from mvllm.engine.frontend.frontend_startup import FrontEnd
+from mvllm.engine.frontend.input_processor import InputProcessor, ProcessedRequest
+from mvllm.engine.core.kv_cache_sizing import CacheSummary
+from mvllm.engine.metrics.stats import EngineFigures, EngineLoad, EngineMetrics, RateMeter
+from mvllm.engine.frontend.output_processor import OutputProcessor
+from mvllm.engine.frontend.outputs import RequestOutput
+from mvllm.engine.frontend.parallel_sampling import CoreIds
+from mvllm.engine.frontend.pooling_input_processor import PoolingInputProcessor
+from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
+from mvllm.engine.frontend.request_output_stream import RequestStream
+from mvllm.engine.frontend.in_flight_requests import RequestsUnderWay
+from mvllm.engine.core.sleep import check_sleep_level, check_tags
+from mvllm.engine.metrics.periodic_stats_log import StatsLine
+from mvllm.engine.frontend.tokenizer import Tokenizer
+from mvllm.engine.metrics.tracing import Tracer
 from mvllm.errors import EngineDeadError, EngineSleepingError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
@@ -72,7 +72,7 @@ class AsyncLLM:
     Attributes:
         config: The configuration the engine runs with.
         input_processor, pooling_input_processor: The validators of requests.
-        metrics: Counts and times since the start, for `mvllm.engine.prometheus`.
+        metrics: Counts and times since the start, for `mvllm.engine.metrics.prometheus`.
 
     Raises:
         PlatformError, ConfigError, ModelError: The engine cannot be started as asked. Nothing stays behind.

@@ -8,18 +8,18 @@ from typing import Any, Protocol
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.model import ModelConfig
-from mvllm.engine.adapter_door import AdapterDoor
-from mvllm.engine.beam_search import BeamSearch
-from mvllm.engine.core_client import make_client
-from mvllm.engine.front_end import FrontEnd
-from mvllm.engine.input_processor import InputProcessor, ProcessedRequest
-from mvllm.engine.kv_sizing import CacheSummary
-from mvllm.engine.output_processor import OutputProcessor
-from mvllm.engine.outputs import RequestOutput
-from mvllm.engine.parallel_sampling import CoreIds, fan_out
-from mvllm.engine.pooling_input import PoolingInputProcessor
-from mvllm.engine.sleep import check_sleep_level, check_tags
-from mvllm.engine.tokenizer import Tokenizer
+from mvllm.engine.frontend.lora_request_validator import AdapterDoor
+from mvllm.engine.frontend.beam_search import BeamSearch
+from mvllm.engine.process.inproc_client import make_client
+from mvllm.engine.frontend.frontend_startup import FrontEnd
+from mvllm.engine.frontend.input_processor import InputProcessor, ProcessedRequest
+from mvllm.engine.core.kv_cache_sizing import CacheSummary
+from mvllm.engine.frontend.output_processor import OutputProcessor
+from mvllm.engine.frontend.outputs import RequestOutput
+from mvllm.engine.frontend.parallel_sampling import CoreIds, fan_out
+from mvllm.engine.frontend.pooling_input_processor import PoolingInputProcessor
+from mvllm.engine.core.sleep import check_sleep_level, check_tags
+from mvllm.engine.frontend.tokenizer import Tokenizer
 from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest

@@ -10,19 +10,19 @@ from typing import Any, cast
 import msgspec
 
 from mvllm.config.engine_args import EngineArgs
-from mvllm.engine.input_processor import ProcessedRequest
+from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.llm_engine import LLMEngine
-from mvllm.engine.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
-from mvllm.engine.pooling_outputs import (
+from mvllm.engine.frontend.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from mvllm.engine.frontend.pooling_outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from mvllm.engine.scoring import Scoring
+from mvllm.engine.frontend.scoring import Scoring
 from mvllm.entrypoints.chat_template import Conversation, is_conversation, render_chat
 from mvllm.entrypoints.interrupts import interrupts_between_steps
-from mvllm.entrypoints.progress import Progress
+from mvllm.entrypoints.generate_progress import Progress
 from mvllm.errors import EngineDeadError, RequestError
 from mvllm.logging import configure_logging
 from mvllm.messages.beam_search_params import BeamSearchParams

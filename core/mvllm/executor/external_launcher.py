@@ -19,12 +19,12 @@ import msgspec
 from mvllm.config.engine_config import EngineConfig, replace_field
 from mvllm.distributed.rank_exchange import RankExchange
 from mvllm.errors import ConfigError
-from mvllm.executor.devices import devices_per_worker, with_workers_as_ranks
+from mvllm.executor.worker_topology import devices_per_worker, with_workers_as_ranks
 from mvllm.executor.interface import log_drawn_seed
-from mvllm.executor.late_output import start_step
+from mvllm.executor.deferred_output import start_step
 from mvllm.executor.uniproc import InProcessExecutor
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from mvllm.platform.ask import ask
+from mvllm.platform.checked_calls import ask
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.topology import LaunchTopology, WorkerContext

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.executor.config_codec import encode_worker_configs
-from mvllm.executor.devices import devices_per_worker, launch_topology
-from mvllm.executor.engine_queues import EngineQueues
-from mvllm.executor.handshake import WorkerStart
-from mvllm.executor.process_group import Launch, ProcessGroup
-from mvllm.executor.process_tools import keep_standard_streams, search_path, unnamed_file
+from mvllm.executor.worker_topology import devices_per_worker, launch_topology
+from mvllm.executor.rpc_queues import EngineQueues
+from mvllm.executor.process.handshake import WorkerStart
+from mvllm.executor.process.child_process_group import Launch, ProcessGroup
+from mvllm.executor.process.process_utils import keep_standard_streams, search_path, unnamed_file
 from mvllm.executor.rpc_executor import RpcExecutor, worker_names
-from mvllm.executor.status_board import StatusBoard
+from mvllm.executor.process.activity_table import StatusBoard
 from mvllm.logging import log_level
 from mvllm.platform.interface import Platform
 from mvllm.platform.topology import LaunchTopology, WorkerContext

@@ -24,8 +24,8 @@ import msgspec
 
 from mvllm.config.engine_config import EngineConfig, ParallelConfig
 from mvllm.errors import EngineDeadError, WorkerError
-from mvllm.executor.devices import devices_per_worker, with_workers_as_ranks
-from mvllm.executor.engine_queues import response_queue_name
+from mvllm.executor.worker_topology import devices_per_worker, with_workers_as_ranks
+from mvllm.executor.rpc_queues import response_queue_name
 from mvllm.executor.interface import Executor
 from mvllm.executor.message_queue import (
     MessageReader,
@@ -37,8 +37,8 @@ from mvllm.executor.message_queue import (
     QueueTimeoutError,
     ReaderGroup,
 )
-from mvllm.executor.rpc import FLUSH_ID, STOP_ID, MethodCodec, Reply, Request, codec_of
-from mvllm.executor.status_board import StatusBoard
+from mvllm.executor.rpc_messages import FLUSH_ID, STOP_ID, MethodCodec, Reply, Request, codec_of
+from mvllm.executor.process.activity_table import StatusBoard
 from mvllm.executor.worker_group import FailureCallback, WorkerGroup, WorkerView
 from mvllm.logging import get_logger
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput

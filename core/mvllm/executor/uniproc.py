@@ -7,13 +7,13 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mvllm.config.engine_config import EngineConfig
-from mvllm.executor.devices import devices_per_worker
+from mvllm.executor.worker_topology import devices_per_worker
 from mvllm.executor.interface import Executor
-from mvllm.executor.late_output import finish_step, start_step
+from mvllm.executor.deferred_output import finish_step, start_step
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.interface import Platform
 from mvllm.platform.topology import WorkerContext
-from mvllm.worker.wrapper import WorkerWrapper
+from mvllm.worker.worker_wrapper import WorkerWrapper
 
 T = TypeVar("T")
 

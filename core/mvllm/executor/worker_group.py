@@ -13,7 +13,7 @@ from typing import Protocol
 
 from mvllm.errors import WorkerDiedError, WorkerError
 from mvllm.executor.message_queue import StopSignal
-from mvllm.executor.status_board import Activity
+from mvllm.executor.process.activity_table import Activity
 from mvllm.logging import get_logger
 
 logger = get_logger(__name__)

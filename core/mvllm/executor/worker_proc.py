@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from mvllm.executor.process_tools import collector_paused
-from mvllm.executor.rpc import FLUSH_ID, STOP_ID, Reply, Request, codec_of, describe_failure
-from mvllm.executor.status_board import IDLE, StatusBoard
+from mvllm.executor.process.process_utils import collector_paused
+from mvllm.executor.rpc_messages import FLUSH_ID, STOP_ID, Reply, Request, codec_of, describe_failure
+from mvllm.executor.process.activity_table import IDLE, StatusBoard
 from mvllm.logging import get_logger
 from mvllm.platform.topology import WorkerContext
 
 if TYPE_CHECKING:
     from mvllm.executor.message_queue import MessageReader, MessageWriter, ReaderHandle, RemoteReaderHandle
-    from mvllm.worker.wrapper import WorkerWrapper
+    from mvllm.worker.worker_wrapper import WorkerWrapper
 
 logger = get_logger(__name__)
 
@@ -88,7 +88,7 @@ class WorkerProc:
         chosen = choose_platform(platform).platform
         board.write(rank, "importing the worker")
         with collector_paused():
-            from mvllm.worker.wrapper import WorkerWrapper
+            from mvllm.worker.worker_wrapper import WorkerWrapper
 
             worker = WorkerWrapper(decode_config(config), chosen, context)
         board.write(rank, IDLE)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from mvllm.distributed.group import GroupCoordinator
+from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.ops.dtypes import dtype_name
 from mvllm.ops.registry import OpTable, ResolvedOp
 from mvllm.platform.attention import AttentionBackend, AttentionMetadata, AttentionSpec
@@ -18,7 +18,7 @@ from mvllm.platform.attention import AttentionBackend, AttentionMetadata, Attent
 if TYPE_CHECKING:
     from mvllm.layers.matrix_layout import MatrixLayout
     from mvllm.layers.quantization.interface import QuantizationMethod
-    from mvllm.layers.quantization.matrix import QuantizedMatrix
+    from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix
 
 
 @dataclass(frozen=True)

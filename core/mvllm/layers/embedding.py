@@ -17,8 +17,8 @@ from torch import nn
 from mvllm.layers.context import BuildContext
 from mvllm.layers.linear import loaded_product, not_loaded
 from mvllm.layers.matrix_layout import MatrixLayout, Part
-from mvllm.layers.quantization.matrix import Product, QuantizedMatrix
-from mvllm.layers.quantization.rounded_matrix import float_targets
+from mvllm.layers.quantization.quantized_matrix import Product, QuantizedMatrix
+from mvllm.layers.quantization.rtn_matrix import float_targets
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.ops.registry import ResolvedOp
 

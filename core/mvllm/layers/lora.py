@@ -21,7 +21,7 @@ import torch
 from mvllm.layers.context import BuildContext
 from mvllm.layers.linear import Linear
 from mvllm.layers.matrix_layout import Part
-from mvllm.layers.quantization.matrix import Product
+from mvllm.layers.quantization.quantized_matrix import Product
 
 
 @dataclass(frozen=True)

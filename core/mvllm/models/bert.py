@@ -21,7 +21,7 @@ from mvllm.layers.encoder_attention import EncoderAttention
 from mvllm.layers.linear import QKVLinear, ReplicatedLinear, RowParallelLinear
 from mvllm.layers.mlp import MLP
 from mvllm.layers.norm import LayerNorm
-from mvllm.models.pooled import Headless
+from mvllm.models.pooling_model import Headless
 
 
 @dataclass(frozen=True)

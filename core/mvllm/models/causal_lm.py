@@ -17,7 +17,7 @@ from mvllm.config.model import ModelConfig
 from mvllm.layers.attention import Attention
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.embedding import LMHead, VocabEmbedding
-from mvllm.layers.pipeline import PipelineStage
+from mvllm.layers.pipeline_stage import PipelineStage
 from mvllm.layers.weight_target import WeightTarget
 
 

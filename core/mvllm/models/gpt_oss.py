@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import nn
 
 from mvllm.config.model import ModelConfig
-from mvllm.layers.clamped_experts import ClampedExperts
+from mvllm.layers.gpt_oss_experts import ClampedExperts
 from mvllm.layers.context import BuildContext
-from mvllm.layers.moe import MoE
+from mvllm.layers.sparse_moe_block import MoE
 from mvllm.layers.routing import Routing
 from mvllm.models.layer_windows import layer_windows
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
-from mvllm.models.sparse import num_experts
+from mvllm.models.moe_config import num_experts
 
 
 class GptOssForCausalLM(LlamaForCausalLM):

@@ -10,7 +10,7 @@ import torch
 from mvllm.errors import ModelError
 from mvllm.layers.lora import LoRAMatrices
 from mvllm.models.causal_lm import CausalLM
-from mvllm.models.peft_folder import AdaptedModule, PeftFolder
+from mvllm.models.peft_adapter import AdaptedModule, PeftFolder
 from mvllm.models.safetensors_file import SafetensorsReader, TensorEntry
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

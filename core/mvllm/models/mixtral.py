@@ -6,11 +6,11 @@ from torch import nn
 
 from mvllm.config.model import ModelConfig
 from mvllm.layers.context import BuildContext
-from mvllm.layers.experts import GatedExperts
-from mvllm.layers.moe import MoE
+from mvllm.layers.fused_moe import GatedExperts
+from mvllm.layers.sparse_moe_block import MoE
 from mvllm.layers.routing import Routing
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
-from mvllm.models.sparse import check_activation
+from mvllm.models.moe_config import check_activation
 
 
 class MixtralForCausalLM(LlamaForCausalLM):

@@ -8,13 +8,13 @@ from torch import nn
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError
 from mvllm.layers.context import BuildContext
-from mvllm.layers.experts import GatedExperts
+from mvllm.layers.fused_moe import GatedExperts
 from mvllm.layers.linear import ReplicatedLinear
-from mvllm.layers.moe import MoE
+from mvllm.layers.sparse_moe_block import MoE
 from mvllm.layers.routing import Routing
 from mvllm.models.layer_windows import layer_windows
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
-from mvllm.models.sparse import check_activation, num_experts, shared_mlp
+from mvllm.models.moe_config import check_activation, num_experts, shared_mlp
 
 
 class Qwen2MoeForCausalLM(LlamaForCausalLM):

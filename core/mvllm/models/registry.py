@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mvllm.errors import ModelError
 from mvllm.logging import get_logger
-from mvllm.platform import doors
+from mvllm.platform import plugin_groups
 
 if TYPE_CHECKING:
     from mvllm.models.causal_lm import CausalLM
@@ -41,33 +41,33 @@ _MODELS = {
     "Starcoder2ForCausalLM": "mvllm.models.starcoder2:Starcoder2ForCausalLM",
     "FalconForCausalLM": "mvllm.models.falcon:FalconForCausalLM",
     # decoders that generate nothing
-    "LlamaModel": "mvllm.models.pooled_decoders:LlamaModel",
-    "LlamaForSequenceClassification": "mvllm.models.pooled_decoders:LlamaForSequenceClassification",
-    "MistralModel": "mvllm.models.pooled_decoders:MistralModel",
-    "MistralForSequenceClassification": "mvllm.models.pooled_decoders:MistralForSequenceClassification",
-    "Qwen2Model": "mvllm.models.pooled_decoders:Qwen2Model",
-    "Qwen2ForSequenceClassification": "mvllm.models.pooled_decoders:Qwen2ForSequenceClassification",
-    "Qwen3Model": "mvllm.models.pooled_decoders:Qwen3Model",
-    "Qwen3ForSequenceClassification": "mvllm.models.pooled_decoders:Qwen3ForSequenceClassification",
+    "LlamaModel": "mvllm.models.decoder_pooling_models:LlamaModel",
+    "LlamaForSequenceClassification": "mvllm.models.decoder_pooling_models:LlamaForSequenceClassification",
+    "MistralModel": "mvllm.models.decoder_pooling_models:MistralModel",
+    "MistralForSequenceClassification": "mvllm.models.decoder_pooling_models:MistralForSequenceClassification",
+    "Qwen2Model": "mvllm.models.decoder_pooling_models:Qwen2Model",
+    "Qwen2ForSequenceClassification": "mvllm.models.decoder_pooling_models:Qwen2ForSequenceClassification",
+    "Qwen3Model": "mvllm.models.decoder_pooling_models:Qwen3Model",
+    "Qwen3ForSequenceClassification": "mvllm.models.decoder_pooling_models:Qwen3ForSequenceClassification",
     # encoders
-    "BertModel": "mvllm.models.encoders:BertModel",
-    "BertForMaskedLM": "mvllm.models.encoders:BertForMaskedLM",
-    "BertForSequenceClassification": "mvllm.models.encoders:BertForSequenceClassification",
-    "RobertaModel": "mvllm.models.encoders:RobertaModel",
-    "RobertaForMaskedLM": "mvllm.models.encoders:RobertaForMaskedLM",
-    "RobertaForSequenceClassification": "mvllm.models.encoders:RobertaForSequenceClassification",
-    "XLMRobertaModel": "mvllm.models.encoders:XLMRobertaModel",
-    "XLMRobertaForMaskedLM": "mvllm.models.encoders:XLMRobertaForMaskedLM",
-    "XLMRobertaForSequenceClassification": "mvllm.models.encoders:XLMRobertaForSequenceClassification",
-    "DistilBertModel": "mvllm.models.encoders:DistilBertModel",
-    "DistilBertForMaskedLM": "mvllm.models.encoders:DistilBertForMaskedLM",
-    "DistilBertForSequenceClassification": "mvllm.models.encoders:DistilBertForSequenceClassification",
+    "BertModel": "mvllm.models.encoder_architectures:BertModel",
+    "BertForMaskedLM": "mvllm.models.encoder_architectures:BertForMaskedLM",
+    "BertForSequenceClassification": "mvllm.models.encoder_architectures:BertForSequenceClassification",
+    "RobertaModel": "mvllm.models.encoder_architectures:RobertaModel",
+    "RobertaForMaskedLM": "mvllm.models.encoder_architectures:RobertaForMaskedLM",
+    "RobertaForSequenceClassification": "mvllm.models.encoder_architectures:RobertaForSequenceClassification",
+    "XLMRobertaModel": "mvllm.models.encoder_architectures:XLMRobertaModel",
+    "XLMRobertaForMaskedLM": "mvllm.models.encoder_architectures:XLMRobertaForMaskedLM",
+    "XLMRobertaForSequenceClassification": "mvllm.models.encoder_architectures:XLMRobertaForSequenceClassification",
+    "DistilBertModel": "mvllm.models.encoder_architectures:DistilBertModel",
+    "DistilBertForMaskedLM": "mvllm.models.encoder_architectures:DistilBertForMaskedLM",
+    "DistilBertForSequenceClassification": "mvllm.models.encoder_architectures:DistilBertForSequenceClassification",
 }
 
 
 def supported_architectures() -> tuple[str, ...]:
     """Names that `resolve_model_class` takes, sorted: core's and those of installed plugins."""
-    return tuple(sorted({*_MODELS, *doors.offered(doors.MODELS)}))
+    return tuple(sorted({*_MODELS, *plugin_groups.offered(plugin_groups.MODELS)}))
 
 
 def is_native(architecture: str) -> bool:
@@ -76,7 +76,7 @@ def is_native(architecture: str) -> bool:
     Raises:
         ConfigError: A plugin has it, but is not let in, or several have it.
     """
-    return architecture in _MODELS or doors.find(doors.MODELS, architecture) is not None
+    return architecture in _MODELS or plugin_groups.find(plugin_groups.MODELS, architecture) is not None
 
 
 def resolve_model_class(architecture: str, model_impl: str = "auto") -> type[CausalLM]:
@@ -92,18 +92,18 @@ def resolve_model_class(architecture: str, model_impl: str = "auto") -> type[Cau
     if model_impl == "transformers" or (model_impl == "auto" and not is_native(architecture)):
         return _fallback(architecture)
     if architecture in _MODELS:
-        for rival in doors.installed(doors.MODELS):
+        for rival in plugin_groups.installed(plugin_groups.MODELS):
             if rival.name == architecture:
                 logger.warning("%s offers %s, which core has itself: core's runs.", rival, architecture)
         module, _, name = _MODELS[architecture].partition(":")
         model_class: type[CausalLM] = getattr(importlib.import_module(module), name)
         return model_class
-    source = doors.find(doors.MODELS, architecture)
+    source = plugin_groups.find(plugin_groups.MODELS, architecture)
     if source is None:
         raise ModelError(
             f"The architecture {architecture!r} is not supported. Supported: {', '.join(supported_architectures())}."
         )
-    found = doors.load(doors.MODELS, source)
+    found = plugin_groups.load(plugin_groups.MODELS, source)
     from mvllm.models.causal_lm import CausalLM
 
     if not (isinstance(found, type) and issubclass(found, CausalLM)):
@@ -112,7 +112,7 @@ def resolve_model_class(architecture: str, model_impl: str = "auto") -> type[Cau
 
 
 def _fallback(architecture: str) -> type[CausalLM]:
-    from mvllm.models.fallback.classes import objection
+    from mvllm.models.transformers_backend.supported_classes import objection
 
     reason = objection(architecture)
     if reason is not None:
@@ -120,6 +120,6 @@ def _fallback(architecture: str) -> type[CausalLM]:
             f"The architecture {architecture!r} is not supported. Supported: {', '.join(supported_architectures())}. "
             f"As for others: {reason}"
         )
-    from mvllm.models.fallback.model import TransformersForCausalLM
+    from mvllm.models.transformers_backend.model import TransformersForCausalLM
 
     return TransformersForCausalLM

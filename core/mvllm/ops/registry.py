@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mvllm.errors import ContractError
-from mvllm.ops.catalogue import SCHEMAS
+from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.ops.dtypes import dtype_name
 from mvllm.platform.op_provider import OpCase, OpProvider
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mvllm.sampling.upload import Selection
+from mvllm.sampling.batch_upload import Selection
 
 _NUM_BISECTIONS = 24
 _FEWEST_CANDIDATES = 64

@@ -18,13 +18,13 @@ import numpy as np
 
 from mvllm.errors import ConfigError, RequestError
 from mvllm.messages.sampling_params import SamplingParams
-from mvllm.platform import doors
+from mvllm.platform import plugin_groups
 from mvllm.platform.discovery import PluginSource
 
 if TYPE_CHECKING:
     import torch
 
-    from mvllm.sampling.state import TokenHistory
+    from mvllm.sampling.sampling_state import TokenHistory
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def processor_classes(names: Iterable[str]) -> list[tuple[PluginSource, type[Log
     """
     found = []
     for name in names:
-        source, named = doors.load_by_name(doors.LOGITS_PROCESSORS, name)
+        source, named = plugin_groups.load_by_name(plugin_groups.LOGITS_PROCESSORS, name)
         if not isinstance(named, type) or not issubclass(named, LogitsProcessor):
             raise ConfigError(f"{source} must name a subclass of mvllm.extension_api.LogitsProcessor, got {named!r}.")
         found.append((source, named))

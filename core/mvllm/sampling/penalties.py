@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from mvllm.sampling.state import TokenHistory
+    from mvllm.sampling.sampling_state import TokenHistory
 
 _ELEMENTS_AT_ONCE = 1 << 25
 """Logits that are penalised at a time on the device: it bounds what is in between."""

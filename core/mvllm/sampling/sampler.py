@@ -22,13 +22,13 @@ import torch
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.ops.argmax import argmax as reference_argmax
 from mvllm.ops.draw import draw, draw_block
-from mvllm.platform.staging import StepStaging
+from mvllm.platform.staging_buffers import StepStaging
 from mvllm.sampling.filters import Filters, filtered_weights, num_candidates
 from mvllm.sampling.logprobs import gather_logprobs
-from mvllm.sampling.masks import TokenMasks, allowed_tokens, both
-from mvllm.sampling.output import GatheredLogprobs, SamplerOutput
+from mvllm.sampling.token_masks import TokenMasks, allowed_tokens, both
+from mvllm.sampling.sampler_output import GatheredLogprobs, SamplerOutput
 from mvllm.sampling.penalties import DeviceCounts, TokenCounts, apply_penalties
-from mvllm.sampling.state import (
+from mvllm.sampling.sampling_state import (
     ALLOWED,
     BAD_WORDS,
     BIAS,
@@ -42,7 +42,7 @@ from mvllm.sampling.state import (
     TokenHistory,
 )
 from mvllm.sampling.uniforms import uniforms
-from mvllm.sampling.upload import Selection, Upload
+from mvllm.sampling.batch_upload import Selection, Upload
 
 Argmax = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 FilteredDraw = Callable[..., torch.Tensor]

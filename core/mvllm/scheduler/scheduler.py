@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from mvllm.config.engine_config import SchedulerConfig
 from mvllm.errors import PlatformError, RequestError
 from mvllm.kv_cache.block_table import BlockTable
-from mvllm.kv_cache.manager import KVCacheManager
+from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 from mvllm.messages.requests import (
     NOTHING_TO_SAMPLE,
     EngineCoreOutput,
@@ -34,12 +34,12 @@ from mvllm.messages.requests import (
     SchedulerStats,
 )
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from mvllm.scheduler.adapter_turns import AdapterTurns
+from mvllm.scheduler.lora_admission import AdapterTurns
 from mvllm.scheduler.integrity import check_requests
-from mvllm.scheduler.limits import check_limits
-from mvllm.scheduler.long_prefills import LongPrefills
-from mvllm.scheduler.masks import MasksThatFollow, add_masks, masks_of
-from mvllm.scheduler.outputs import (
+from mvllm.scheduler.config_check import check_limits
+from mvllm.scheduler.long_prefill_limiter import LongPrefills
+from mvllm.scheduler.grammar_masks import MasksThatFollow, add_masks, masks_of
+from mvllm.scheduler.request_outputs import (
     collect_logprobs,
     count_drafts,
     last_output,
@@ -49,7 +49,7 @@ from mvllm.scheduler.outputs import (
 )
 from mvllm.scheduler.request import STARTED_AGAIN, Grammar, Request, RequestStatus
 from mvllm.scheduler.request_queue import RequestQueue
-from mvllm.scheduler.rows import RowAllocator
+from mvllm.scheduler.row_allocator import RowAllocator
 
 _OVERTAKING = 4
 _LOOK_AHEAD = 256

@@ -8,7 +8,7 @@ from typing import Any
 
 from mvllm.errors import RequestError
 from mvllm.messages.structured_outputs import StructuredOutputsParams
-from mvllm.structured_output.closed_objects import close_all_objects
+from mvllm.structured_output.additional_properties import close_all_objects
 
 _TYPES = "'text', 'json_object', 'json_schema' or 'structural_tag'"
 

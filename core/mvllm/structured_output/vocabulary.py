@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from mvllm.errors import RequestError
-from mvllm.structured_output import library
+from mvllm.structured_output import llguidance_library
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -30,7 +30,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
             RequestError: The library cannot tell which bytes the tokens stand for.
         """
         try:
-            return library.load().LLTokenizer(self.tokenizer, n_vocab=self.vocab_size, eos_token=self.end_ids or None)
+            return llguidance_library.load().LLTokenizer(self.tokenizer, n_vocab=self.vocab_size, eos_token=self.end_ids or None)
         except ValueError as e:
             raise RequestError(
                 f"structured_outputs cannot be had with this model's tokenizer: {one_line(e)}",
@@ -39,6 +39,6 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
 
 def one_line(error: object) -> str:
-    """A message of the library, without its line breaks and of a length to show."""
+    """A message of the llguidance_library, without its line breaks and of a length to show."""
     text = " ".join(str(error).replace("<non-verbose/>", "").split())
     return text[:400] + "..." if len(text) > 400 else text

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mvllm.attention import scaled_kv
+from mvllm.attention import kv_quantization
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout, DeviceRuntime
 
@@ -38,8 +38,8 @@ def tolerance(dtype: str, kv_dtype: str) -> float:
 
 def stored(x: torch.Tensor, kv_dtype: str) -> torch.Tensor:
     """What is left of keys or values in a cache of that dtype: float64, of the same shape."""
-    if kv_dtype in scaled_kv.LARGEST:
-        return scaled_kv.decode(*scaled_kv.encode(x, kv_dtype), kv_dtype).double()
+    if kv_dtype in kv_quantization.LARGEST:
+        return kv_quantization.decode(*kv_quantization.encode(x, kv_dtype), kv_dtype).double()
     return x.to(torch_dtype(kv_dtype)).double()
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from mvllm.ops.catalogue import SCHEMAS
+from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.ops.draw import draw_block, filtered_draw
 from mvllm.ops.dtypes import torch_dtype
-from mvllm.testing.op_trial import ROWS, OpTrial, random_tensor
-from mvllm.testing.weight_cases import exact_float8, exact_quantized, float8_linear_cases, quantized_linear_cases
+from mvllm.testing.op_call import ROWS, OpTrial, random_tensor
+from mvllm.testing.quantized_weight_cases import exact_float8, exact_quantized, float8_linear_cases, quantized_linear_cases
 
 
 def trials(op: str, dtype: str) -> Iterator[OpTrial]:

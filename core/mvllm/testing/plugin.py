@@ -22,9 +22,9 @@ import pytest
 from mvllm.errors import MvllmError
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.testing.clauses import CLAUSES, DEVICE_FREE, FAMILIES, claims
-from mvllm.testing.marks import EXHAUSTIVE_MARKER, MARKER, NOT_APPLICABLE, NOT_CLAIMED, NOT_RUN
+from mvllm.testing.markers import EXHAUSTIVE_MARKER, MARKER, NOT_APPLICABLE, NOT_CLAIMED, NOT_RUN
 from mvllm.testing.report import REFUSED, WITHOUT_DEVICE, Outcome, Report, Status
-from mvllm.testing.subject import Examinee, find_examinee
+from mvllm.testing.platform_under_test import Examinee, find_examinee
 from mvllm.testing.waivers import Waiver, read_waivers
 from mvllm.version import __version__
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mvllm.testing.zoo import Zoo
 
 # Failures show values also where the tests are imported into a file of the vendor's own.
-pytest.register_assert_rewrite("mvllm.testing.suite", "mvllm.testing.zoo", "mvllm.testing.processes")
+pytest.register_assert_rewrite("mvllm.testing.suite", "mvllm.testing.zoo", "mvllm.testing.leftover_processes")
 
 PROPERTY = "mvllm-conformance"
 """Under this name a test's report carries its clauses, also from a worker of xdist."""

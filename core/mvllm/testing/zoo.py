@@ -20,7 +20,7 @@ from mvllm.entrypoints.llm import LLM
 from mvllm.messages.inputs import PromptType, TokensPrompt
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.plugin_api import Capabilities
-from mvllm.testing.subject import Examinee
+from mvllm.testing.platform_under_test import Examinee
 
 VOCAB_SIZE = 320
 NUM_TOKENS = 16

@@ -25,7 +25,7 @@ import torch
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.speculative import SpeculativeConfig
-from mvllm.distributed.group import GroupCoordinator
+from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import StepMemoryError
 from mvllm.layers.context import ForwardStep
 from mvllm.layers.lora import LoRABatch
@@ -34,7 +34,7 @@ from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.registry import REFERENCE
-from mvllm.platform.ask import ask
+from mvllm.platform.checked_calls import ask
 from mvllm.platform.attention import AttentionMetadata
 from mvllm.platform.graphs import CompileBackend
 from mvllm.platform.interface import Platform
@@ -43,24 +43,24 @@ from mvllm.platform.shapes import ShapePolicy
 from mvllm.platform.tokens_on_device import keeps_tokens_on_device
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.pooling.pooler import pool
-from mvllm.pooling.token_types import second_text_types
+from mvllm.pooling.token_type_ids import second_text_types
 from mvllm.sampling.logits_processor import LogitsProcessorContext
-from mvllm.sampling.masks import TokenMasks
-from mvllm.sampling.output import SamplerOutput
+from mvllm.sampling.token_masks import TokenMasks
+from mvllm.sampling.sampler_output import SamplerOutput
 from mvllm.sampling.penalties import DeviceCounts
-from mvllm.sampling.processors import LogitsProcessors
+from mvllm.sampling.logits_processor_set import LogitsProcessors
 from mvllm.sampling.sampler import Sampler, batch_kinds
-from mvllm.sampling.state import PROCESSED, SamplingState, TokenHistory
-from mvllm.worker.attention_layers import AttentionLayers, Plans
-from mvllm.worker.device_tokens import DeviceTokens
-from mvllm.worker.draft_model import DraftModelProposer
-from mvllm.worker.loaded_models import LoadedModels
-from mvllm.worker.lora import LoRAAdapters
+from mvllm.sampling.sampling_state import PROCESSED, SamplingState, TokenHistory
+from mvllm.worker.kv_cache_layers import AttentionLayers, Plans
+from mvllm.worker.sampled_token_buffer import DeviceTokens
+from mvllm.worker.spec_decode.draft_model import DraftModelProposer
+from mvllm.worker.model_loader import LoadedModels
+from mvllm.worker.lora_model_manager import LoRAAdapters
 from mvllm.worker.out_of_memory import all_ranks_gave_up, naming_limits
-from mvllm.worker.pipeline import Pipeline
+from mvllm.worker.pipeline_transport import Pipeline
 from mvllm.worker.prompt_logprobs import PromptLogprobs
-from mvllm.worker.proposer import NgramProposer, Proposer
-from mvllm.worker.rows import RowLengths, RowTable
+from mvllm.worker.spec_decode.proposer import NgramProposer, Proposer
+from mvllm.worker.input_batch import RowLengths, RowTable
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs, dry_inputs, profile_inputs
 from mvllm.worker.step_result import StepResult
 from mvllm.worker.warm_up import StepShape, decode_shapes, first_shapes, sample_sizes, step_shapes

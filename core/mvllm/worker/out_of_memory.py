@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mvllm.config.engine_config import SchedulerConfig
-from mvllm.distributed.group import GroupCoordinator
+from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import MvllmError, StepMemoryError
 from mvllm.logging import get_logger
 from mvllm.platform.runtime import DeviceRuntime

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.shapes import ShapePolicy
 from mvllm.sampling.logprobs import gather_prompt_logprobs
-from mvllm.worker.rows import RowTable
+from mvllm.worker.input_batch import RowTable
 from mvllm.worker.step_inputs import StepInputs
 from mvllm.worker.step_result import PromptPiece
 

@@ -28,8 +28,8 @@ from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.platform.attention import BatchLayout
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.shapes import ShapePolicy
-from mvllm.platform.staging import StepStaging
-from mvllm.worker.rows import RowTable
+from mvllm.platform.staging_buffers import StepStaging
+from mvllm.worker.input_batch import RowTable
 
 _Buffer = TypeVar("_Buffer", np.ndarray, torch.Tensor)
 

@@ -11,7 +11,7 @@ from mvllm.messages.scheduler_output import ModelRunnerOutput
 from mvllm.platform.runtime import HostCopy
 from mvllm.pooling.pooler import PooledRows
 from mvllm.sampling.logprobs import read_prompt_logprobs
-from mvllm.sampling.output import SamplerOutput
+from mvllm.sampling.sampler_output import SamplerOutput
 
 
 @dataclass

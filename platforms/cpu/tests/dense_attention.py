@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mvllm.attention import scaled_kv
+from mvllm.attention import kv_quantization
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.plugin_api import AttentionBackend, AttentionSpec, WorkerContext
 from mvllm.testing import attention_cases
@@ -32,8 +32,8 @@ def run(backend: AttentionBackend, case: Case, *, poison: bool = True) -> torch.
 
 def as_stored(x: torch.Tensor, kv_dtype: str) -> torch.Tensor:
     """What is left of keys or values in a cache of that dtype, in float64."""
-    if kv_dtype in scaled_kv.LARGEST:
-        return scaled_kv.decode(*scaled_kv.encode(x, kv_dtype), kv_dtype).double()
+    if kv_dtype in kv_quantization.LARGEST:
+        return kv_quantization.decode(*kv_quantization.encode(x, kv_dtype), kv_dtype).double()
     return x.to(torch_dtype(kv_dtype)).double()
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mvllm.ops.catalogue import SCHEMAS
+from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.plugin_api import OpCase
-from mvllm_cpu import kernels, packed_linear
+from mvllm_cpu import kernels, onednn_linear
 from mvllm_cpu.ops import KernelOps, supports
 
 needs_kernels = pytest.mark.skipif(kernels.load().library is None, reason=f"no kernels: {kernels.load().reason}")
@@ -117,19 +117,19 @@ def test_embedding(ops, dtype, ids_dtype):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("out_features, in_features", [(100, 64), (37, 129), (768, 256)])
 def test_packed_linear(out_features, in_features, bias):
-    if not packed_linear.providers():
+    if not onednn_linear.providers():
         pytest.skip("this torch packs no weights")
     weight = random(out_features, in_features, dtype=torch.bfloat16)
     offset = random(out_features, dtype=torch.bfloat16, seed=1) if bias else None
-    packed = packed_linear.pack(torch.nn.Parameter(weight, requires_grad=False))
+    packed = onednn_linear.pack(torch.nn.Parameter(weight, requires_grad=False))
     for rows in (0, 1, 3, 50):
         x = random(rows, in_features, dtype=torch.bfloat16, seed=2)
         exact = torch.nn.functional.linear(x.double(), weight.double(), None if offset is None else offset.double())
-        found = packed_linear.linear(x, packed, offset)
+        found = onednn_linear.linear(x, packed, offset)
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=0.02)
 
 
 def test_other_dtypes_are_declined_with_a_reason():
     assert supports(OpCase("rms_norm", "float64")) and not supports(OpCase("rms_norm", "bfloat16"))
-    assert "float32" in packed_linear.supports(OpCase("linear", "float32"))[0]
+    assert "float32" in onednn_linear.supports(OpCase("linear", "float32"))[0]

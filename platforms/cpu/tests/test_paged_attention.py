@@ -16,7 +16,7 @@ import torch
 from platforms.cpu.tests.dense_attention import attend_densely, make_case, run
 from platforms.cpu.tests.instruction_sets import skip_unless_had
 
-from mvllm.attention import scaled_kv
+from mvllm.attention import kv_quantization
 from mvllm.testing.attention_cases import make_layout, make_spec, stored
 from mvllm_cpu import kernels
 from mvllm_cpu.memory import HUGE_PAGE
@@ -402,8 +402,8 @@ def test_slots_are_read_as_they_were_written_and_filled_without_the_padding(kv_d
     assert backend.kv_bytes(kv) == 4 * size * backend.kv_layout().bytes_per_token
     for index, given in enumerate([keys] if spec.values_in_keys else [keys, values]):
         half = len(read) // 2
-        if kv_dtype in scaled_kv.LARGEST:
-            found = scaled_kv.decode(read[index], read[half + index if len(read) > 2 else 1], kv_dtype).double()
+        if kv_dtype in kv_quantization.LARGEST:
+            found = kv_quantization.decode(read[index], read[half + index if len(read) > 2 else 1], kv_dtype).double()
             assert float((found - stored(given, kv_dtype)).abs().max()) <= float(given.abs().max()) / 16
         else:
             assert torch.equal(read[index].double(), stored(given, kv_dtype))
@@ -413,5 +413,5 @@ def test_slots_are_read_as_they_were_written_and_filled_without_the_padding(kv_d
     padding = sum(part.numel() - torch.isnan(part).sum() for part in kv if part.is_floating_point())
     filled = [part for part in backend.read_slots(kv, torch.arange(4 * size)) if part.is_floating_point()]
     assert filled and all(torch.isnan(part).all() for part in filled)
-    if kv_dtype not in scaled_kv.LARGEST:
+    if kv_dtype not in kv_quantization.LARGEST:
         assert padding == sum(part.numel() for part in kv) - sum(part.numel() for part in filled)

@@ -26,7 +26,7 @@ from mvllm.plugin_api import (
     WorkerContext,
 )
 from mvllm.testing.attention_cases import make_spec
-from mvllm_cpu import kernels, machine
+from mvllm_cpu import kernels, host_resources
 from mvllm_cpu.platform import CAPABILITIES, make_platform
 from mvllm_cpu.plugin import SPEC
 
@@ -120,25 +120,25 @@ class TestTopology:
 
     def test_several_workers_share_the_cores(self, platform, monkeypatch):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        monkeypatch.setattr(machine, "physical_cores", lambda: [machine.Core(i, i // 4) for i in range(8)])
-        monkeypatch.setattr(machine, "cpu_quota", lambda: None)
+        monkeypatch.setattr(host_resources, "physical_cores", lambda: [host_resources.Core(i, i // 4) for i in range(8)])
+        monkeypatch.setattr(host_resources, "cpu_quota", lambda: None)
         topology = platform.topology(ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2))
         assert topology.num_workers == 4 and "uni" not in topology.executors
         assert [env["OMP_NUM_THREADS"] for env in topology.env_per_worker] == ["2"] * 4
-        assert [machine.core_share(r, 4).cpus for r in range(4)] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+        assert [host_resources.core_share(r, 4).cpus for r in range(4)] == [(0, 1), (2, 3), (4, 5), (6, 7)]
 
     def test_more_workers_than_cores_get_one_thread_each(self, monkeypatch):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        monkeypatch.setattr(machine, "physical_cores", lambda: [machine.Core(0, 0), machine.Core(1, 0)])
-        assert [machine.core_share(r, 3).threads for r in range(3)] == [1, 1, 1]
+        monkeypatch.setattr(host_resources, "physical_cores", lambda: [host_resources.Core(0, 0), host_resources.Core(1, 0)])
+        assert [host_resources.core_share(r, 3).threads for r in range(3)] == [1, 1, 1]
 
 
 class TestMachine:
     @pytest.fixture
     def fake(self, tmp_path, monkeypatch):
         """An empty /proc and /sys to put files into."""
-        monkeypatch.setattr(machine, "PROC", tmp_path / "proc")
-        monkeypatch.setattr(machine, "SYS", tmp_path / "sys")
+        monkeypatch.setattr(host_resources, "PROC", tmp_path / "proc")
+        monkeypatch.setattr(host_resources, "SYS", tmp_path / "sys")
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
         def write(path: str, text: str) -> None:
@@ -149,23 +149,23 @@ class TestMachine:
         return write
 
     def test_second_hardware_threads_do_not_count(self, fake, monkeypatch):
-        monkeypatch.setattr(machine, "allowed_cpus", lambda: [0, 1, 2, 3])
+        monkeypatch.setattr(host_resources, "allowed_cpus", lambda: [0, 1, 2, 3])
         for cpu in range(4):
             fake(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{cpu % 2},{cpu % 2 + 2}\n")
-        assert [core.cpu for core in machine.physical_cores()] == [0, 1]
+        assert [core.cpu for core in host_resources.physical_cores()] == [0, 1]
 
     def test_cores_come_node_by_node(self, fake, monkeypatch):
-        monkeypatch.setattr(machine, "allowed_cpus", lambda: [0, 1, 2, 3])
+        monkeypatch.setattr(host_resources, "allowed_cpus", lambda: [0, 1, 2, 3])
         for cpu in range(4):
             fake(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", str(cpu))
             fake(f"sys/devices/system/cpu/cpu{cpu}/node{cpu % 2}/cpulist", "")
-        assert [(core.cpu, core.node) for core in machine.physical_cores()] == [(0, 0), (2, 0), (1, 1), (3, 1)]
+        assert [(core.cpu, core.node) for core in host_resources.physical_cores()] == [(0, 0), (2, 0), (1, 1), (3, 1)]
 
     def test_quota_of_the_control_group_bounds_the_threads(self, fake, monkeypatch):
-        monkeypatch.setattr(machine, "allowed_cpus", lambda: list(range(8)))
+        monkeypatch.setattr(host_resources, "allowed_cpus", lambda: list(range(8)))
         fake("proc/self/cgroup", "0::/job\n")
         fake("sys/fs/cgroup/job/cpu.max", "250000 100000\n")
-        assert machine.cpu_quota() == 2.5 and machine.usable_threads() == 3
+        assert host_resources.cpu_quota() == 2.5 and host_resources.usable_threads() == 3
 
     def test_cores_of_several_processes_are_counted_once_and_within_the_quota(self, fake, monkeypatch):
         bound = {1: [0], 2: [1], 3: [1, 2, 3]}
@@ -175,25 +175,25 @@ class TestMachine:
                 raise ProcessLookupError(pid)
             return bound[pid]
 
-        monkeypatch.setattr(machine, "allowed_cpus", allowed_cpus)
+        monkeypatch.setattr(host_resources, "allowed_cpus", allowed_cpus)
         for cpu in range(4):  # 2 and 3 are one core
             fake(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{min(cpu, 2)}\n")
-        assert [machine.cores_of(pids) for pids in ([1], [1, 2], [2, 2], [1, 2, 3], [1, 99])] == [1, 2, 1, 3, 1]
-        monkeypatch.setattr(machine, "cpu_quota", lambda: 1.5)
-        assert machine.cores_of([1, 2, 3]) == 2
+        assert [host_resources.cores_of(pids) for pids in ([1], [1, 2], [2, 2], [1, 2, 3], [1, 99])] == [1, 2, 1, 3, 1]
+        monkeypatch.setattr(host_resources, "cpu_quota", lambda: 1.5)
+        assert host_resources.cores_of([1, 2, 3]) == 2
 
     def test_thread_count_that_the_user_set_wins(self, fake, monkeypatch):
         monkeypatch.setenv("OMP_NUM_THREADS", "5,2")
-        assert machine.usable_threads() == 5
+        assert host_resources.usable_threads() == 5
 
     def test_memory_is_that_of_the_control_group_where_lower(self, fake):
         fake("proc/meminfo", "MemTotal: 8000000 kB\nMemAvailable: 6000000 kB\n")
-        assert (machine.memory_total(), machine.memory_free()) == (8_192_000_000, 6_144_000_000)
+        assert (host_resources.memory_total(), host_resources.memory_free()) == (8_192_000_000, 6_144_000_000)
         fake("proc/self/cgroup", "0::/job\n")
         fake("sys/fs/cgroup/job/memory.max", "1000000000\n")
         fake("sys/fs/cgroup/job/memory.current", "700000000\n")
         fake("sys/fs/cgroup/job/memory.stat", "anon 1\ninactive_file 200000000\n")
-        assert (machine.memory_total(), machine.memory_free()) == (1_000_000_000, 500_000_000)
+        assert (host_resources.memory_total(), host_resources.memory_free()) == (1_000_000_000, 500_000_000)
 
 
 class TestDevice:
@@ -232,7 +232,7 @@ class TestDevice:
         code = (
             "import os, torch; from mvllm.plugin_api import WorkerContext\n"
             "from mvllm_cpu import machine; from mvllm_cpu.platform import make_platform\n"
-            "share = machine.core_share(1, 2)\n"
+            "share = host_resources.core_share(1, 2)\n"
             "make_platform().init_device(WorkerContext(1, 1, 2, 2, in_engine_process=False))\n"
             "print(os.sched_getaffinity(0) == set(share.cpus), torch.get_num_threads() == share.threads)"
         )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mvllm.layers.quantization.rounded_matrix import round_rows
+from mvllm.layers.quantization.rtn_matrix import round_rows
 from mvllm.ops.quantized_linear import quantized_linear as reference
 from mvllm.plugin_api import OpCase, QuantizedWeight
 from mvllm_cpu import kernels

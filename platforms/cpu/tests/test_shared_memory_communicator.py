@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing import ProcessExitedException
 
 from mvllm.plugin_api import GroupSpec, PlatformError
-from mvllm_cpu import kernels, machine
+from mvllm_cpu import kernels, host_resources
 from mvllm_cpu import shared_memory_communicator as module
 from mvllm_cpu.linear import Linear
 from mvllm_cpu.ops import KernelOps
@@ -115,7 +115,7 @@ def refused(*_: object) -> None:
 
 def short_of_memory(rank: int, world_size: int, address: str) -> None:
     if rank == 0:  # the one that makes it
-        machine.memory_free = lambda: 10_000
+        host_resources.memory_free = lambda: 10_000
     comm = join(rank, world_size, address)
     assert not comm.uses_shared_memory
     assert comm.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
@@ -291,7 +291,7 @@ def test_a_replay_goes_on_when_a_late_rank_comes() -> None:
 
 
 def bound_to_cores(which: list[int], rank: int, world_size: int, address: str) -> None:
-    cpus = [core.cpu for core in machine.physical_cores()]
+    cpus = [core.cpu for core in host_resources.physical_cores()]
     os.environ["OMP_NUM_THREADS"] = "1"  # as workers have it
     os.sched_setaffinity(0, [cpus[which[rank]]])
     comm = join(rank, world_size, address)
@@ -300,7 +300,7 @@ def bound_to_cores(which: list[int], rank: int, world_size: int, address: str) -
     comm.close()
 
 
-@pytest.mark.skipif(machine.cores_of([0]) < 2, reason="one core")
+@pytest.mark.skipif(host_resources.cores_of([0]) < 2, reason="one core")
 @pytest.mark.parametrize("which", [[0, 1], [1, 1]])
 def test_ranks_spin_where_each_has_a_core_of_its_own(which: list[int]) -> None:
     spawn(partial(bound_to_cores, which), 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from platforms.cuda.tests import stand_in
+from platforms.cuda.tests import fake_nvml
 
 from mvllm_cuda import nvml
 
@@ -15,7 +15,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
 
     def described(*lines):
-        monkeypatch.setattr(nvml, "LIBRARY", str(stand_in.library()))
-        monkeypatch.setenv(stand_in.VARIABLE, str(stand_in.describe(tmp_path, *lines)))
+        monkeypatch.setattr(nvml, "LIBRARY", str(fake_nvml.library()))
+        monkeypatch.setenv(fake_nvml.VARIABLE, str(fake_nvml.describe(tmp_path, *lines)))
 
     return described

@@ -25,7 +25,7 @@ from mvllm.plugin_api import (
 )
 from mvllm_cpu.runtime import CPURuntime
 from mvllm_cuda.platform import CUDAPlatform
-from mvllm_torch_gpu.captured_steps import CapturedSteps
+from mvllm_torch_gpu.decode_graphs import CapturedSteps
 
 MOST_TOKENS = 1 << 10
 """Of a sequence in a captured step: `paged_attention` below looks at all that a table has room for."""

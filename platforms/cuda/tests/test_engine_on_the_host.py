@@ -14,7 +14,7 @@ from platforms.cuda.tests.hosted_platform import KERNELS, HostedPlatform, Hosted
 import mvllm_torch_gpu.attention
 from mvllm import LLM, SamplingParams
 from mvllm.errors import MvllmError
-from mvllm.ops.catalogue import SCHEMAS
+from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.plugin_api import OpProvider
 from mvllm_torch_gpu.ops import providers
 from tests.helpers.float8_zoo import make_float8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from platforms.cuda.tests.stand_in import A100, GIB, MIG, SPARK, T4
+from platforms.cuda.tests.fake_nvml import A100, GIB, MIG, SPARK, T4
 
 from mvllm_cuda import nvml
 from mvllm_cuda.nvml import NvmlError, opened, read_inventory

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from platforms.cuda.tests import stand_in
-from platforms.cuda.tests.stand_in import A100, L4, SPARK, T4
+from platforms.cuda.tests import fake_nvml
+from platforms.cuda.tests.fake_nvml import A100, L4, SPARK, T4
 
 from mvllm.plugin_api import (
     CacheConfig,
@@ -148,8 +148,8 @@ def test_a_rank_without_a_device_names_what_is_visible():
 def test_a_worker_finds_its_device_among_the_visible_ones(machine, monkeypatch):
     machine(A100.format(n=0), A100.format(n=1), T4.format(n=2))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
-    assert runtime.nvml_uuid(0) == stand_in.uuid_of(T4.format(n=2))
-    assert runtime.nvml_uuid(1) == stand_in.uuid_of(A100.format(n=1))
+    assert runtime.nvml_uuid(0) == fake_nvml.uuid_of(T4.format(n=2))
+    assert runtime.nvml_uuid(1) == fake_nvml.uuid_of(A100.format(n=1))
     assert runtime.nvml_uuid(2) is None
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     assert runtime.nvml_uuid(0) is None, "CUDA may count another device as the first"
@@ -232,7 +232,7 @@ def test_the_clauses_that_need_no_device_hold(tmp_path):
     due = ["--only", "PLG,PRB,CFG", "--quick", "--", "-k", "not can_use_the_device", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [sys.executable, "-c", main, "conformance", "--platform", "cuda", *due],
-        env={**kept, **stand_in.environment(tmp_path, A100.format(n=0), A100.format(n=1)), "PYTHONPATH": path},
+        env={**kept, **fake_nvml.environment(tmp_path, A100.format(n=0), A100.format(n=1)), "PYTHONPATH": path},
         cwd=tmp_path,
         capture_output=True,
         text=True,

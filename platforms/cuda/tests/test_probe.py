@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from platforms.cuda.tests.stand_in import A100, GIB, SPARK, T4, environment
+from platforms.cuda.tests.fake_nvml import A100, GIB, SPARK, T4, environment
 
 from mvllm_cuda import nvml
 from mvllm_cuda.probe import probe

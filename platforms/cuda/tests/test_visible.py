@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from platforms.cuda.tests.stand_in import A100, MIG, T4, uuid_of
+from platforms.cuda.tests.fake_nvml import A100, MIG, T4, uuid_of
 
 from mvllm_cuda import visible
 from mvllm_cuda.nvml import read_inventory

@@ -9,7 +9,7 @@ import pytest
 from platforms.rocm.tests.machines import GIB, HALO, MI210, MI300A, MI300X, MI355X, RX6800, uuid_of, write
 
 from mvllm_rocm import topology
-from mvllm_rocm.books import SysfsBooks, driver_counts_as_we_do
+from mvllm_rocm.driver_memory import SysfsBooks, driver_counts_as_we_do
 from mvllm_rocm.topology import TopologyError, read_inventory
 
 
@@ -115,7 +115,7 @@ def test_what_a_process_holds_is_known_by_device(machine, monkeypatch):
     held = ((os.getpid(), 3 * GIB), (1, 7 * GIB))
     machine(MI210, dataclasses.replace(MI300X, held=held))
     other, device = read_inventory().devices
-    monkeypatch.setattr("mvllm_rocm.books.driver_counts_as_we_do", lambda: True)
+    monkeypatch.setattr("mvllm_rocm.driver_memory.driver_counts_as_we_do", lambda: True)
     assert SysfsBooks(device).held_by_this_process() == 3 * GIB
     assert SysfsBooks(other).held_by_this_process() is None
     assert topology.bytes_of_process(device, 1) == 7 * GIB
@@ -124,7 +124,7 @@ def test_what_a_process_holds_is_known_by_device(machine, monkeypatch):
 def test_in_a_container_another_process_may_have_our_number(machine, monkeypatch):
     machine(dataclasses.replace(MI300X, held=((os.getpid(), 3 * GIB),)))
     [device] = read_inventory().devices
-    monkeypatch.setattr("mvllm_rocm.books.driver_counts_as_we_do", lambda: False)
+    monkeypatch.setattr("mvllm_rocm.driver_memory.driver_counts_as_we_do", lambda: False)
     assert SysfsBooks(device).held_by_this_process() is None
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mvllm.plugin_api import GroupSpec, PlatformError
-from mvllm_torch_gpu import communicator, direct_sums
+from mvllm_torch_gpu import communicator, custom_all_reduce
 from mvllm_torch_gpu.communicator import NcclCommunicator
 from tests.helpers.forked_ranks import start_ranks
 
@@ -121,14 +121,14 @@ def test_ranks_that_do_not_find_each_other_say_so_and_what_to_look_at():
     ],
 )
 def test_what_fits_direct_sums(shape, dtype, expected):
-    assert direct_sums.fits(torch.empty(shape, dtype=dtype)) is expected
+    assert custom_all_reduce.fits(torch.empty(shape, dtype=dtype)) is expected
 
 
 def test_ranks_reach_each_other_or_it_is_said_whom_they_do_not():
-    direct_sums.check_reach(4, 4, 1, lambda mine, other: True)
+    custom_all_reduce.check_reach(4, 4, 1, lambda mine, other: True)
     with pytest.raises(PlatformError, match=r"device 1 cannot read the memory of \[3\]"):
-        direct_sums.check_reach(4, 4, 1, lambda mine, other: other != 3)
+        custom_all_reduce.check_reach(4, 4, 1, lambda mine, other: other != 3)
     with pytest.raises(PlatformError, match="16 ranks do not all have a device among the 8"):
-        direct_sums.check_reach(16, 8, 0, lambda mine, other: True)
+        custom_all_reduce.check_reach(16, 8, 0, lambda mine, other: True)
     with pytest.raises(PlatformError, match="2 ranks"):
-        direct_sums.check_reach(2, 1, 0, lambda mine, other: True)
+        custom_all_reduce.check_reach(2, 1, 0, lambda mine, other: True)

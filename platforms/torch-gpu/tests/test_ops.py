@@ -8,7 +8,7 @@ import inspect
 import pytest
 import torch
 
-from mvllm.ops.catalogue import SCHEMAS
+from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.plugin_api import OpCase
 from mvllm.testing.op_cases import exact, tolerance, trials
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mvllm_tpu import machine, runtimes
+from mvllm_tpu import xla_devices, runtimes
 
-VARIABLES = (machine.PJRT_VARIABLE, machine.NUM_CPUS_VARIABLE, machine.VISIBLE_VARIABLE, runtimes.VARIABLE)
+VARIABLES = (xla_devices.PJRT_VARIABLE, xla_devices.NUM_CPUS_VARIABLE, xla_devices.VISIBLE_VARIABLE, runtimes.VARIABLE)
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def bare(monkeypatch):
 @pytest.fixture
 def host(bare, tmp_path, monkeypatch):
     """A machine without TPUs, as a folder; `add(device, ...)` puts chips on its bus, `files(...)` into /dev."""
-    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setattr(xla_devices, "ROOT", tmp_path)
 
     class Host:
         root = tmp_path

@@ -13,7 +13,7 @@ import torch
 
 from mvllm.plugin_api import PlatformError
 from mvllm.testing.attention_cases import expected, make_case, make_spec, run, tolerance
-from mvllm_tpu import machine, pallas_attention
+from mvllm_tpu import xla_devices, pallas_attention
 from mvllm_tpu.pallas_attention import VARIABLE, PallasAttention, kernel_chosen
 from mvllm_tpu.runtimes.torch_tpu import TorchTpu
 from tests.unit.worker.builders import HostRuntime
@@ -125,7 +125,7 @@ def test_requests_of_padding_are_not_counted():
 @pytest.fixture
 def chips(monkeypatch):
     """A machine that has some, and what compiles kernels for them."""
-    monkeypatch.setattr(machine, "find", lambda: machine.Devices("TPU", ("TPU v5e",)))
+    monkeypatch.setattr(xla_devices, "find", lambda: xla_devices.Devices("TPU", ("TPU v5e",)))
     monkeypatch.setattr(pallas_attention.importlib.util, "find_spec", lambda name: object())
     monkeypatch.delenv(VARIABLE, raising=False)
     return monkeypatch
@@ -152,7 +152,7 @@ def test_it_is_chosen_on_chips_for_what_it_takes(chips):
 
 @pytest.mark.parametrize("names", [("TPU v2 or v3",), ("TPU v7x",), ("TPU",)])
 def test_chips_that_the_kernel_does_not_know_go_without(chips, names):
-    chips.setattr(machine, "find", lambda: machine.Devices("TPU", names))
+    chips.setattr(xla_devices, "find", lambda: xla_devices.Devices("TPU", names))
     assert not kernel_chosen(make_spec(8, 2, 128))
 
 
@@ -187,6 +187,6 @@ def test_the_host_and_machines_without_jax_go_without(chips):
     chips.setenv(VARIABLE, "pallas")
     with pytest.raises(PlatformError, match=r"jax is not installed.*mvllm-tpu\[pallas\]"):
         kernel_chosen(make_spec(8, 2, 128))
-    chips.setattr(machine, "find", lambda: machine.Devices("CPU"))
+    chips.setattr(xla_devices, "find", lambda: xla_devices.Devices("CPU"))
     with pytest.raises(PlatformError, match="runs no kernels of chips"):
         kernel_chosen(make_spec(8, 2, 128))

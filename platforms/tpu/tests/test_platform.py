@@ -6,21 +6,21 @@ import pytest
 
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import ConfigError, ParallelConfig, PlatformError
-from mvllm_tpu import compile_cache, machine, runtimes
+from mvllm_tpu import compile_cache, xla_devices, runtimes
 from mvllm_tpu.platform import DEVICES_VARIABLE, make_platform
 from mvllm_tpu.runtimes.torch_xla import TorchXla
 
 
 def test_every_worker_is_told_which_device_xla_opens(host, installed, monkeypatch):
     installed("torch_xla")
-    monkeypatch.setenv(machine.PJRT_VARIABLE, "CPU")
+    monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "CPU")
     topology = make_platform().topology(ParallelConfig(pipeline_parallel_size=2))
     assert [dict(each) for each in topology.env_per_worker] == [{"PJRT_DEVICE": "CPU"}] * 2
 
 
 def test_a_worker_drives_the_devices_that_share_layers(host, installed, monkeypatch):
     installed("torch_xla")
-    monkeypatch.setenv(machine.PJRT_VARIABLE, "CPU")
+    monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "CPU")
     parallel = ParallelConfig(tensor_parallel_size=4, pipeline_parallel_size=2)
     topology = make_platform().topology(parallel)
     assert (topology.num_workers, topology.devices_per_worker) == (2, 4)
@@ -33,17 +33,17 @@ def test_a_worker_drives_the_devices_that_share_layers(host, installed, monkeypa
 def test_a_process_that_sees_another_number_of_devices_starts_a_worker(host, installed, monkeypatch):
     installed("torch_xla")
     monkeypatch.setattr(TorchXla, "_num_devices", 0)  # tests before this one may have bound some
-    monkeypatch.setenv(machine.PJRT_VARIABLE, "CPU")
+    monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "CPU")
     two = ParallelConfig(tensor_parallel_size=2)
     assert "uni" not in make_platform().topology(two).executors
-    monkeypatch.setenv(machine.NUM_CPUS_VARIABLE, "2")
+    monkeypatch.setenv(xla_devices.NUM_CPUS_VARIABLE, "2")
     assert make_platform().topology(two).executors[0] == "uni"
 
 
 def test_a_process_that_has_bound_another_number_of_devices_starts_a_worker(host, installed, monkeypatch):
     installed("torch_xla")
-    monkeypatch.setenv(machine.PJRT_VARIABLE, "CPU")
-    monkeypatch.setenv(machine.NUM_CPUS_VARIABLE, "2")
+    monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "CPU")
+    monkeypatch.setenv(xla_devices.NUM_CPUS_VARIABLE, "2")
     for bound in (1, 2):
         monkeypatch.setattr(TorchXla, "_num_devices", bound)
         for asked in (1, 2):

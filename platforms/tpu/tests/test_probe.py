@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mvllm_tpu import machine
+from mvllm_tpu import xla_devices
 from mvllm_tpu.probe import probe
 
 
@@ -20,7 +20,7 @@ def test_without_a_tpu_it_says_so_and_offers_xlas_cpu_device(host, installed):
 
 def test_without_a_way_to_xla_it_says_what_to_install(host, installed, monkeypatch):
     installed()
-    monkeypatch.setenv(machine.PJRT_VARIABLE, "CPU")
+    monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "CPU")
     found = probe()
     assert not found.available and "torch_xla is not installed" in found.reason
     assert "mvllm-tpu[torch-xla]" in found.remedy
@@ -29,9 +29,9 @@ def test_without_a_way_to_xla_it_says_what_to_install(host, installed, monkeypat
 @pytest.mark.parametrize(("count", "shown"), [(None, "XLA's CPU device"), ("2", "2 x XLA's CPU device")])
 def test_xlas_cpu_device_is_taken_where_it_is_asked_for(host, installed, monkeypatch, count, shown):
     installed("torch_xla")
-    monkeypatch.setenv(machine.PJRT_VARIABLE, "cpu")
+    monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "cpu")
     if count:
-        monkeypatch.setenv(machine.NUM_CPUS_VARIABLE, count)
+        monkeypatch.setenv(xla_devices.NUM_CPUS_VARIABLE, count)
     found = probe()
     assert found.available and found.reason == f"{shown}, through torch_xla"
     assert len(found.devices) == int(count or 1)
@@ -40,8 +40,8 @@ def test_xlas_cpu_device_is_taken_where_it_is_asked_for(host, installed, monkeyp
 @pytest.mark.parametrize("text", ["0", "two", "-1", ""])
 def test_a_number_of_devices_that_is_none_is_told(host, installed, monkeypatch, text):
     installed("torch_xla")
-    monkeypatch.setenv(machine.PJRT_VARIABLE, "CPU")
-    monkeypatch.setenv(machine.NUM_CPUS_VARIABLE, text)
+    monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "CPU")
+    monkeypatch.setenv(xla_devices.NUM_CPUS_VARIABLE, text)
     found = probe()
     assert not found.available and repr(text) in found.reason and found.remedy
 
@@ -78,24 +78,24 @@ def test_hidden_chips_are_not_shown(host, installed, monkeypatch):
     installed("torch_xla")
     host.add("0x005e", "0x0063")
     host.files("accel0", "accel1")
-    monkeypatch.setenv(machine.VISIBLE_VARIABLE, "1")
+    monkeypatch.setenv(xla_devices.VISIBLE_VARIABLE, "1")
     assert [device.name for device in probe().devices] == ["TPU v5e"]
-    monkeypatch.setenv(machine.VISIBLE_VARIABLE, "1,7")
+    monkeypatch.setenv(xla_devices.VISIBLE_VARIABLE, "1,7")
     found = probe()
     assert not found.available and "7, of 2 chips" in found.reason and "0 to 1" in found.remedy
 
 
 def test_another_device_is_not_guessed_at(host, installed, monkeypatch):
     installed("torch_xla")
-    monkeypatch.setenv(machine.PJRT_VARIABLE, "ROCKET")
+    monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "ROCKET")
     found = probe()
-    assert not found.available and "'ROCKET'" in found.reason and machine.PJRT_VARIABLE in found.remedy
+    assert not found.available and "'ROCKET'" in found.reason and xla_devices.PJRT_VARIABLE in found.remedy
 
 
 @pytest.mark.parametrize("asked", ["nonsense", "torch_xla"])
 def test_a_runtime_that_cannot_be_had_is_told(host, installed, monkeypatch, asked):
     installed()
-    monkeypatch.setenv(machine.PJRT_VARIABLE, "CPU")
+    monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "CPU")
     monkeypatch.setenv("MVLLM_TPU_RUNTIME", asked)
     found = probe()
     assert not found.available and asked in found.reason and found.remedy

@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.backends.registry import _BACKENDS, register_backend
 
 from mvllm.plugin_api import PlatformError
-from mvllm_tpu import eager_runtime, host_memory, machine, runtimes
+from mvllm_tpu import eager_runtime, host_memory, xla_devices, runtimes
 from mvllm_tpu.platform import make_platform
 from mvllm_tpu.probe import probe
 from mvllm_tpu.runtimes.torch_tpu import LIBRARY_VARIABLE
@@ -79,13 +79,13 @@ def test_the_platform_then_compiles_and_is_not_lazy(host, installed):
 def test_it_runs_on_chips_and_has_no_device_on_the_host_unless_a_library_offers_one(host, installed, monkeypatch):
     installed("torch_tpu")
     monkeypatch.delenv(LIBRARY_VARIABLE, raising=False)
-    monkeypatch.setenv(machine.PJRT_VARIABLE, "CPU")
+    monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "CPU")
     found = probe()
     assert not found.available and "no CPU device" in found.reason and "torch-xla" in found.remedy
     monkeypatch.setenv(LIBRARY_VARIABLE, "/there/is/one.so")
     assert probe().available
     monkeypatch.delenv(LIBRARY_VARIABLE)
-    monkeypatch.delenv(machine.PJRT_VARIABLE)
+    monkeypatch.delenv(xla_devices.PJRT_VARIABLE)
     host.add("0x006f")
     host.files("vfio/0")
     found = probe()
@@ -107,7 +107,7 @@ def test_memory_is_the_chips(accelerator):
 
 
 def test_memory_on_the_host_is_the_hosts(accelerator, monkeypatch):
-    monkeypatch.setenv(machine.PJRT_VARIABLE, "CPU")
+    monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "CPU")
     memory = eager_runtime.EagerRuntime(CONTEXT).memory()
     assert memory.total == host_memory.total() and 0 < memory.used_by_me <= memory.peak_by_me < memory.total
 
@@ -178,4 +178,4 @@ def test_programs_are_not_reused_by_another_version(monkeypatch):
 
 def test_workers_get_no_variables_but_those_of_their_parent(host, installed):
     installed("torch_tpu")
-    assert runtimes.choose().variables(machine.find(environ=os.environ)) == {}
+    assert runtimes.choose().variables(xla_devices.find(environ=os.environ)) == {}

@@ -14,7 +14,7 @@ from mvllm.testing.zoo import Zoo
 
 def check(family: str, folder: Path) -> None:
     from mvllm_tpu.lazy_runtime import num_compilations
-    from mvllm_tpu.spread import SpreadRuntime
+    from mvllm_tpu.spmd import SpreadRuntime
 
     bound: list[SpreadRuntime] = []
     place = SpreadRuntime.place

@@ -9,7 +9,7 @@ import importlib.util
 import pytest
 import torch
 
-from mvllm.attention import scaled_kv
+from mvllm.attention import kv_quantization
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout, KVLayout, WorkerContext
 from mvllm_cpu.runtime import CPURuntime
@@ -78,7 +78,7 @@ class TritonAttention(AttentionBackend):
         for cache, scales, new in zip(kv, kv[len(news) :], news):
             codes = new[kept].to(cache.dtype) if scales is None else None
             if codes is None:
-                codes, found = scaled_kv.encode(new[kept], self.spec.kv_dtype)
+                codes, found = kv_quantization.encode(new[kept], self.spec.kv_dtype)
                 scales.flatten(0, 1)[slots[kept].long()] = found
             stored = torch.uint8 if cache.dtype == torch.float8_e4m3fn else cache.dtype
             cache.view(stored).flatten(0, 1)[slots[kept].long()] = codes.view(stored)

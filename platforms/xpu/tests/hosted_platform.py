@@ -10,7 +10,7 @@ import importlib
 
 import torch
 from platforms.xpu.tests.hosted_plugin import SDPA, SPEC
-from platforms.xpu.tests.stand_in import HOSTED
+from platforms.xpu.tests.fake_device import HOSTED
 
 from mvllm.plugin_api import (
     AttentionBackend,
@@ -24,8 +24,8 @@ from mvllm.plugin_api import (
 )
 from mvllm_torch_gpu.communicator import DeviceCommunicator
 from mvllm_torch_gpu.compiler import make_compiler
-from mvllm_xpu import collectives
-from mvllm_xpu.books import FdinfoBooks
+from mvllm_xpu import collective_backend
+from mvllm_xpu.driver_memory import FdinfoBooks
 from mvllm_xpu.platform import XPUPlatform
 from mvllm_xpu.runtime import XpuRuntime
 
@@ -60,7 +60,7 @@ class HostedPlatform(XPUPlatform):
         return HostedRuntime(ctx, unified=self.uses_host_memory)
 
     def communicator(self, group: GroupSpec, device: torch.device) -> Communicator:
-        return DeviceCommunicator(group, device, backend="gloo", advice=collectives.ADVICE)
+        return DeviceCommunicator(group, device, backend="gloo", advice=collective_backend.ADVICE)
 
     def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
         attention = importlib.import_module("mvllm_torch_gpu.attention")

@@ -8,7 +8,7 @@ import platforms.xpu.tests.interpreted  # noqa: F401  # skips where there is no 
 import pytest
 import torch
 from platforms.xpu.tests import hosted_plugin
-from platforms.xpu.tests.stand_in import XPU
+from platforms.xpu.tests.fake_device import XPU
 
 from mvllm import LLM, SamplingParams
 from tests.helpers.model_zoo import ZOO, make_checkpoint

@@ -26,7 +26,7 @@ from mvllm.plugin_api import (
 )
 from mvllm_torch_gpu import torch_build
 from mvllm_torch_gpu.torch_build import TorchBuild
-from mvllm_xpu import collectives, doctor, runtime
+from mvllm_xpu import collective_backend, doctor, runtime
 from mvllm_xpu import platform as platform_module
 from mvllm_xpu.platform import make_platform
 from tests.helpers.plugins import ROOT, write_metadata
@@ -146,9 +146,9 @@ def test_the_backend_of_torch_is_found_by_what_there_is(monkeypatch, tmp_path, h
         (tmp_path / "oneccl_bindings_for_pytorch.py").write_text("")
         monkeypatch.syspath_prepend(str(tmp_path))
     try:
-        assert collectives.backend() == expected
+        assert collective_backend.backend() == expected
     finally:
-        sys.modules.pop(collectives.OLDER, None)
+        sys.modules.pop(collective_backend.OLDER, None)
 
 
 def test_without_collectives_several_ranks_are_told_what_to_install(monkeypatch, platform):

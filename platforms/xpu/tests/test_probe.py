@@ -14,7 +14,7 @@ from platforms.xpu.tests.machines import B60, B580, GIB, LUNAR_LAKE, MAX_1550, U
 
 from mvllm_torch_gpu import torch_build
 from mvllm_torch_gpu.torch_build import TorchBuild
-from mvllm_xpu import libraries, topology
+from mvllm_xpu import compute_runtime, topology
 from mvllm_xpu.probe import probe, torch_has_graphs
 from tests.helpers.plugins import write_metadata
 
@@ -124,14 +124,14 @@ def test_a_compute_runtime_that_is_missing_is_named_with_its_packages(machine, t
 
 def test_a_compute_runtime_may_lie_in_other_folders_than_the_systems(tmp_path):
     root = build(tmp_path / "machine", B580, libraries=())
-    assert libraries.missing(root, {}) is not None
-    for name in (libraries.LOADER, libraries.DRIVER):
+    assert compute_runtime.missing(root, {}) is not None
+    for name in (compute_runtime.LOADER, compute_runtime.DRIVER):
         (tmp_path / name).touch()
-    assert libraries.missing(root, {"LD_LIBRARY_PATH": f"/nowhere:{tmp_path}"}) is None
+    assert compute_runtime.missing(root, {"LD_LIBRARY_PATH": f"/nowhere:{tmp_path}"}) is None
     (root / "usr/lib64").mkdir(parents=True)
-    for name in (libraries.LOADER, libraries.DRIVER):
+    for name in (compute_runtime.LOADER, compute_runtime.DRIVER):
         (root / "usr/lib64" / name).touch()
-    assert libraries.missing(root, {}) is None
+    assert compute_runtime.missing(root, {}) is None
 
 
 def test_what_torch_was_built_for_is_read_from_its_file():

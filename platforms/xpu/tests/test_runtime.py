@@ -6,14 +6,14 @@ import gc
 
 import pytest
 import torch
-from platforms.xpu.tests import stand_in
+from platforms.xpu.tests import fake_device
 from platforms.xpu.tests.hosted_platform import HostedPlatform, HostedRuntime
-from platforms.xpu.tests.stand_in import HOSTED, XPU
+from platforms.xpu.tests.fake_device import HOSTED, XPU
 
 from mvllm.plugin_api import PlatformError, WorkerContext
 from mvllm_torch_gpu.graphs import DeviceGraphs
 from mvllm_torch_gpu.memory import DeviceMemory, host_available
-from mvllm_xpu.books import FdinfoBooks
+from mvllm_xpu.driver_memory import FdinfoBooks
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_where_free_bytes_are_not_told_the_host_says_what_it_has(runtime):
 
 
 def test_a_card_that_does_not_tell_has_free_what_we_do_not_hold():
-    figures = DeviceMemory(stand_in.HOST, FdinfoBooks(None), 1 << 20, unified=False, module=HOSTED).figures()
+    figures = DeviceMemory(fake_device.HOST, FdinfoBooks(None), 1 << 20, unified=False, module=HOSTED).figures()
     assert figures.driver_free == figures.total - figures.reserved - (1 << 20) and figures.others <= 1 << 20
 
 
@@ -84,7 +84,7 @@ def test_another_failure_is_none_of_memory(runtime, monkeypatch):
 
     monkeypatch.setattr(XPU, "mem_get_info", lost)
     with pytest.raises(RuntimeError, match="DEVICE_LOST"):
-        HOSTED.free_and_total(stand_in.HOST)
+        HOSTED.free_and_total(fake_device.HOST)
 
 
 def test_a_device_that_does_not_answer_is_told_with_what_to_look_at(runtime):
@@ -94,7 +94,7 @@ def test_a_device_that_does_not_answer_is_told_with_what_to_look_at(runtime):
 
 
 def test_graphs_compute_what_was_captured_from_what_their_inputs_hold_by_then():
-    graphs, x = DeviceGraphs(stand_in.HOST, HOSTED), torch.tensor([1.0, 2.0])
+    graphs, x = DeviceGraphs(fake_device.HOST, HOSTED), torch.tensor([1.0, 2.0])
     results = []
     replay = graphs.capture(lambda: results.append(x * 3))
     assert torch.isnan(results[0]).all(), "a capture computes nothing"
@@ -107,7 +107,7 @@ def test_graphs_compute_what_was_captured_from_what_their_inputs_hold_by_then():
 def test_a_capture_that_waits_fails_and_leaves_the_streams_as_they_were():
     before, x = XPU.current_stream(), torch.tensor([1.0])
     with pytest.raises(PlatformError, match="cannot be captured in a graph"):
-        DeviceGraphs(stand_in.HOST, HOSTED).capture(lambda: float(x))
+        DeviceGraphs(fake_device.HOST, HOSTED).capture(lambda: float(x))
     assert XPU.current_stream() is before
 
 

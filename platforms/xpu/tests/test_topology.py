@@ -24,7 +24,7 @@ from platforms.xpu.tests.machines import (
 )
 
 from mvllm_xpu import chips, topology
-from mvllm_xpu.books import FdinfoBooks
+from mvllm_xpu.driver_memory import FdinfoBooks
 from mvllm_xpu.topology import TopologyError, read_inventory
 
 

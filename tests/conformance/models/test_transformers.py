@@ -13,7 +13,7 @@ import pytest
 
 from mvllm import LLM
 from tests.helpers import parity
-from tests.helpers.fallback_zoo import FALLBACK_ZOO, make_fallback_checkpoint
+from tests.helpers.transformers_backend_zoo import FALLBACK_ZOO, make_fallback_checkpoint
 from tests.helpers.parity import BLOCK_SIZE, Oracle
 
 WHICH = (0, 1, 3, 4, 6, 9, 11, 12)

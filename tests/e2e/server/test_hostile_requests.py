@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mvllm.entrypoints.openai.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS
+from mvllm.entrypoints.openai.server.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS
 from tests.helpers.server import ServerProcess, head_of, raw_post, wait_idle
 
 PATH = "/v1/completions"

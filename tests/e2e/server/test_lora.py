@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.helpers.adapters import merged, write_adapter
+from tests.helpers.lora_adapters import merged, write_adapter
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.processes import assert_nothing_left, shared_memory_names
 from tests.helpers.server import ServerProcess

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mvllm.entrypoints.openai.openapi import TAGS
+from mvllm.entrypoints.openai.common.openapi import TAGS
 from tests.helpers.browser import PROGRAM, Browser
 from tests.helpers.server import ServerProcess
 

@@ -234,8 +234,8 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())
-import mvllm.entrypoints.openai.server, mvllm.engine.async_llm
-from mvllm.engine.tracing import Tracer
+import mvllm.entrypoints.openai.server.api_server, mvllm.engine.async_llm
+from mvllm.engine.metrics.tracing import Tracer
 from mvllm.errors import ConfigError
 try:
     Tracer("http://localhost:4318", "demo")

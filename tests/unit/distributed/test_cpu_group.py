@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from mvllm.config.engine_config import ParallelConfig
 from mvllm.distributed.cpu_group import CpuGroup
-from mvllm.distributed.group import GroupCoordinator
+from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.distributed.parallel_groups import join_groups
 from mvllm.distributed.torch_communicator import TorchCommunicator
 from mvllm.messages.scheduler_output import ModelRunnerOutput
 from mvllm.platform.communicator import Communicator
 from mvllm.platform.topology import GroupSpec, WorkerContext
-from mvllm.worker.pipeline import Pipeline
+from mvllm.worker.pipeline_transport import Pipeline
 from tests.helpers.forked_ranks import start_ranks
 from tests.helpers.thread_ranks import ThreadCommunicator, _Meeting, run_ranks
 from tests.unit.distributed.test_torch_communicator import spawn

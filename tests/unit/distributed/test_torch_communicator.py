@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from mvllm.distributed.group import GroupCoordinator
+from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.distributed.torch_communicator import TorchCommunicator
 from mvllm.platform.topology import GroupSpec
 from tests.helpers.forked_ranks import start_ranks

@@ -13,9 +13,9 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
-from mvllm.engine.metrics import EngineMetrics
-from mvllm.engine.prometheus import EngineCollector
-from mvllm.entrypoints.openai.http_metrics import HTTPMetrics
+from mvllm.engine.metrics.stats import EngineMetrics
+from mvllm.engine.metrics.prometheus import EngineCollector
+from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.messages.requests import SchedulerStats
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"

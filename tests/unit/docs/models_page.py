@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.helpers.shown import IMPLS, Shown, as_json, from_json
+from tests.helpers.model_coverage import IMPLS, Shown, as_json, from_json
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "reference" / "models.md"

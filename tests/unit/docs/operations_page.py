@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from mvllm.platform.operation_surface import RETURNS, Operation, read_operations
+from mvllm.platform.contract_operations import RETURNS, Operation, read_operations
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "operations.md"
 HEAD = """\

@@ -18,7 +18,7 @@ EXECUTORS = [
 SOURCES = [
     *EXECUTORS,
     *(ROOT / "core" / "mvllm" / "engine").glob("*.py"),
-    ROOT / "core" / "mvllm" / "platform" / "doors.py",
+    ROOT / "core" / "mvllm" / "platform" / "plugin_groups.py",
     *(ROOT / "platforms" / "cpu" / "src").rglob("*communicator.py"),
 ]
 PAGE = (ROOT / "docs" / "reference" / "executors.md").read_text(encoding="utf-8")

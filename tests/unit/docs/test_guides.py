@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import mvllm
-from mvllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from mvllm.entrypoints.cli import checks
+from mvllm.engine.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from mvllm.entrypoints.cli import doctor_checks
 from mvllm.entrypoints.llm import LLM
 from mvllm.platform.discovery import Candidate, PluginFailure, PluginSource
 from mvllm.platform.spec import PlatformSpec, ProbeResult
@@ -35,13 +35,13 @@ def test_the_ids_of_all_checks_are_listed(monkeypatch, tmp_path):
     good = Candidate(source, spec, ProbeResult(True, "1 device"))
     bad = Candidate(source, failure=PluginFailure("import", "gone", None, "mend it"))
     hidden = Candidate(source, spec, ProbeResult(False, "no device"))
-    monkeypatch.setattr(checks, "_try_torch", lambda: None)
-    monkeypatch.setattr(checks, "_device_variable", lambda factory: "ACME_DEVICES")
+    monkeypatch.setattr(doctor_checks, "_try_torch", lambda: None)
+    monkeypatch.setattr(doctor_checks, "_device_variable", lambda factory: "ACME_DEVICES")
     monkeypatch.setenv("ACME_DEVICES", "")
     found = set()
     for candidate in (good, bad, hidden):
-        monkeypatch.setattr(checks, "discover", lambda only=None, candidate=candidate: [candidate])
-        found |= {check.id for check in checks.run_checks(model=save_model_folder(tmp_path))}
+        monkeypatch.setattr(doctor_checks, "discover", lambda only=None, candidate=candidate: [candidate])
+        found |= {check.id for check in doctor_checks.run_checks(model=save_model_folder(tmp_path))}
     listed = re.findall(r"^\| `([\w.<>]+)` \|", TROUBLESHOOTING, flags=re.MULTILINE)
     assert {name.replace("<name>", "acme") for name in listed} == found
     assert len(listed) == len(set(listed))

@@ -1,4 +1,4 @@
-"""The table of models claims what tests have shown, and nothing that no test shows any more."""
+"""The table of models claims what tests have model_coverage, and nothing that no test shows any more."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import shown
+from tests.helpers import model_coverage
 from tests.unit.docs import models_page
 from tests.unit.docs.models_page import PAGE, ROOT, read_record, table, taken_in, with_table
 
 COMMAND = "run: python -m tests.unit.docs.models_page"
 
 
-def collected_from(files: set[str], folder: Path) -> shown.Shown:
+def collected_from(files: set[str], folder: Path) -> model_coverage.Shown:
     """What the marks of all tests in `files` claim."""
     path = folder / "notes.json"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *sorted(files)],
-        env={**os.environ, shown.VARIABLE: str(path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={**os.environ, model_coverage.VARIABLE: str(path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return shown.from_json(json.loads(path.read_text(encoding="utf-8"))["collected"])
+    return model_coverage.from_json(json.loads(path.read_text(encoding="utf-8"))["collected"])
 
 
 def test_the_page_is_that_of_the_record() -> None:
@@ -41,7 +41,7 @@ def test_the_page_is_that_of_the_record() -> None:
 
 def test_every_entry_has_a_test_that_shows_it(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     notes = request.config.pluginmanager.get_plugin("mvllm-shown")
-    assert isinstance(notes, shown.Notes)
+    assert isinstance(notes, model_coverage.Notes)
     record, claimed = read_record(), dict(notes.collected)
     missing = {test for claim, tests in record.items() for test in tests - claimed.get(claim, set())}
     if missing:  # of files that are not part of this run, or of tests that are gone
@@ -92,12 +92,12 @@ SHOWS = pytest.mark.shows
     ],
 )
 def test_a_mark_and_the_parameters_say_what_is_shown(mark: Any, params: dict[str, Any], claims: list) -> None:
-    assert list(shown.claims_of(item_with(mark, **params))) == claims
+    assert list(model_coverage.claims_of(item_with(mark, **params))) == claims
 
 
 def test_a_class_may_say_the_rest() -> None:
     cls = type("TestIt", (), {"shown_impl": "transformers", "shown_family": "bert"})
-    assert list(shown.claims_of(item_with(SHOWS("tokens"), cls=cls))) == [("bert", "transformers", "tokens", "")]
+    assert list(model_coverage.claims_of(item_with(SHOWS("tokens"), cls=cls))) == [("bert", "transformers", "tokens", "")]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_class_may_say_the_rest() -> None:
 )
 def test_a_mark_that_says_nothing_is_refused(mark: Any) -> None:
     with pytest.raises(pytest.UsageError, match="mark `shows`"):
-        list(shown.claims_of(item_with(mark)))
+        list(model_coverage.claims_of(item_with(mark)))
 
 
 def test_a_run_adds_what_passed_and_drops_what_its_files_no_longer_claim() -> None:
@@ -131,8 +131,8 @@ def pytester_run(tmp_path: Path) -> Any:
             "from tests.helpers import shown\n\n"
             "def pytest_configure(config):\n"
             "    config.addinivalue_line('markers', 'shows: .')\n"
-            "    config.pluginmanager.register(shown.Notes(), 'mvllm-shown')\n"
-            "    shown.family_of = str\n"  # without the zoo, and so without torch
+            "    config.pluginmanager.register(model_coverage.Notes(), 'mvllm-shown')\n"
+            "    model_coverage.family_of = str\n"  # without the zoo, and so without torch
         )
         (tmp_path / "test_it.py").write_text(
             "import pytest\n\n"
@@ -142,7 +142,7 @@ def pytester_run(tmp_path: Path) -> Any:
         )
         subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)],
-            env={**os.environ, shown.VARIABLE: str(tmp_path / "notes.json"), "PYTHONPATH": str(ROOT)},
+            env={**os.environ, model_coverage.VARIABLE: str(tmp_path / "notes.json"), "PYTHONPATH": str(ROOT)},
             cwd=tmp_path,
             capture_output=True,
             timeout=120,

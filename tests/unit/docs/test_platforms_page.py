@@ -11,7 +11,7 @@ import pytest
 from mvllm.platform.choose import choose_platform
 from mvllm.plugin_api import Capabilities
 from mvllm.testing.clauses import CLAUSES
-from mvllm.testing.subject import Examinee
+from mvllm.testing.platform_under_test import Examinee
 from tests.unit.docs.platforms_page import (
     CLAUSES_OF,
     FURTHER,

@@ -9,7 +9,7 @@ from typing import Any
 from mvllm.config.engine_config import EngineConfig, SchedulerConfig
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
-from mvllm.engine.kv_sizing import CacheSummary
+from mvllm.engine.core.kv_cache_sizing import CacheSummary
 from mvllm.messages.requests import (
     EngineCoreOutput,
     EngineCoreOutputs,

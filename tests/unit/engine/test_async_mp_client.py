@@ -6,8 +6,8 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from mvllm.engine.async_mp_client import AsyncMPClient
-from mvllm.executor.status_board import Activity
+from mvllm.engine.process.async_mp_client import AsyncMPClient
+from mvllm.executor.process.activity_table import Activity
 
 
 class Loop:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mvllm.engine.beam_search import BeamSearch
-from mvllm.engine.input_processor import ProcessedRequest
-from mvllm.engine.output_processor import OutputProcessor, RequestState
-from mvllm.engine.outputs import RequestOutput
-from mvllm.engine.parallel_sampling import CoreIds
+from mvllm.engine.frontend.beam_search import BeamSearch
+from mvllm.engine.frontend.input_processor import ProcessedRequest
+from mvllm.engine.frontend.output_processor import OutputProcessor, RequestState
+from mvllm.engine.frontend.outputs import RequestOutput
+from mvllm.engine.frontend.parallel_sampling import CoreIds
 from mvllm.messages.requests import (
     EngineCoreOutput,
     EngineCoreOutputs,

@@ -10,11 +10,11 @@ from functools import partial
 import msgspec
 import pytest
 
-from mvllm.engine.coordination import Coordination
-from mvllm.engine.coordinator import Coordinator
-from mvllm.engine.datagrams import DatagramDoor, datagram_pair
-from mvllm.engine.replica_choice import ReplicaChoice
-from mvllm.messages.coordination import CoreLoad, Loads, SentPrefixes, Sleep, SleepDone, ToFrontEnd
+from mvllm.engine.process.coordinator_client import Coordination
+from mvllm.engine.process.coordinator import Coordinator
+from mvllm.engine.process.message_socket import DatagramDoor, datagram_pair
+from mvllm.engine.process.dp_load_balancer import ReplicaChoice
+from mvllm.messages.coordinator_protocol import CoreLoad, Loads, SentPrefixes, Sleep, SleepDone, ToFrontEnd
 from mvllm.messages.requests import SchedulerStats
 
 PROMPT = list(range(100))
@@ -187,7 +187,7 @@ def test_names_of_beginnings_are_the_same_in_every_process() -> None:
     import subprocess
     import sys
 
-    code = "from mvllm.engine.replica_choice import ReplicaChoice as R; print(R(2)._chunk_names(range(200), 'salt'))"
+    code = "from mvllm.engine.process.dp_load_balancer import ReplicaChoice as R; print(R(2)._chunk_names(range(200), 'salt'))"
     names = {
         subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True

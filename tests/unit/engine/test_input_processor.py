@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mvllm import RequestError, SamplingParams
-from mvllm.engine.input_processor import InputProcessor
+from mvllm.engine.frontend.input_processor import InputProcessor
 from tests.unit.engine.builders import make_config
 from tests.unit.engine.tokenizers import make_tokenizer
 

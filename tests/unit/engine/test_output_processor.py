@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mvllm import Logprob, SamplingParams
-from mvllm.engine.input_processor import ProcessedRequest
-from mvllm.engine.output_processor import OutputProcessor
-from mvllm.engine.parallel_sampling import CoreIds, fan_out
+from mvllm.engine.frontend.input_processor import ProcessedRequest
+from mvllm.engine.frontend.output_processor import OutputProcessor
+from mvllm.engine.frontend.parallel_sampling import CoreIds, fan_out
 from mvllm.messages.requests import (
     EngineCoreOutput,
     EngineCoreOutputs,

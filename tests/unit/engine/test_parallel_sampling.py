@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mvllm import SamplingParams
-from mvllm.engine.parallel_sampling import CoreIds, fan_out
+from mvllm.engine.frontend.parallel_sampling import CoreIds, fan_out
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.sampling.uniforms import stream_seed
 

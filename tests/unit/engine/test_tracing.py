@@ -11,10 +11,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from mvllm import SamplingParams
-from mvllm.engine.input_processor import ProcessedRequest
-from mvllm.engine.output_processor import OutputProcessor, RequestState
-from mvllm.engine.parallel_sampling import CoreIds, fan_out
-from mvllm.engine.tracing import Tracer, traces_endpoint
+from mvllm.engine.frontend.input_processor import ProcessedRequest
+from mvllm.engine.frontend.output_processor import OutputProcessor, RequestState
+from mvllm.engine.frontend.parallel_sampling import CoreIds, fan_out
+from mvllm.engine.metrics.tracing import Tracer, traces_endpoint
 from mvllm.errors import ConfigError, EngineDeadError
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 
@@ -124,8 +124,8 @@ def test_a_request_ends_once(tracer: Tracer, written: InMemorySpanExporter) -> N
 
 def test_a_tracer_that_fails_says_so_once_and_stops_nobody(tracer: Tracer, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("mvllm.engine.tracing._facts", lambda *_: 1 / 0)
-    monkeypatch.setattr("mvllm.engine.tracing.logger.error", lambda text, **_: said.append(text))
+    monkeypatch.setattr("mvllm.engine.metrics.tracing._facts", lambda *_: 1 / 0)
+    monkeypatch.setattr("mvllm.engine.metrics.tracing.logger.error", lambda text, **_: said.append(text))
     for _ in range(2):
         run = Run()
         tracer.begin(run.state)

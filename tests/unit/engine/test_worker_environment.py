@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from mvllm.config.engine_config import ParallelConfig
-from mvllm.engine.worker_environment import worker_environment
+from mvllm.engine.core.worker_environment import worker_environment
 from mvllm.platform.topology import LaunchTopology
 
 PROGRAM = """
 import os, sys
 from mvllm.config.engine_config import ParallelConfig
-from mvllm.engine.worker_environment import worker_environment
+from mvllm.engine.core.worker_environment import worker_environment
 from mvllm.platform.choose import choose_platform
 platform = choose_platform("cpu").platform
 if "torch" in sys.argv:

@@ -251,7 +251,7 @@ def test_tokens_are_counted_here_where_the_server_does_not(bench):
 
     with SSEServer(script) as server:
         _, result, _ = bench(server, "--save-detailed", "--tokenizer", "demo", count=2)
-        from mvllm.entrypoints.bench.prompts import BenchTokenizer
+        from mvllm.entrypoints.bench.datasets import BenchTokenizer
 
         tokenizer = BenchTokenizer("demo")
         assert result["output_lens"] == [len(tokenizer.encode("Once upon a time there"))] * 2

@@ -15,7 +15,7 @@ from mvllm import SamplingParams
 from mvllm.config.engine_args import EngineArgs
 from mvllm.entrypoints.cli import arguments
 from mvllm.entrypoints.cli.main import COMMANDS, _make_parser, main
-from mvllm.entrypoints.cli.numbers import whole_number
+from mvllm.entrypoints.cli.human_readable_int import whole_number
 from tests.unit.entrypoints.builders import ANSWER_TEXT, TOKENIZER, echo, save_model_folder, use_fake_engine
 
 

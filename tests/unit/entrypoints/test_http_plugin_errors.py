@@ -10,9 +10,9 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from mvllm.entrypoints.openai.app import _add_handlers
-from mvllm.entrypoints.openai.bodies import BodyReader
-from mvllm.entrypoints.openai.http_plugins import LoadedPlugin
+from mvllm.entrypoints.openai.server.app import _add_handlers
+from mvllm.entrypoints.openai.common.request_body import BodyReader
+from mvllm.entrypoints.openai.server.http_plugins import LoadedPlugin
 from mvllm.platform.discovery import PluginSource
 
 

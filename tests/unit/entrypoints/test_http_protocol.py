@@ -15,10 +15,10 @@ import uvicorn
 import uvloop
 from starlette.responses import Response
 
-from mvllm.entrypoints.openai import connections
-from mvllm.entrypoints.openai.connections import ConnectionTable
-from mvllm.entrypoints.openai.http_protocol import MAX_UNANSWERED, LimitedHttpProtocol, protocol_settings
-from mvllm.entrypoints.openai.streams import ClientGone, EventStream, while_connected
+from mvllm.entrypoints.openai.server import connections
+from mvllm.entrypoints.openai.server.connections import ConnectionTable
+from mvllm.entrypoints.openai.server.http_protocol import MAX_UNANSWERED, LimitedHttpProtocol, protocol_settings
+from mvllm.entrypoints.openai.common.streaming_response import ClientGone, EventStream, while_connected
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 PROBE = GET.replace(b"GET /", b"GET /health/live")
@@ -250,7 +250,7 @@ class TestLimits:
     def test_a_head_that_is_half_sent_behind_a_long_answer_has_a_time_limit(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("mvllm.entrypoints.openai.http_protocol.HEAD_SECONDS", 0.05)
+        monkeypatch.setattr("mvllm.entrypoints.openai.server.http_protocol.HEAD_SECONDS", 0.05)
 
         async def test(listener: Listener) -> None:
             reader, _ = await listener.connect(GET + b"GET / HT")
@@ -262,7 +262,7 @@ class TestLimits:
         with_listener(test)
 
     def test_a_body_that_nobody_reads_any_more_has_a_time_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("mvllm.entrypoints.openai.http_protocol.HEAD_SECONDS", 0.1)
+        monkeypatch.setattr("mvllm.entrypoints.openai.server.http_protocol.HEAD_SECONDS", 0.1)
 
         async def test(listener: Listener) -> None:
             post = b"POST /now HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n1"
@@ -276,7 +276,7 @@ class TestLimits:
         with_listener(test)
 
     def test_a_closed_connection_whose_client_reads_nothing_is_cut(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("mvllm.entrypoints.openai.http_protocol.STALL_SECONDS", 0.05)
+        monkeypatch.setattr("mvllm.entrypoints.openai.server.http_protocol.STALL_SECONDS", 0.05)
 
         async def test(listener: Listener) -> None:
             with socket.create_connection(listener.address) as client:

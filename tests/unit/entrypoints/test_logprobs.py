@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mvllm.entrypoints.openai.logprobs import CompletionLogprobs, TokenNames
+from mvllm.entrypoints.openai.common.logprobs import CompletionLogprobs, TokenNames
 from tests.unit.entrypoints.builders import TOKENIZER
 
 TEXT = "The cat \U0001fae8 sat 𝄞𝄞 on ﷽ the mat."  # with characters that no token has whole

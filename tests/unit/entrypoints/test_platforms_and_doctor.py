@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from mvllm.entrypoints.cli import checks as doctor_checks
+from mvllm.entrypoints.cli import doctor_checks as doctor_checks
 from mvllm.entrypoints.cli.main import main
 from mvllm.errors import ContractError
 from mvllm.platform.discovery import Candidate, PluginFailure, PluginSource

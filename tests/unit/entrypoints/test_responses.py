@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from mvllm.entrypoints.openai.chat import MAX_TOOLS
-from mvllm.entrypoints.openai.errors import APIError
-from mvllm.entrypoints.openai.keys import Caller, Role
-from mvllm.entrypoints.openai.response_input import MAX_ITEMS, as_messages
-from mvllm.entrypoints.openai.response_store import ResponseStore, StoredResponse
+from mvllm.entrypoints.openai.chat.serving import MAX_TOOLS
+from mvllm.entrypoints.openai.common.errors import APIError
+from mvllm.entrypoints.openai.server.authentication import Caller, Role
+from mvllm.entrypoints.openai.responses.input_items import MAX_ITEMS, as_messages
+from mvllm.entrypoints.openai.responses.store import ResponseStore, StoredResponse
 from mvllm.errors import RequestError
 from mvllm.messages.requests import FinishReason
 from tests.unit.entrypoints.builders import TOKENIZER, save_model_folder
-from tests.unit.entrypoints.scripted import TEMPLATE, Server
+from tests.unit.entrypoints.scripted_server import TEMPLATE, Server
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}

@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from mvllm.entrypoints import batch
-from mvllm.entrypoints.batch import BatchRunner
+from mvllm.entrypoints.openai import batch_runner
+from mvllm.entrypoints.openai.batch_runner import BatchRunner
 from mvllm.entrypoints.cli.main import main
-from mvllm.entrypoints.openai.served_models import ServedModels
+from mvllm.entrypoints.openai.common.serving_models import ServedModels
 from mvllm.errors import EngineDeadError, QueueFullError
 
 
@@ -121,7 +121,7 @@ def test_a_line_that_is_no_request_is_told_and_the_rest_goes_on(data, custom_id,
 
 
 def test_a_line_that_is_too_long_is_passed_over(monkeypatch):
-    monkeypatch.setattr(batch, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(batch_runner, "MAX_LINE_BYTES", 1000)
     _, answers = run(Runner(fine), line("long", body={"prompt": "x" * 5000}), line("a"), line("b"))
     assert {a["custom_id"]: a["error"] is None for a in answers} == {None: False, "a": True, "b": True}
     [error] = [a["error"] for a in answers if a["error"]]
@@ -151,7 +151,7 @@ def test_what_a_server_would_refuse_has_its_status(request_line, status, expecte
 
 
 def test_a_full_queue_is_waited_for(monkeypatch):
-    monkeypatch.setattr(batch, "_FULL_PAUSE", 0.0)
+    monkeypatch.setattr(batch_runner, "_FULL_PAUSE", 0.0)
     left = [3]
 
     async def full_at_first(line, call):

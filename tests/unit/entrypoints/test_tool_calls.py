@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from mvllm.entrypoints.openai.chat import MAX_TOOLS
+from mvllm.entrypoints.openai.chat.serving import MAX_TOOLS
 from mvllm.messages.requests import FinishReason
-from tests.unit.entrypoints import scripted
+from tests.unit.entrypoints import scripted_server
 from tests.unit.entrypoints.builders import save_model_folder
-from tests.unit.entrypoints.scripted import TEMPLATE
+from tests.unit.entrypoints.scripted_server import TEMPLATE
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 WRITTEN = '<think>Hm.</think>Let me see.<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model_folder(tmp_path_factory.mktemp("model"), TEMPLATE)
 
 
-class Server(scripted.Server):
+class Server(scripted_server.Server):
     def __init__(self, folder: str, text: str = WRITTEN, reason: FinishReason = FinishReason.STOP, **parsers: Any):
         super().__init__(folder, text, reason, **parsers)
 

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from mvllm.entrypoints.openai.app import build_app
-from mvllm.entrypoints.openai.bodies import BodyDecoder
-from mvllm.entrypoints.openai.errors import APIError
-from mvllm.entrypoints.openai.http_metrics import HTTPMetrics
+from mvllm.entrypoints.openai.server.app import build_app
+from mvllm.entrypoints.openai.common.request_body import BodyDecoder
+from mvllm.entrypoints.openai.common.errors import APIError
+from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     ClientRequest,
@@ -26,11 +26,11 @@ from mvllm.entrypoints.openai.protocol import (
     RerankRequest,
     ResponsesRequest,
 )
-from mvllm.entrypoints.openai.served_models import ServedModels
-from mvllm.entrypoints.openai.server_state import ServerState
-from mvllm.entrypoints.openai.settings import ServerSettings, UnknownFieldsPolicy
-from mvllm.entrypoints.openai.text_work import TextWork
-from mvllm.entrypoints.openai.unknown_fields import MAX_LOGGED_NAMES, MAX_NAMES, UnknownFields
+from mvllm.entrypoints.openai.common.serving_models import ServedModels
+from mvllm.entrypoints.openai.server.server_state import ServerState
+from mvllm.entrypoints.openai.server.settings import ServerSettings, UnknownFieldsPolicy
+from mvllm.entrypoints.openai.common.tokenizer_pool import TextWork
+from mvllm.entrypoints.openai.common.unknown_fields import MAX_LOGGED_NAMES, MAX_NAMES, UnknownFields
 
 SECRET = "the secret prompt\r\nset-cookie: a=b"
 

@@ -13,7 +13,7 @@ from mvllm.executor.external_launcher import (
     _settings,
     _with_common_seed,
 )
-from mvllm.executor.late_output import LateOutput
+from mvllm.executor.deferred_output import LateOutput
 from mvllm.messages.scheduler_output import ModelRunnerOutput
 from tests.unit.engine.builders import make_config
 

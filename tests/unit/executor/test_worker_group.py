@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mvllm.errors import WorkerError, WorkerStuckError
-from mvllm.executor.status_board import Activity
+from mvllm.executor.process.activity_table import Activity
 from mvllm.executor.worker_group import WorkerGroup
 
 

@@ -1,6 +1,6 @@
 """Blocks whose keys were rotated otherwise are not shared."""
 
-from mvllm.kv_cache.manager import KVCacheManager
+from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 
 
 def test_requests_share_blocks_only_where_their_position_keys_are_equal() -> None:

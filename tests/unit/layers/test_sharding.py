@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from mvllm.distributed.group import GroupCoordinator
+from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ConfigError
 from mvllm.layers.context import BuildContext, Share
 from mvllm.layers.embedding import LMHead, VocabEmbedding
-from mvllm.layers.experts import GatedExperts
+from mvllm.layers.fused_moe import GatedExperts
 from mvllm.layers.linear import ColumnParallelLinear, HeadShare, QKVLinear, RowParallelLinear
 from mvllm.layers.mlp import GatedMLP
-from mvllm.layers.moe import MoE
-from mvllm.layers.pipeline import PipelineStage
+from mvllm.layers.sparse_moe_block import MoE
+from mvllm.layers.pipeline_stage import PipelineStage
 from mvllm.layers.routing import Routing
 from tests.helpers.paged_driver import make_context
 from tests.helpers.thread_ranks import fake_group, run_ranks

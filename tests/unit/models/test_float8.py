@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from mvllm.errors import ModelError
 from mvllm.layers.context import BuildContext
-from mvllm.ops.catalogue import SCHEMAS
+from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.ops.registry import OpTable
 from mvllm.plugin_api import Float8Weight, OpCase, OpProvider
 from tests.helpers.float8_zoo import FLOAT8_SCHEMES, make_float8

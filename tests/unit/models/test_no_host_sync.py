@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from mvllm.layers.context import ForwardStep
-from mvllm.layers.experts import GatedExperts
-from mvllm.layers.moe import MoE
+from mvllm.layers.fused_moe import GatedExperts
+from mvllm.layers.sparse_moe_block import MoE
 from mvllm.layers.routing import Routing
 from tests.helpers.host_sync import NoQuestions, NoReading
 from tests.helpers.model_zoo import make_checkpoint

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from mvllm.distributed.group import GroupCoordinator
+from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ConfigError
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.registry import resolve_model_class
 from mvllm.models.safetensors_file import SafetensorsReader, read_header
-from mvllm.models.weights import load_weights
+from mvllm.models.weight_loader import load_weights
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.paged_driver import PagedDriver, load_model, make_context, read_config
 from tests.helpers.thread_ranks import fake_group, run_ranks

@@ -187,7 +187,7 @@ def test_weights_are_rounded_to_the_nearest_while_they_are_loaded(
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("group_size", [32, 128])
 def test_scales_of_four_bits_are_small_multiples_of_one_in_every_256_columns(group_size: int, symmetric: bool) -> None:
-    from mvllm.layers.quantization.rounded_matrix import round_rows
+    from mvllm.layers.quantization.rtn_matrix import round_rows
 
     generator = torch.Generator().manual_seed(0)
     floats = torch.randn(40, 640, generator=generator) * torch.rand(40, 1, generator=generator)
@@ -206,7 +206,7 @@ def test_scales_of_four_bits_are_small_multiples_of_one_in_every_256_columns(gro
 
 
 def test_rows_of_zeros_and_rows_of_one_sign_stay_what_they_are() -> None:
-    from mvllm.layers.quantization.rounded_matrix import round_rows
+    from mvllm.layers.quantization.rtn_matrix import round_rows
 
     floats = torch.tensor([[0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 15.0], [-15.0, -1.0, -2.0, 0.0]])
     for bits in (4, 8):
@@ -223,7 +223,7 @@ def test_rows_of_zeros_and_rows_of_one_sign_stay_what_they_are() -> None:
 @pytest.mark.parametrize("damaged", [float("nan"), float("inf")])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_rounding_does_not_hide_a_damaged_weight(damaged: float, symmetric: bool) -> None:
-    from mvllm.layers.quantization.rounded_matrix import round_rows
+    from mvllm.layers.quantization.rtn_matrix import round_rows
 
     floats = torch.tensor([[0.1, damaged, 0.2, 0.3], [0.1, 0.1, 0.2, 0.3]])
     zero_points = None if symmetric else torch.zeros(2, 2, dtype=torch.int8)

@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from mvllm.errors import ModelError
 from mvllm.layers.activation import ACTIVATIONS, activation, gated_activation
-from mvllm.ops.catalogue import SCHEMAS
+from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.ops.registry import OpTable
 from tests.helpers.paged_driver import make_context
 

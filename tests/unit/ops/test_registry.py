@@ -10,7 +10,7 @@ import torch
 from mvllm.errors import ContractError
 from mvllm.layers.linear import ColumnParallelLinear
 from mvllm.layers.mlp import GatedMLP
-from mvllm.ops.catalogue import SCHEMAS
+from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.ops.registry import REFERENCE, OpTable
 from mvllm.platform.op_provider import OpCase, OpProvider
 from tests.helpers.paged_driver import make_context

@@ -12,7 +12,7 @@ from mvllm.errors import ModelError
 from mvllm.layers.matrix_layout import MatrixLayout, Part
 from mvllm.layers.quantization.interface import PackedFormat
 from mvllm.layers.quantization.packed_matrix import PackedMatrix, Packing
-from mvllm.layers.quantization.packings import AWQPacking, GPTQPacking, IntegersPacking, WordsPacking
+from mvllm.layers.quantization.packing_formats import AWQPacking, GPTQPacking, IntegersPacking, WordsPacking
 from tests.helpers.paged_driver import make_context
 from tests.helpers.quantized_zoo import (
     Packer,

@@ -7,9 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mvllm.messages.sampling_params import SamplingParams
-from mvllm.platform.staging import StepStaging
+from mvllm.platform.staging_buffers import StepStaging
 from mvllm.sampling.sampler import Sampler
-from mvllm.sampling.state import MAX_VOCAB_SIZE, SamplingState
+from mvllm.sampling.sampling_state import MAX_VOCAB_SIZE, SamplingState
 from tests.unit.sampling.builders import Sampled, random_logits, sample_batch
 from tests.unit.worker.builders import HostRuntime
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mvllm.messages.sampling_params import SamplingParams
-from mvllm.sampling.masks import TokenMasks, mask_of
+from mvllm.sampling.token_masks import TokenMasks, mask_of
 from mvllm.sampling.sampler import Sampler, batch_kinds
 from tests.unit.sampling.builders import Bench, Sampled, random_logits
 

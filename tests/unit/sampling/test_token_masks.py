@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mvllm.messages.sampling_params import SamplingParams
-from mvllm.sampling.masks import TokenMasks, allowed_tokens
+from mvllm.sampling.token_masks import TokenMasks, allowed_tokens
 from tests.unit.sampling.builders import Bench, Sampled, random_logits
 
 

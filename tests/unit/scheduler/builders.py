@@ -6,7 +6,7 @@ import itertools
 from collections import deque
 
 from mvllm.config.engine_config import SchedulerConfig
-from mvllm.kv_cache.manager import KVCacheManager, _name
+from mvllm.kv_cache.kv_cache_manager import KVCacheManager, _name
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams, PoolingType
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreRequest, FinishReason, PositionLogprobs

@@ -15,7 +15,7 @@ from mvllm.messages.sampling_params import RequestOutputKind
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tests.unit.scheduler.builders import Engine, make_request, make_scheduler
 from tests.unit.scheduler.fake_runner import expected_tokens, fingerprints, logprobs_of, next_token
-from tests.unit.scheduler.test_grammars import Countdown
+from tests.unit.scheduler.test_grammar_masks import Countdown
 from tests.unit.scheduler.test_random_traffic import MAX_MODEL_LEN, Limits, actions, check_result, limits
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from mvllm import RequestError, SamplingParams, StructuredOutputsParams
 from mvllm.messages.structured_outputs import MAX_GRAMMAR_BYTES
-from mvllm.structured_output import library
+from mvllm.structured_output import llguidance_library
 from mvllm.structured_output.response_format import structured_outputs_of
 
 TAG = {"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}
@@ -114,5 +114,5 @@ def test_strict_response_formats_close_objects() -> None:
 
 def test_every_installation_has_the_grammar_library() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert library.REQUIREMENT in project["dependencies"]
+    assert llguidance_library.REQUIREMENT in project["dependencies"]
     assert project["optional-dependencies"]["grammar"] == []  # for those who name it

@@ -9,7 +9,7 @@ import torch
 
 from mvllm.testing.attention_cases import Reading, expected, make_case, make_spec
 from mvllm.testing.attention_diagnosis import assert_near, mistakes
-from mvllm.testing.comparing import assert_close, assert_equal
+from mvllm.testing.tensor_assertions import assert_close, assert_equal
 
 REQUESTS = [(50, 1), (0, 17), (40, 30)]
 

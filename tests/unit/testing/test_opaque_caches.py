@@ -14,8 +14,8 @@ from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import KVLayout, PlatformError, WorkerContext
 from mvllm.testing.attention_cases import Bench, make_layout, make_spec
 from mvllm.testing.suite import test_kvl_layout as kvl
-from mvllm.worker.layer_groups import layer_windows
-from tests.unit.worker.test_layer_groups import layer
+from mvllm.worker.kv_cache_groups import layer_windows
+from tests.unit.worker.test_kv_cache_groups import layer
 
 
 class Arrays:

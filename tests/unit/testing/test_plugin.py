@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 SUITE = """
-from mvllm.testing.marks import clause, exhaustive, not_run
+from mvllm.testing.markers import clause, exhaustive, not_run
 
 @clause("ATT-03")
 def test_good(claimed_dtype): pass
@@ -128,7 +128,7 @@ def test_a_run_can_be_limited(run):
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])  # the second is not available on most machines
 def test_without_a_device_only_what_opens_none_is_examined(run, tmp_path, platform):
     (tmp_path / "test_some.py").write_text(
-        "from mvllm.testing.marks import clause\n"
+        "from mvllm.testing.markers import clause\n"
         "@clause('CFG-03')\ndef test_free(subject): assert subject.platform.capabilities.dtypes\n"
         "@clause('CFG-05')\ndef test_opening(bound_device): assert False\n"
         "@clause('ATT-03')\ndef test_of_the_device(subject): assert False\n"

@@ -13,7 +13,7 @@ from mvllm.errors import ModelError
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.models.checkpoint import read_checkpoint
 from mvllm.models.registry import resolve_model_class
-from mvllm.models.weights import load_weights
+from mvllm.models.weight_loader import load_weights
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.paged_driver import make_context, read_config
 

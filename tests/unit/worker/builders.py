@@ -9,8 +9,8 @@ from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import NewRequestData, SchedulerOutput
 from mvllm.platform.runtime import DeviceRuntime, FinishedHostCopy, HostCopy, MemoryInfo
 from mvllm.platform.shapes import ShapePolicy
-from mvllm.sampling.state import SamplingState
-from mvllm.worker.rows import RowTable
+from mvllm.sampling.sampling_state import SamplingState
+from mvllm.worker.input_batch import RowTable
 from mvllm.worker.step_inputs import StepInputBuilder
 
 BLOCK_SIZE = 4

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from mvllm.distributed.group import GroupCoordinator
+from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ModelError, StepMemoryError
 from mvllm.plugin_api import WorkerContext
 from mvllm.worker.out_of_memory import all_ranks_gave_up, naming_limits

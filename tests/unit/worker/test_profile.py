@@ -13,7 +13,7 @@ from mvllm.platform.shapes import ShapePolicy
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.sampling import sampler
 from mvllm.sampling.filters import Filters
-from mvllm.worker.attention_layers import AttentionLayers
+from mvllm.worker.kv_cache_layers import AttentionLayers
 from mvllm.worker.model_runner import ModelRunner
 from mvllm.worker.step_inputs import StepInputs
 from tests.unit.engine.builders import make_config

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mvllm.sampling.state import TokenHistory
-from mvllm.worker.proposer import NgramProposer
+from mvllm.sampling.sampling_state import TokenHistory
+from mvllm.worker.spec_decode.proposer import NgramProposer
 
 
 def propose(*sequences: list[int], num_tokens: int = 3, shortest: int = 2, longest: int = 4) -> list[list[int]]:

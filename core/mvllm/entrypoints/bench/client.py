@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from mvllm.entrypoints.bench.metrics import Trace
-from mvllm.entrypoints.bench.prompts import Sample
+from mvllm.entrypoints.bench.datasets import Sample
 from mvllm.entrypoints.urls import join_url
 from mvllm.errors import ConfigError, MvllmError
 

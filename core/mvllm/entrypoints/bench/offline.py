@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mvllm.engine.llm_engine import LLMEngine
-from mvllm.entrypoints.bench.prompts import Sample
+from mvllm.entrypoints.bench.datasets import Sample
 from mvllm.entrypoints.bench.report import percentiles_of
 from mvllm.entrypoints.interrupts import interrupts_between_steps
 from mvllm.errors import ConfigError, MvllmError

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mvllm.entrypoints.bench.arrivals import arrival_times
 from mvllm.entrypoints.bench.client import Client, Target
 from mvllm.entrypoints.bench.metrics import Trace
-from mvllm.entrypoints.bench.prompts import BenchTokenizer, Sample
+from mvllm.entrypoints.bench.datasets import BenchTokenizer, Sample
 from mvllm.errors import ConfigError
 
 _READY_PAUSE = 0.5

@@ -15,8 +15,8 @@ import msgspec
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.option import Option
 from mvllm.entrypoints.cli.config_file import add_config_argument
-from mvllm.entrypoints.cli.numbers import whole_number
-from mvllm.entrypoints.cli.parser import NamesModel, add_model_by_place
+from mvllm.entrypoints.cli.human_readable_int import whole_number
+from mvllm.entrypoints.cli.argument_parser import NamesModel, add_model_by_place
 from mvllm.errors import ConfigError
 from mvllm.messages.sampling_params import SamplingParams
 

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mvllm.entrypoints.bench.metrics import GOODPUT_METRICS, METRICS
-from mvllm.entrypoints.bench.prompts import DATASETS, DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, DEFAULT_PREFIX_LEN
+from mvllm.entrypoints.bench.datasets import DATASETS, DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, DEFAULT_PREFIX_LEN
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
 from mvllm.entrypoints.cli.config_file import add_config_argument
-from mvllm.entrypoints.cli.parser import NamesModel, add_model_by_place
+from mvllm.entrypoints.cli.argument_parser import NamesModel, add_model_by_place
 from mvllm.errors import ConfigError, MvllmError
 
 if TYPE_CHECKING:
     from mvllm.entrypoints.bench.client import Target
-    from mvllm.entrypoints.bench.prompts import BenchTokenizer, Sample
+    from mvllm.entrypoints.bench.datasets import BenchTokenizer, Sample
     from mvllm.messages.sampling_params import SamplingParams
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -425,7 +425,7 @@ def _needs_tokenizer(args: argparse.Namespace) -> bool:
 
 
 def _tokenizer(name: str) -> BenchTokenizer:
-    from mvllm.entrypoints.bench.prompts import BenchTokenizer
+    from mvllm.entrypoints.bench.datasets import BenchTokenizer
 
     return BenchTokenizer(name)
 
@@ -441,7 +441,7 @@ def _tokenizer_of_server(name: str) -> BenchTokenizer:
 
 
 def _samples(args: argparse.Namespace, tokenizer: BenchTokenizer | None) -> list[Sample]:
-    from mvllm.entrypoints.bench.prompts import make_samples
+    from mvllm.entrypoints.bench.datasets import make_samples
 
     return make_samples(
         args.dataset_name,

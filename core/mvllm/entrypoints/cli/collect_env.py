@@ -88,9 +88,9 @@ def collect(environ: Mapping[str, str] | None = None) -> Report:
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that matter, with secrets masked. Those of an installed executor begin with its name."""
-    from mvllm.platform import doors
+    from mvllm.platform import plugin_groups
 
-    executors = tuple(f"{name.upper()}_" for name in doors.offered(doors.EXECUTORS))
+    executors = tuple(f"{name.upper()}_" for name in plugin_groups.offered(plugin_groups.EXECUTORS))
     return {
         name: MASK if _SECRET.search(name) and value else _USER_IN_URL.sub(f"{MASK}@", value)
         for name, value in sorted(environ.items())
@@ -172,11 +172,11 @@ def _packages() -> dict[str, str | None]:
     """Versions of what mvllm and its plugins require, their extras included."""
     from packaging.requirements import Requirement
 
-    from mvllm.platform import doors
+    from mvllm.platform import plugin_groups
     from mvllm.platform.discovery import find_sources
 
     names: set[str] = set()
-    sources = [*find_sources(), *(source for door in doors.ALL for source in doors.installed(door))]
+    sources = [*find_sources(), *(source for door in plugin_groups.ALL for source in plugin_groups.installed(door))]
     for distribution in {"mvllm", *(source.distribution for source in sources)}:
         try:
             required = importlib.metadata.requires(distribution) or []
@@ -213,13 +213,13 @@ def _platforms() -> Report:
 
 def _plugins() -> dict[str, str]:
     """Everything else that plugs in; none of it is imported."""
-    from mvllm.platform import doors
+    from mvllm.platform import plugin_groups
 
     return {
         f"{door.group}: {source.name}": f"{source.distribution} {source.version}"
-        + ("" if doors.is_allowed(source) else f" (not let in by {doors.ENVIRONMENT_VARIABLE})")
-        for door in doors.ALL
-        for source in doors.installed(door)
+        + ("" if plugin_groups.is_allowed(source) else f" (not let in by {plugin_groups.ENVIRONMENT_VARIABLE})")
+        for door in plugin_groups.ALL
+        for source in plugin_groups.installed(door)
     }
 
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mvllm.entrypoints.cli.parser import innermost
+from mvllm.entrypoints.cli.argument_parser import innermost
 from mvllm.errors import ConfigError
 
 FLAG = "--config"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from mvllm.entrypoints.cli.parser import NamesModel, add_model_by_place
+from mvllm.entrypoints.cli.argument_parser import NamesModel, add_model_by_place
 from mvllm.platform.spec import CheckStatus
 
 _MARKS = {CheckStatus.OK: "ok     ", CheckStatus.WARNING: "warning", CheckStatus.BROKEN: "BROKEN "}
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints every check; the exit status is 1 if one of them is broken."""
-    from mvllm.entrypoints.cli.checks import run_checks
+    from mvllm.entrypoints.cli.doctor_checks import run_checks
 
     checks = run_checks(platform=args.platform, model=getattr(args, "model", None))
     broken = [check for check in checks if check.status is CheckStatus.BROKEN]

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints what the model makes of each prompt, and at the end how fast it was and on which platform."""
-    from mvllm.engine.outputs import RequestOutput
+    from mvllm.engine.frontend.outputs import RequestOutput
     from mvllm.entrypoints.cli.terminal import Speedometer, describe_end, print_stream
     from mvllm.entrypoints.llm import LLM
 

@@ -12,8 +12,8 @@ from typing import cast
 from mvllm.config.env import describe_unknown, unknown_variables
 from mvllm.entrypoints.cli.config_file import expand_config
 from mvllm.entrypoints.cli.help import add_help_about, expand_help
-from mvllm.entrypoints.cli.parser import Parser, check_model, innermost, shorten_usage
-from mvllm.entrypoints.early_signals import end_at_once_on_signals, leave_program
+from mvllm.entrypoints.cli.argument_parser import Parser, check_model, innermost, shorten_usage
+from mvllm.entrypoints.shutdown_signals import end_at_once_on_signals, leave_program
 from mvllm.errors import ConfigError, MvllmError
 from mvllm.logging import configure_logging, get_logger
 from mvllm.version import __version__
@@ -111,16 +111,16 @@ def _ready_streams() -> None:
 
 def _installed_commands() -> dict[str, str]:
     """Commands of other packages that may be used, each with who offers it. None of them is imported."""
-    from mvllm.platform import doors
+    from mvllm.platform import plugin_groups
 
-    sources = [source for source in doors.installed(doors.COMMANDS) if doors.is_allowed(source)]
+    sources = [source for source in plugin_groups.installed(plugin_groups.COMMANDS) if plugin_groups.is_allowed(source)]
     return {s.name: f"added by {s.distribution} {s.version}" for s in sources if s.name not in COMMANDS}
 
 
 def _load_installed(name: str) -> ModuleType:
-    from mvllm.platform import doors
+    from mvllm.platform import plugin_groups
 
-    source, module = doors.load_by_name(doors.COMMANDS, name)
+    source, module = plugin_groups.load_by_name(plugin_groups.COMMANDS, name)
     if not all(callable(getattr(module, function, None)) for function in ("add_arguments", "run")):
         raise ConfigError(f"{source} must name a module with add_arguments(parser) and run(args), found {module!r}.")
     return cast(ModuleType, module)

@@ -15,10 +15,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints each operation with its parameters, shapes, dtypes and facts, then a table of who provides it."""
     from mvllm.errors import ConfigError
-    from mvllm.ops.installed import installed_providers
+    from mvllm.ops.provider_plugins import installed_providers
     from mvllm.ops.registry import OpTable
     from mvllm.platform.choose import choose_platform
-    from mvllm.platform.operation_surface import operation_lines, read_operations
+    from mvllm.platform.contract_operations import operation_lines, read_operations
     from mvllm.platform.phases import Phase, enter_phase
 
     operations = read_operations()

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import IO, Any, get_args
 
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
-from mvllm.entrypoints.openai.settings import UnknownFieldsPolicy
-from mvllm.entrypoints.parsers.detect import AUTO, NONE, choose_parsers
+from mvllm.entrypoints.openai.server.settings import UnknownFieldsPolicy
+from mvllm.entrypoints.parsers.auto_detect import AUTO, NONE, choose_parsers
 from mvllm.entrypoints.parsers.registry import reasoning_parser_names, tool_parser_names
 from mvllm.errors import ConfigError
 
@@ -90,12 +90,12 @@ async def _answer_all(args: argparse.Namespace, template: str | None, source: IO
     import asyncio
 
     from mvllm.engine.async_llm import AsyncLLM
-    from mvllm.entrypoints.batch import BatchRunner
-    from mvllm.entrypoints.openai.chat import ChatPrompts
-    from mvllm.entrypoints.openai.served_models import ServedModels
-    from mvllm.entrypoints.openai.template_renderer import TemplateRenderer
-    from mvllm.entrypoints.openai.text_work import TextWork
-    from mvllm.entrypoints.openai.unknown_fields import UnknownFields
+    from mvllm.entrypoints.openai.batch_runner import BatchRunner
+    from mvllm.entrypoints.openai.chat.serving import ChatPrompts
+    from mvllm.entrypoints.openai.common.serving_models import ServedModels
+    from mvllm.entrypoints.openai.common.chat_template_renderer import TemplateRenderer
+    from mvllm.entrypoints.openai.common.tokenizer_pool import TextWork
+    from mvllm.entrypoints.openai.common.unknown_fields import UnknownFields
     from mvllm.progress import show_progress
 
     settings = engine_args(args)

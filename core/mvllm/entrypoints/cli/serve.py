@@ -12,14 +12,14 @@ from typing import Any, get_args
 
 from mvllm.config.engine_args import SERVER_MAX_QUEUED_REQUESTS, EngineArgs
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
-from mvllm.entrypoints.cli.numbers import whole_number
-from mvllm.entrypoints.early_signals import ignore_signals, remove_at_end
-from mvllm.entrypoints.openai.keys import read_keys
-from mvllm.entrypoints.openai.settings import DEFAULT_PORT, ServerSettings, UnknownFieldsPolicy
-from mvllm.entrypoints.parsers.detect import AUTO, NONE
+from mvllm.entrypoints.cli.human_readable_int import whole_number
+from mvllm.entrypoints.shutdown_signals import ignore_signals, remove_at_end
+from mvllm.entrypoints.openai.server.authentication import read_keys
+from mvllm.entrypoints.openai.server.settings import DEFAULT_PORT, ServerSettings, UnknownFieldsPolicy
+from mvllm.entrypoints.parsers.auto_detect import AUTO, NONE
 from mvllm.entrypoints.parsers.registry import reasoning_parser_names, tool_parser_names
 from mvllm.errors import ConfigError
-from mvllm.platform import doors
+from mvllm.platform import plugin_groups
 
 KEY_VARIABLE = "MVLLM_API_KEY"
 ADMIN_KEY_VARIABLE = "MVLLM_ADMIN_API_KEY"
@@ -206,8 +206,8 @@ def run(args: argparse.Namespace) -> int:
             f"The server needs {', '.join(missing)}, which mvllm requires and this installation has lost. "
             "Run: pip install --upgrade --force-reinstall mvllm"
         )
-    from mvllm.entrypoints.openai.connections import raise_descriptor_limit
-    from mvllm.entrypoints.openai.listener import listen, listen_unix
+    from mvllm.entrypoints.openai.server.connections import raise_descriptor_limit
+    from mvllm.entrypoints.openai.server.listener import listen, listen_unix
 
     raise_descriptor_limit()
     if settings.uds is None:
@@ -216,12 +216,12 @@ def run(args: argparse.Namespace) -> int:
         listener = listen_unix(settings.uds)
         remove_at_end(Path(settings.uds))
     try:
-        from mvllm.entrypoints.openai.server import require_tokenizer, run_server
+        from mvllm.entrypoints.openai.server.api_server import require_tokenizer, run_server
 
         require_tokenizer(engine)
         if args.api_server_count == 1 and engine.data_parallel_size == 1:
             return run_server(engine, settings, listener)
-        from mvllm.entrypoints.openai.launch import run_servers
+        from mvllm.entrypoints.openai.server.process_manager import run_servers
 
         return run_servers(engine, settings, listener, args.api_server_count)
     finally:
@@ -284,7 +284,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
             "would know only its own responses. Leave one of them out."
         )
     for name in args.http_plugins:
-        doors.require(doors.HTTP, name)  # before any process is started
+        plugin_groups.require(plugin_groups.HTTP, name)  # before any process is started
     user = _keys(args.api_key, args.api_key_file, KEY_VARIABLE)
     admin = _keys(args.admin_api_key, args.admin_api_key_file, ADMIN_KEY_VARIABLE)
     if set(user) & set(admin):

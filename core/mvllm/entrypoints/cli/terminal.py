@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 
 from mvllm.engine.llm_engine import LLMEngine
-from mvllm.engine.outputs import CompletionOutput
-from mvllm.entrypoints.streaming import stream
+from mvllm.engine.frontend.outputs import CompletionOutput
+from mvllm.entrypoints.stream_request import stream
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.sampling_params import SamplingParams
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mvllm.entrypoints.openai.tokenizer_trial_process import LOAD_SECONDS, MEMORY_BYTES, SECONDS, TrialJob, TrialStep
 from mvllm.errors import ModelError
-from mvllm.executor.pipe_messages import (
+from mvllm.executor.process.pipe_process import (
     end_pipe_process,
     find_exceeded_limit,
     receive_message,

@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from mvllm.executor.pipe_messages import read_message, write_message
-from mvllm.executor.process_tools import die_with_parent, limit_memory, limit_processor_time, set_process_name
+from mvllm.executor.process.pipe_process import read_message, write_message
+from mvllm.executor.process.process_utils import die_with_parent, limit_memory, limit_processor_time, set_process_name
 
 LOAD_SECONDS = 60.0
 """Processor time to load the file; a vocabulary of 262,144 tokens takes two."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mvllm.entrypoints.parsers.call_reader import NOT_SPACE, CallReader
+from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE, CallReader
 from mvllm.entrypoints.parsers.interface import ContentDelta, Delta, ToolCallDelta, ToolStream, make_call_id
 from mvllm.entrypoints.parsers.markers import any_of, held_back, is_beginning
 

@@ -13,7 +13,7 @@ from typing import Any
 from mvllm.entrypoints.parsers.interface import ReasoningParser, ToolParser
 from mvllm.errors import ConfigError
 from mvllm.logging import get_logger
-from mvllm.platform import doors
+from mvllm.platform import plugin_groups
 
 logger = get_logger(__name__)
 
@@ -30,12 +30,12 @@ _REASONING = {
 
 def tool_parser_names() -> tuple[str, ...]:
     """Names that `tool_parser` takes, sorted: core's and those of installed plugins. Imports nothing."""
-    return tuple(sorted({*_TOOLS, *doors.offered(doors.TOOL_PARSERS)}))
+    return tuple(sorted({*_TOOLS, *plugin_groups.offered(plugin_groups.TOOL_PARSERS)}))
 
 
 def reasoning_parser_names() -> tuple[str, ...]:
     """Names that `reasoning_parser` takes, sorted: core's and those of installed plugins. Imports nothing."""
-    return tuple(sorted({*_REASONING, *doors.offered(doors.REASONING_PARSERS)}))
+    return tuple(sorted({*_REASONING, *plugin_groups.offered(plugin_groups.REASONING_PARSERS)}))
 
 
 def tool_parser(name: str) -> type[ToolParser]:
@@ -45,7 +45,7 @@ def tool_parser(name: str) -> type[ToolParser]:
         ConfigError: There is none, and the message lists those there are; or a plugin's is not let in, cannot be
             loaded, or is no ToolParser.
     """
-    found: type[ToolParser] = _find(doors.TOOL_PARSERS, _TOOLS, name, ToolParser, tool_parser_names())
+    found: type[ToolParser] = _find(plugin_groups.TOOL_PARSERS, _TOOLS, name, ToolParser, tool_parser_names())
     return found
 
 
@@ -56,22 +56,22 @@ def reasoning_parser(name: str) -> type[ReasoningParser]:
         ConfigError: As for `tool_parser`.
     """
     found: type[ReasoningParser] = _find(
-        doors.REASONING_PARSERS, _REASONING, name, ReasoningParser, reasoning_parser_names()
+        plugin_groups.REASONING_PARSERS, _REASONING, name, ReasoningParser, reasoning_parser_names()
     )
     return found
 
 
-def _find(door: doors.Door, own: Mapping[str, str], name: str, kind: type, names: tuple[str, ...]) -> Any:
+def _find(door: plugin_groups.Door, own: Mapping[str, str], name: str, kind: type, names: tuple[str, ...]) -> Any:
     if name in own:
-        for rival in doors.installed(door):
+        for rival in plugin_groups.installed(door):
             if rival.name == name:
                 logger.warning("%s offers the %s %s, which core has itself: core's runs.", rival, door.noun, name)
         module, _, attribute = own[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
-    source = doors.find(door, name)
+    source = plugin_groups.find(door, name)
     if source is None:
         raise ConfigError(f"There is no {door.noun} {name!r}. There are: {', '.join(names)}.")
-    found = doors.load(door, source)
+    found = plugin_groups.load(door, source)
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise ConfigError(f"{source} must name a subclass of mvllm.extension_api.{kind.__name__}, found {found!r}.")
     return found

@@ -22,7 +22,7 @@ from mvllm.entrypoints.parsers.interface import ToolCall, ToolStream
 from mvllm.entrypoints.parsers.marked_calls import MarkedCalls
 from mvllm.errors import RequestError
 from mvllm.messages.structured_outputs import check_extent
-from mvllm.structured_output.closed_objects import close_all_objects, close_declared_objects
+from mvllm.structured_output.additional_properties import close_all_objects, close_declared_objects
 
 Mode = Literal["none", "auto", "required", "named"]
 

@@ -6,14 +6,14 @@
     RingWriter/Reader   who may touch which slot, and the waits           ring_writer.py, ring_reader.py
       ShmRingBuffer     the memory, drawn                                 ring_buffer.py
       Notifier          wake-ups that count                               notifier.py
-      Waiter, Peer      data, death and stop in one wait                  wait.py, peers.py
-    Overflow*, Remote*  the sockets                                       overflow.py, remote.py
-    plan_rings          shared memory for a whole engine                  budget.py
+      Waiter, Peer      data, death and stop in one wait                  waiter.py, peers.py
+    Overflow*, Remote*  the sockets                                       overflow_socket.py, remote.py
+    plan_rings          shared memory for a whole engine                  shared_memory_budget.py
 
 Nothing here imports torch, pickles, or leaves anything behind when its process is killed.
 """
 
-from mvllm.executor.message_queue.budget import plan_rings, shared_memory_space
+from mvllm.executor.message_queue.shared_memory_budget import plan_rings, shared_memory_space
 from mvllm.executor.message_queue.errors import (
     PeerDiedError,
     QueueClosedError,

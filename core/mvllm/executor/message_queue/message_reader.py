@@ -17,11 +17,11 @@ from mvllm.executor.message_queue.peers import Peer
 from mvllm.executor.message_queue.ring_buffer import ShmRingBuffer
 from mvllm.executor.message_queue.ring_reader import RingReader
 from mvllm.executor.message_queue.ring_writer import OVERFLOW
-from mvllm.executor.message_queue.segment import SharedSegment
-from mvllm.executor.message_queue.wait import AdaptiveSpin, Waiter, deadline_after
+from mvllm.executor.message_queue.shared_segment import SharedSegment
+from mvllm.executor.message_queue.waiter import AdaptiveSpin, Waiter, deadline_after
 
 if TYPE_CHECKING:  # ZeroMQ is loaded by who needs it
-    from mvllm.executor.message_queue.overflow import OverflowReceiver
+    from mvllm.executor.message_queue.overflow_socket import OverflowReceiver
 
 T = TypeVar("T")
 
@@ -105,7 +105,7 @@ class LocalSource:
 
     def _open_overflow(self) -> OverflowReceiver:
         if self._overflow is None:
-            from mvllm.executor.message_queue.overflow import OverflowReceiver
+            from mvllm.executor.message_queue.overflow_socket import OverflowReceiver
 
             self._overflow = OverflowReceiver(
                 self.name, self._handle.overflow, self._handle.token, self._in.peer, self._stop
@@ -136,7 +136,7 @@ class MessageReader(Generic[T]):
         """
         source: MessageSource
         if isinstance(handle, RemoteReaderHandle):
-            from mvllm.executor.message_queue.remote import RemoteSource
+            from mvllm.executor.message_queue.tcp_transport import RemoteSource
 
             source = RemoteSource(handle, stop)
         else:

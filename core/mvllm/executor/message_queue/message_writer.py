@@ -13,12 +13,12 @@ from mvllm.executor.message_queue.handles import WriterHandle
 from mvllm.executor.message_queue.notifier import StopSignal, open_notifier
 from mvllm.executor.message_queue.ring_buffer import ShmRingBuffer
 from mvllm.executor.message_queue.ring_writer import OVERFLOW, RingWriter
-from mvllm.executor.message_queue.segment import SharedSegment
-from mvllm.executor.message_queue.wait import deadline_after
+from mvllm.executor.message_queue.shared_segment import SharedSegment
+from mvllm.executor.message_queue.waiter import deadline_after
 
 if TYPE_CHECKING:  # ZeroMQ is loaded by who needs it
-    from mvllm.executor.message_queue.overflow import OverflowSender
-    from mvllm.executor.message_queue.remote import RemoteSender
+    from mvllm.executor.message_queue.overflow_socket import OverflowSender
+    from mvllm.executor.message_queue.tcp_transport import RemoteSender
 
 
 class MessageWriter:
@@ -123,7 +123,7 @@ class MessageWriter:
 
     def _open_overflow(self) -> OverflowSender:
         if self._overflow is None:
-            from mvllm.executor.message_queue.overflow import OverflowSender
+            from mvllm.executor.message_queue.overflow_socket import OverflowSender
 
             self._overflow = OverflowSender(self._handle.overflow, self._handle.token)
             for index, peer in enumerate(self._out.peers):

@@ -36,7 +36,7 @@ from mvllm.executor.message_queue.notifier import Notifier, StopSignal, make_not
 from mvllm.executor.message_queue.ring_buffer import RingShape, ShmRingBuffer
 
 if TYPE_CHECKING:  # ZeroMQ is loaded by who needs it
-    from mvllm.executor.message_queue.remote import RemoteSender
+    from mvllm.executor.message_queue.tcp_transport import RemoteSender
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ class MessageQueue:
             raise ConfigError(f"The queue {name!r}: remote_readers and host go together; one of them was not given.")
         remote = None
         if host is not None:
-            from mvllm.executor.message_queue.remote import RemoteSender
+            from mvllm.executor.message_queue.tcp_transport import RemoteSender
 
             remote = RemoteSender(name, writer, remote_readers, settings.num_slots, host)
         ring = ShmRingBuffer.create(settings.shape(len(readers)), name, settings.directory)

@@ -36,7 +36,7 @@ import numpy as np
 from mvllm.errors import ConfigError
 from mvllm.executor.message_queue import frames as framing
 from mvllm.executor.message_queue.errors import QueueCorruptError
-from mvllm.executor.message_queue.segment import SharedSegment
+from mvllm.executor.message_queue.shared_segment import SharedSegment
 
 LINE = 64
 WORD = 8

@@ -8,7 +8,7 @@ from mvllm.executor.message_queue.errors import QueueTimeoutError
 from mvllm.executor.message_queue.notifier import Notifier, StopSignal
 from mvllm.executor.message_queue.peers import Peer
 from mvllm.executor.message_queue.ring_buffer import WRITER, ShmRingBuffer
-from mvllm.executor.message_queue.wait import AdaptiveSpin, Waiter
+from mvllm.executor.message_queue.waiter import AdaptiveSpin, Waiter
 
 
 class RingReader:

@@ -9,7 +9,7 @@ from mvllm.executor.message_queue.errors import QueueTimeoutError
 from mvllm.executor.message_queue.notifier import Notifier, StopSignal
 from mvllm.executor.message_queue.peers import Peer, describe_all
 from mvllm.executor.message_queue.ring_buffer import WRITER, ShmRingBuffer
-from mvllm.executor.message_queue.wait import Waiter
+from mvllm.executor.message_queue.waiter import Waiter
 
 INLINE = 0  # the slot holds the message
 OVERFLOW = 1  # the slot says that the message comes through the socket

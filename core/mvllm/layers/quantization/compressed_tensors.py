@@ -23,13 +23,13 @@ from mvllm.errors import ModelError
 from mvllm.layers.matrix_layout import MatrixLayout
 from mvllm.layers.quantization.float8 import block_sizes, float8_matrix, is_activation_scale
 from mvllm.layers.quantization.interface import Float8Format, PackedFormat, QuantizationMethod, format_of_all
-from mvllm.layers.quantization.settings import REMEDY, choice, group_size, names, pattern
+from mvllm.layers.quantization.config_fields import REMEDY, choice, group_size, names, pattern
 
 if TYPE_CHECKING:
     from torch import nn
 
     from mvllm.layers.context import BuildContext
-    from mvllm.layers.quantization.matrix import QuantizedMatrix
+    from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix
     from mvllm.ops.float8_linear import Float8Inputs
 
 INTEGERS = "int-quantized"
@@ -101,7 +101,7 @@ class CompressedTensors(QuantizationMethod):
                 f"is not supported in compressed-tensors. {REMEDY}"
             )
         from mvllm.layers.quantization.packed_matrix import PackedMatrix
-        from mvllm.layers.quantization.packings import IntegersPacking, WordsPacking
+        from mvllm.layers.quantization.packing_formats import IntegersPacking, WordsPacking
 
         return PackedMatrix(ctx, layout, WordsPacking() if format.packing == WORDS else IntegersPacking(), format)
 

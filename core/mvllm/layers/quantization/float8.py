@@ -17,13 +17,13 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
 from mvllm.layers.matrix_layout import MatrixLayout
 from mvllm.layers.quantization.interface import Float8Format, QuantizationMethod, format_of_all
-from mvllm.layers.quantization.settings import REMEDY, choice, names
+from mvllm.layers.quantization.config_fields import REMEDY, choice, names
 
 if TYPE_CHECKING:
     from torch import nn
 
     from mvllm.layers.context import BuildContext
-    from mvllm.layers.quantization.matrix import QuantizedMatrix
+    from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix
 
 _SCALE_OF_ALL, _SCALE_OF_BLOCKS = "weight_scale", "weight_scale_inv"
 _ACTIVATIONS = (".input_scale", ".activation_scale", ".input_scale_ub", ".output_scale")

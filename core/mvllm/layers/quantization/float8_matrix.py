@@ -28,7 +28,7 @@ from torch import nn
 from mvllm.layers.context import BuildContext
 from mvllm.layers.matrix_layout import MatrixLayout, Part
 from mvllm.layers.quantization.interface import Float8Format
-from mvllm.layers.quantization.matrix import Product, QuantizedMatrix, staging
+from mvllm.layers.quantization.quantized_matrix import Product, QuantizedMatrix, staging
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.ops.float8_linear import Float8Weight
 

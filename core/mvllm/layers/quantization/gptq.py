@@ -16,13 +16,13 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
 from mvllm.layers.matrix_layout import MatrixLayout
 from mvllm.layers.quantization.interface import PackedFormat, QuantizationMethod, format_of_all
-from mvllm.layers.quantization.settings import choice, group_size, names, pattern
+from mvllm.layers.quantization.config_fields import choice, group_size, names, pattern
 
 if TYPE_CHECKING:
     from torch import nn
 
     from mvllm.layers.context import BuildContext
-    from mvllm.layers.quantization.matrix import QuantizedMatrix
+    from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix
 
 
 class GPTQ(QuantizationMethod):
@@ -74,7 +74,7 @@ class GPTQ(QuantizationMethod):
         if format is None:
             return None
         from mvllm.layers.quantization.packed_matrix import PackedMatrix
-        from mvllm.layers.quantization.packings import GPTQPacking
+        from mvllm.layers.quantization.packing_formats import GPTQPacking
 
         return PackedMatrix(ctx, layout, GPTQPacking(zeros_less_one=format.packing == "gptq"), format)
 

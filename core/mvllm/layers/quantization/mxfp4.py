@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mvllm.layers.context import BuildContext
-    from mvllm.layers.quantization.matrix import QuantizedMatrix
+    from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix
 
 GROUP_SIZE = 32
 """Values that share a scale."""

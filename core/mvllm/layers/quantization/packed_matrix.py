@@ -23,7 +23,7 @@ from mvllm.errors import ConfigError, ModelError
 from mvllm.layers.context import BuildContext
 from mvllm.layers.matrix_layout import MatrixLayout, Part
 from mvllm.layers.quantization.interface import PackedFormat
-from mvllm.layers.quantization.matrix import IntegerMatrix, staging
+from mvllm.layers.quantization.quantized_matrix import IntegerMatrix, staging
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.ops.quantized_linear import QuantizedWeight
 

@@ -15,7 +15,7 @@ from mvllm.config.quantization import method_name, stored_quantization
 from mvllm.errors import ConfigError, ModelError, MvllmError
 from mvllm.layers.quantization.interface import QuantizationMethod
 from mvllm.logging import get_logger
-from mvllm.platform import doors
+from mvllm.platform import plugin_groups
 
 logger = get_logger(__name__)
 
@@ -25,15 +25,15 @@ _METHODS = {
     "fbgemm-fp8": "mvllm.layers.quantization.float8:RowwiseFloat8",
     "fp8": "mvllm.layers.quantization.float8:Float8",
     "gptq": "mvllm.layers.quantization.gptq:GPTQ",
-    "int4": "mvllm.layers.quantization.on_load:Int4",
-    "int8": "mvllm.layers.quantization.on_load:Int8",
+    "int4": "mvllm.layers.quantization.online_quantization:Int4",
+    "int8": "mvllm.layers.quantization.online_quantization:Int8",
     "mxfp4": "mvllm.layers.quantization.mxfp4:MXFP4",
 }
 
 
 def supported_methods() -> tuple[str, ...]:
     """Names that `quantization_method` takes, sorted: core's and those of installed plugins."""
-    return tuple(sorted({*_METHODS, *doors.offered(doors.QUANTIZATION)}))
+    return tuple(sorted({*_METHODS, *plugin_groups.offered(plugin_groups.QUANTIZATION)}))
 
 
 def quantization_method(config: ModelConfig) -> QuantizationMethod | None:
@@ -72,14 +72,14 @@ def _made(method: type[QuantizationMethod], settings: HFConfig) -> QuantizationM
 
 def _resolve(name: str, stored_as: str | None) -> type[QuantizationMethod]:
     if name in _METHODS:
-        for rival in doors.installed(doors.QUANTIZATION):
+        for rival in plugin_groups.installed(plugin_groups.QUANTIZATION):
             if method_name(rival.name) == name:
                 logger.warning("%s offers %s, which core has itself: core's runs.", rival, name)
         module, _, attribute = _METHODS[name].partition(":")
         method: type[QuantizationMethod] = getattr(importlib.import_module(module), attribute)
         return method
-    spelled = {source.name for source in doors.installed(doors.QUANTIZATION) if method_name(source.name) == name}
-    source = doors.find(doors.QUANTIZATION, min(spelled, default=name))
+    spelled = {source.name for source in plugin_groups.installed(plugin_groups.QUANTIZATION) if method_name(source.name) == name}
+    source = plugin_groups.find(plugin_groups.QUANTIZATION, min(spelled, default=name))
     if source is None:
         if stored_as is None:
             raise ConfigError(
@@ -90,7 +90,7 @@ def _resolve(name: str, stored_as: str | None) -> type[QuantizationMethod]:
             f"{', '.join(supported_methods())}. Take the unquantized checkpoint of the same model; quantization='int8' "
             "or 'int4' quantizes that while it is loaded."
         )
-    found = doors.load(doors.QUANTIZATION, source)
+    found = plugin_groups.load(plugin_groups.QUANTIZATION, source)
     if not (isinstance(found, type) and issubclass(found, QuantizationMethod)):
         raise ConfigError(f"{source} must name a subclass of mvllm.extension_api.QuantizationMethod, found {found!r}.")
     return found

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from mvllm.errors import PlatformError
-from mvllm.platform.ask import ask_attention_backend
+from mvllm.platform.checked_calls import ask_attention_backend
 from mvllm.plugin_api import AttentionBackend, AttentionSpec, DeviceRuntime
 from mvllm.testing.attention_cases import Bench, expected, make_case, make_layout, make_spec, run, tolerance
 from mvllm.testing.attention_diagnosis import assert_near
-from mvllm.testing.comparing import assert_close, assert_equal
-from mvllm.testing.marks import clause, exhaustive, not_claimed
-from mvllm.testing.subject import Examinee
+from mvllm.testing.tensor_assertions import assert_close, assert_equal
+from mvllm.testing.markers import clause, exhaustive, not_claimed
+from mvllm.testing.platform_under_test import Examinee
 
 BATCHES: dict[str, list[tuple[int, int]]] = {
     "one prompt": [(0, 37)],

@@ -11,9 +11,9 @@ import pytest
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import replace_field
-from mvllm.engine.planning import settle_config
+from mvllm.engine.core.config_resolution import settle_config
 from mvllm.errors import ConfigError, PlatformError
-from mvllm.platform import doors
+from mvllm.platform import plugin_groups
 from mvllm.platform.installable import installable_executors
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import (
@@ -26,13 +26,13 @@ from mvllm.plugin_api import (
     Platform,
     Refusals,
 )
-from mvllm.testing.children import open_devices
-from mvllm.testing.marks import clause, exhaustive
-from mvllm.testing.ranks import parallel_config
-from mvllm.testing.subject import Examinee
-from mvllm.worker.wrapper import WorkerWrapper
+from mvllm.testing.subprocess_checks import open_devices
+from mvllm.testing.markers import clause, exhaustive
+from mvllm.testing.rank_launcher import parallel_config
+from mvllm.testing.platform_under_test import Examinee
+from mvllm.worker.worker_wrapper import WorkerWrapper
 
-EXECUTORS = {"uni", "mp", "external_launcher", *installable_executors(), *doors.offered(doors.EXECUTORS)}
+EXECUTORS = {"uni", "mp", "external_launcher", *installable_executors(), *plugin_groups.offered(plugin_groups.EXECUTORS)}
 COLLECTIVES = {
     *("all_reduce", "all_gather", "reduce_scatter", "broadcast"),
     *("send_recv", "gather", "all_to_all", "barrier"),

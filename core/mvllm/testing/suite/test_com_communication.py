@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from mvllm.distributed.group import GroupCoordinator
+from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.plugin_api import DeviceRuntime
-from mvllm.testing.marks import clause, exhaustive, not_claimed, not_run
-from mvllm.testing.ranks import RankResult, collectives_of, parallel_config, topology_of, why_not_ranks
-from mvllm.testing.subject import Examinee
+from mvllm.testing.markers import clause, exhaustive, not_claimed, not_run
+from mvllm.testing.rank_launcher import RankResult, collectives_of, parallel_config, topology_of, why_not_ranks
+from mvllm.testing.platform_under_test import Examinee
 
 WORLDS = [2, pytest.param(4, marks=exhaustive)]
 

@@ -11,10 +11,10 @@ import torch
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import DeviceRuntime, MemoryInfo, WorkerContext
-from mvllm.testing.comparing import assert_equal
-from mvllm.testing.marks import clause, exhaustive, not_run
-from mvllm.testing.ranks import parallel_config, run_ranks, topology_of, why_not_ranks
-from mvllm.testing.subject import Examinee
+from mvllm.testing.tensor_assertions import assert_equal
+from mvllm.testing.markers import clause, exhaustive, not_run
+from mvllm.testing.rank_launcher import parallel_config, run_ranks, topology_of, why_not_ranks
+from mvllm.testing.platform_under_test import Examinee
 
 CARRIED = [torch.int32, torch.int64, torch.uint8, torch.bool]
 """Dtypes that core itself moves, besides the compute dtypes."""

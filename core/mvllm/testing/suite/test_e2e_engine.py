@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from mvllm.errors import ConfigError
-from mvllm.platform.ask import ask_attention_backend
+from mvllm.platform.checked_calls import ask_attention_backend
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.testing.attention_cases import make_spec
-from mvllm.testing.marks import clause, exhaustive, not_claimed, not_run
+from mvllm.testing.markers import clause, exhaustive, not_claimed, not_run
 from mvllm.testing.plugin import DeviceHolder
-from mvllm.testing.ranks import parallel_config, topology_of, why_not_ranks
-from mvllm.testing.subject import Examinee
+from mvllm.testing.rank_launcher import parallel_config, topology_of, why_not_ranks
+from mvllm.testing.platform_under_test import Examinee
 from mvllm.testing.zoo import FAMILIES, MAX_LEN, NUM_TOKENS, Zoo, assert_tokens, engine, generate, main_dtype, tie_of
 
 PLAIN = [family for family in FAMILIES if "-" not in family]

@@ -6,9 +6,9 @@ import torch
 
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.plugin_api import CompileBackend, DeviceRuntime, GraphBackend
-from mvllm.testing.comparing import assert_equal
-from mvllm.testing.marks import clause
-from mvllm.testing.subject import Examinee
+from mvllm.testing.tensor_assertions import assert_equal
+from mvllm.testing.markers import clause
+from mvllm.testing.platform_under_test import Examinee
 
 
 def graphs_of(subject: Examinee, runtime: DeviceRuntime) -> GraphBackend:

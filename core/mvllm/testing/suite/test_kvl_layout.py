@@ -11,14 +11,14 @@ import torch
 
 from mvllm.errors import PlatformError
 from mvllm.ops.dtypes import torch_dtype
-from mvllm.platform.ask import ask_attention_backend
+from mvllm.platform.checked_calls import ask_attention_backend
 from mvllm.platform.tensor_caches import tensors_of
 from mvllm.plugin_api import AttentionBackend, DeviceRuntime
 from mvllm.testing.attention_cases import Bench, make_case, make_layout, make_spec, run, stored, tolerance
 from mvllm.testing.attention_diagnosis import assert_near
-from mvllm.testing.comparing import assert_close, assert_equal
-from mvllm.testing.marks import clause
-from mvllm.testing.subject import Examinee
+from mvllm.testing.tensor_assertions import assert_close, assert_equal
+from mvllm.testing.markers import clause
+from mvllm.testing.platform_under_test import Examinee
 
 NUM_BLOCKS = 6
 

@@ -16,11 +16,11 @@ from mvllm.entrypoints.llm import LLM
 from mvllm.errors import CacheError, EngineDeadError, EngineSleepingError, WorkerDiedError, WorkerStuckError
 from mvllm.platform.discovery import load_attribute
 from mvllm.plugin_api import AttentionBackend, AttentionSpec
-from mvllm.testing.children import SIGN
-from mvllm.testing.marks import clause, not_claimed
-from mvllm.testing.processes import Footprint, footprint, wait_until
-from mvllm.testing.ranks import parallel_config, topology_of, why_not_ranks
-from mvllm.testing.subject import Examinee
+from mvllm.testing.subprocess_checks import SIGN
+from mvllm.testing.markers import clause, not_claimed
+from mvllm.testing.leftover_processes import Footprint, footprint, wait_until
+from mvllm.testing.rank_launcher import parallel_config, topology_of, why_not_ranks
+from mvllm.testing.platform_under_test import Examinee
 from mvllm.testing.zoo import Zoo, engine, generate, make_llm
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
@@ -197,7 +197,7 @@ def test_an_engine_in_this_process_may_be_closed_twice(
 def test_workers_end_with_their_caller(subject: Examinee, free_device: None, zoo: Zoo, trace: Footprint) -> None:
     order = {"name": subject.name, "folder": str(zoo.checkpoint("llama")), **worker_settings(subject)}
     caller = subprocess.Popen(
-        [sys.executable, "-m", "mvllm.testing._engine", json.dumps(order)],
+        [sys.executable, "-m", "mvllm.testing._engine_process", json.dumps(order)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

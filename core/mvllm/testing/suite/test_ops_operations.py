@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from mvllm.ops.catalogue import SCHEMAS
+from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.registry import REFERENCE, OpTable
 from mvllm.plugin_api import DeviceRuntime, Float8Weight, OpCase, OpProvider, QuantizedWeight
-from mvllm.testing.comparing import assert_equal
-from mvllm.testing.marks import clause, not_claimed
+from mvllm.testing.tensor_assertions import assert_equal
+from mvllm.testing.markers import clause, not_claimed
 from mvllm.testing.op_cases import exact, tolerance, trials
-from mvllm.testing.op_trial import OpTrial
-from mvllm.testing.subject import Examinee
+from mvllm.testing.op_call import OpTrial
+from mvllm.testing.platform_under_test import Examinee
 
 OPS = sorted(SCHEMAS)
 

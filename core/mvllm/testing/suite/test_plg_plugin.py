@@ -13,9 +13,9 @@ import pytest
 from mvllm.errors import MvllmError
 from mvllm.platform.choose import choose_platform
 from mvllm.platform.discovery import check_contract, find_sources
-from mvllm.testing.children import ask_child
-from mvllm.testing.marks import clause
-from mvllm.testing.subject import Examinee
+from mvllm.testing.subprocess_checks import ask_child
+from mvllm.testing.markers import clause
+from mvllm.testing.platform_under_test import Examinee
 
 IMPORT_CPU_SECONDS = 2.0
 """Processor time that the entry point's module may take beyond `mvllm.plugin_api`. An ordinary one takes 0.01."""
@@ -29,7 +29,7 @@ def look_at(examinee: Examinee, **order: Any) -> dict[str, Any]:
     assert examinee.candidate is not None, f"no installed distribution offers a platform {examinee.name!r}"
     module = examinee.candidate.source.entry_point.partition(":")[0]
     whole = {"module": module, "bind_after_fork": False, **order}
-    return ask_child("mvllm.testing._probe", whole, environment=examinee.environment)
+    return ask_child("mvllm.testing._probe_process", whole, environment=examinee.environment)
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mvllm.testing.marks import clause, not_run
+from mvllm.testing.markers import clause, not_run
 from mvllm.testing.report import WITHOUT_DEVICE
-from mvllm.testing.subject import Examinee
+from mvllm.testing.platform_under_test import Examinee
 from mvllm.testing.suite.test_plg_plugin import look_at
 
 PROBE_CPU_SECONDS = 1.0

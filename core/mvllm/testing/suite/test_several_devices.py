@@ -10,12 +10,12 @@ import dataclasses
 import pytest
 
 from mvllm.config.engine_args import EngineArgs
-from mvllm.executor.devices import check_topology
+from mvllm.executor.worker_topology import check_topology
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import LaunchTopology, PlatformError
-from mvllm.testing.marks import clause, not_claimed
-from mvllm.testing.ranks import of_several_devices, parallel_config, why_not_devices
-from mvllm.testing.subject import Examinee
+from mvllm.testing.markers import clause, not_claimed
+from mvllm.testing.rank_launcher import of_several_devices, parallel_config, why_not_devices
+from mvllm.testing.platform_under_test import Examinee
 from mvllm.testing.zoo import Zoo
 
 

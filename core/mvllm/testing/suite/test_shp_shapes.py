@@ -10,9 +10,9 @@ from mvllm.messages.inputs import TokensPrompt
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import CompileBackend, DeviceRuntime, ShapePolicy
-from mvllm.testing.comparing import assert_equal
-from mvllm.testing.marks import clause, not_claimed
-from mvllm.testing.subject import Examinee
+from mvllm.testing.tensor_assertions import assert_equal
+from mvllm.testing.markers import clause, not_claimed
+from mvllm.testing.platform_under_test import Examinee
 from mvllm.testing.zoo import MAX_LEN, VOCAB_SIZE, Zoo, assert_tokens, engine, generate, main_dtype, tie_of
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs
 from mvllm.worker.worker import Worker

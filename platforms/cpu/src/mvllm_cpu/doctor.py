@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from mvllm.plugin_api import Check, CheckStatus
-from mvllm_cpu import kernels, machine, torch_build
+from mvllm_cpu import kernels, host_resources, torch_build
 
 LOW_MEMORY = 1 << 30
 ISAS = "generic, avx2, avx512, avx512_bf16, amx_bf16, neon_bf16"
@@ -38,8 +38,8 @@ def _kernels() -> Check:
 
 
 def _threads() -> Check:
-    cores, asked, quota = len(machine.physical_cores()), machine.threads_asked_for(), machine.cpu_quota()
-    found = f"{machine.usable_threads()} threads on {cores} physical cores of {machine.processor_name()}"
+    cores, asked, quota = len(host_resources.physical_cores()), host_resources.threads_asked_for(), host_resources.cpu_quota()
+    found = f"{host_resources.usable_threads()} threads on {cores} physical cores of {host_resources.processor_name()}"
     if quota is not None:
         found += f", of which the control group grants {quota:g}"
     if asked is not None and asked > cores:
@@ -53,7 +53,7 @@ def _threads() -> Check:
 
 
 def _memory() -> Check:
-    total, free = machine.memory_total(), machine.memory_free()
+    total, free = host_resources.memory_total(), host_resources.memory_free()
     found = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB."
     if free < LOW_MEMORY:
         return Check(

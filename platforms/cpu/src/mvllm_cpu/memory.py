@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from mvllm_cpu import machine
+from mvllm_cpu import host_resources
 
 HUGE_PAGE = 2 << 20
 """What one translation of an address may cover, where the kernel plays along: 512 times the usual page."""
@@ -58,7 +58,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     size = dtype.itemsize
     for extent in shape:
         size *= extent
-    free = machine.memory_free()
+    free = host_resources.memory_free()
     if size > free:
         raise MemoryError(f"A tensor of {size:,} bytes does not fit: {free:,} bytes of memory are free.")
     if size < HUGE_PAGE or not hasattr(mmap, "MAP_ANONYMOUS"):

@@ -28,7 +28,7 @@ from mvllm.plugin_api import (
     WorkerContext,
     get_logger,
 )
-from mvllm_cpu import environment, machine, torch_build
+from mvllm_cpu import worker_environment, host_resources, torch_build
 from mvllm_cpu.plugin import SPEC
 
 if TYPE_CHECKING:
@@ -97,12 +97,12 @@ class CPUPlatform(Platform):
         num_workers = parallel.world_size
         across = ("mp", "ray", "external_launcher")
         first, total = parallel.data_parallel_rank * num_workers, parallel.data_parallel_size * num_workers
-        shares = [machine.core_share(first + rank, total) for rank in range(num_workers)]
+        shares = [host_resources.core_share(first + rank, total) for rank in range(num_workers)]
         return LaunchTopology(
             num_workers=num_workers,
             devices_per_worker=1,
             executors=("uni", *across) if num_workers == 1 else across,
-            env_per_worker=tuple(environment.of_worker(share.threads) for share in shares),
+            env_per_worker=tuple(worker_environment.of_worker(share.threads) for share in shares),
             ray_resource="CPU",
         )
 
@@ -131,7 +131,7 @@ class CPUPlatform(Platform):
         return backend(spec)
 
     def ops(self) -> Sequence[OpProvider]:
-        from mvllm_cpu import kernels, packed_linear
+        from mvllm_cpu import kernels, onednn_linear
         from mvllm_cpu.linear import Linear
         from mvllm_cpu.moe import Moe
         from mvllm_cpu.ops import KernelOps
@@ -139,10 +139,10 @@ class CPUPlatform(Platform):
 
         loaded = kernels.load()
         if loaded.library is None:
-            return packed_linear.providers()
+            return onednn_linear.providers()
         compiled = (*KernelOps(loaded.library).providers(), *Linear(loaded.library, loaded.isa).providers())
         integers_and_experts = (*QuantizedLinear(loaded.library).providers(), *Moe(loaded.library).providers())
-        return (*compiled, *integers_and_experts, *packed_linear.providers())
+        return (*compiled, *integers_and_experts, *onednn_linear.providers())
 
     def compiler(self) -> CompileBackend:
         from mvllm_cpu import kernels

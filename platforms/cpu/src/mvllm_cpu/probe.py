@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from mvllm.plugin_api import DeviceInfo, ProbeResult
-from mvllm_cpu import machine
+from mvllm_cpu import host_resources
 
 
 def probe() -> ProbeResult:
@@ -16,7 +16,7 @@ def probe() -> ProbeResult:
             reason="torch is not installed in this environment.",
             remedy="Install it: pip install torch --index-url of a CPU build, or reinstall mvllm-cpu.",
         )
-    threads = machine.usable_threads()
-    device = DeviceInfo(index=0, name=machine.processor_name(), memory_bytes=machine.memory_total())
+    threads = host_resources.usable_threads()
+    device = DeviceInfo(index=0, name=host_resources.processor_name(), memory_bytes=host_resources.memory_total())
     found = f"{device.name}, {threads} {'core' if threads == 1 else 'cores'}"
     return ProbeResult(available=True, reason=found, devices=(device,))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mvllm.plugin_api import DeviceRuntime, FinishedHostCopy, MemoryInfo, WorkerContext, get_logger
-from mvllm_cpu import machine, memory, workspace
+from mvllm_cpu import host_resources, memory, workspace
 
 if TYPE_CHECKING:
     from mvllm.plugin_api import HostCopy
@@ -27,10 +27,10 @@ def bind_threads(ctx: WorkerContext) -> None:
     quota, say), and left alone where the user has set OMP_NUM_THREADS.
     """
     if ctx.in_engine_process:
-        if machine.threads_asked_for() is None:
-            torch.set_num_threads(min(torch.get_num_threads(), machine.usable_threads()))
+        if host_resources.threads_asked_for() is None:
+            torch.set_num_threads(min(torch.get_num_threads(), host_resources.usable_threads()))
         return
-    share = machine.core_share(ctx.local_rank, ctx.local_world_size)
+    share = host_resources.core_share(ctx.local_rank, ctx.local_world_size)
     if hasattr(os, "sched_setaffinity"):
         try:
             os.sched_setaffinity(0, share.cpus)
@@ -51,13 +51,13 @@ class CPURuntime(DeviceRuntime):
         pass
 
     def memory(self) -> MemoryInfo:
-        resident, peak = machine.resident_memory()
+        resident, peak = host_resources.resident_memory()
         return MemoryInfo(
-            total=machine.memory_total(), free=machine.memory_free(), used_by_me=resident, peak_by_me=peak
+            total=host_resources.memory_total(), free=host_resources.memory_free(), used_by_me=resident, peak_by_me=peak
         )
 
     def reset_peak_memory(self) -> None:
-        machine.reset_peak_resident_memory()
+        host_resources.reset_peak_resident_memory()
 
     def release_cached_memory(self) -> None:
         workspace.of_process.release()

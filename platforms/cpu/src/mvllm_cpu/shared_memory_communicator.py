@@ -20,7 +20,7 @@ import time
 import torch
 
 from mvllm.plugin_api import GroupSpec, PlatformError, TorchCommunicator, get_logger
-from mvllm_cpu import kernels, machine, recording
+from mvllm_cpu import kernels, host_resources, recording
 
 logger = get_logger("mvllm.cpu.communicator")
 
@@ -140,7 +140,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
         begin = ctypes.c_char.from_buffer(memory)
         # A rank that spins for a core that the others need keeps them from arriving. Workers are bound to cores before
         # they meet: what counts is what all of them have.
-        spin_ns = _SPIN_NS if machine.cores_of(self._pids) >= self.world_size else 0
+        spin_ns = _SPIN_NS if host_resources.cores_of(self._pids) >= self.world_size else 0
         self._shared = SharedGroup(
             *(ctypes.addressof(begin), self.world_size, self._slot_bytes, self.rank), spin_ns, _PATIENCE_MS
         )
@@ -189,7 +189,7 @@ def _claim(size: int, token: bytes) -> int:
 
     Every page is claimed now: a rank that runs out of memory later, in the middle of a sum, would be killed for it.
     """
-    free = machine.memory_free()
+    free = host_resources.memory_free()
     if size > free // 2:  # a control group does not refuse memory beyond its limit: it kills
         logger.warning("Ranks talk through sockets: shared memory takes %d bytes, and %d are free.", size, free)
         return -1

@@ -8,7 +8,7 @@ from mvllm.plugin_api import DeviceInfo, ProbeResult
 from mvllm_cuda import visible
 from mvllm_cuda.nvml import NvmlError, read_inventory
 from mvllm_torch_gpu import torch_build
-from mvllm_torch_gpu.wording import counted, sentence
+from mvllm_torch_gpu.message_text import counted, sentence
 
 MIN_CAPABILITY = (8, 0)
 """Lowest compute capability that the kernels are compiled for."""

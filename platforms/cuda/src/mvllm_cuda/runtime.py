@@ -9,7 +9,7 @@ import torch
 
 from mvllm.plugin_api import PlatformError, get_logger
 from mvllm_cuda import visible
-from mvllm_cuda.books import NvmlBooks
+from mvllm_cuda.driver_memory import NvmlBooks
 from mvllm_cuda.nvml import NvmlError, read_inventory
 from mvllm_cuda.probe import MIN_CAPABILITY, dotted
 from mvllm_torch_gpu.runtime import TorchGpuRuntime

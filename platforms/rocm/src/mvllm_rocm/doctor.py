@@ -10,7 +10,7 @@ from mvllm.plugin_api import Check, CheckStatus
 from mvllm_rocm import targets, visible
 from mvllm_rocm.probe import torch_problem
 from mvllm_rocm.topology import Inventory, TopologyError, read_inventory
-from mvllm_torch_gpu.wording import sentence
+from mvllm_torch_gpu.message_text import sentence
 
 _LOW_MEMORY_SHARE = 0.5
 

@@ -9,7 +9,7 @@ from mvllm.plugin_api import DeviceInfo, ProbeResult
 from mvllm_rocm import targets, visible
 from mvllm_rocm.topology import TopologyError, read_inventory
 from mvllm_torch_gpu import torch_build
-from mvllm_torch_gpu.wording import counted, sentence
+from mvllm_torch_gpu.message_text import counted, sentence
 
 _SEE = ", see torch's installation page"
 _OTHER_TORCH = f"Install torch's build for ROCm in its place{_SEE}; then reinstall mvllm-rocm."

@@ -12,7 +12,7 @@ import torch
 
 from mvllm.plugin_api import PlatformError, get_logger
 from mvllm_rocm import targets, visible
-from mvllm_rocm.books import SysfsBooks
+from mvllm_rocm.driver_memory import SysfsBooks
 from mvllm_rocm.topology import RocmDevice, TopologyError, read_inventory
 from mvllm_torch_gpu.runtime import TorchGpuRuntime
 

@@ -4,7 +4,7 @@ small sums.
 In torch's build for ROCm the backend of that name, with its variables, is RCCL.
 
 A decode step adds up a few kilobytes per layer, twice, and NCCL's ring or tree spends more time on its own steps than
-on the bytes. Devices that can map each other's memory do without: `direct_sums.py`. Whoever computes a sum there is a
+on the bytes. Devices that can map each other's memory do without: `custom_all_reduce.py`. Whoever computes a sum there is a
 `SmallSums`; what it does not take goes to NCCL.
 
 Not run on hardware.
@@ -168,7 +168,7 @@ class NcclCommunicator(DeviceCommunicator):
 
 
 def _direct(communicator: NcclCommunicator, device: torch.device) -> SmallSums:
-    from mvllm_torch_gpu.direct_sums import DirectSums
+    from mvllm_torch_gpu.custom_all_reduce import DirectSums
 
     group = communicator._group
     assert group is not None

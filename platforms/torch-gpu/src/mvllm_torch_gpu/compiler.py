@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mvllm.plugin_api import CompileBackend
-from mvllm_torch_gpu.captured_steps import TABLE_TOKENS, CapturedSteps
+from mvllm_torch_gpu.decode_graphs import TABLE_TOKENS, CapturedSteps
 from mvllm_torch_gpu.device_module import CUDA, DeviceModule
 from mvllm_torch_gpu.graphs import DeviceGraphs
 

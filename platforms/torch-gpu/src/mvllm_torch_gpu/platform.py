@@ -182,7 +182,7 @@ class TorchGpuPlatform(Platform):
         """
         from mvllm_torch_gpu.attention import TritonAttention
         from mvllm_torch_gpu.attention_libraries import LIBRARIES, libraries_for
-        from mvllm_torch_gpu.chosen_attention import TRITON, ChosenAttention
+        from mvllm_torch_gpu.autotuned_attention import TRITON, ChosenAttention
 
         asked = self.settings.attention()
         if asked == TRITON:

@@ -21,7 +21,7 @@ import torch
 from mvllm.plugin_api import DeviceRuntime, Event, HostCopy, MemoryInfo, PlatformError, WorkerContext, get_logger
 from mvllm_torch_gpu import memory
 from mvllm_torch_gpu.device_module import CUDA, DeviceModule
-from mvllm_torch_gpu.wording import first_line
+from mvllm_torch_gpu.message_text import first_line
 
 logger = get_logger("mvllm.torch_gpu.runtime")
 

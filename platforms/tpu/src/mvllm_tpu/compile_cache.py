@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from mvllm.plugin_api import get_logger
-from mvllm_tpu import machine
+from mvllm_tpu import xla_devices
 
 logger = get_logger("mvllm.tpu.compile_cache")
 
@@ -47,7 +47,7 @@ def use() -> None:
     where = folder()
     if where is None or _done:
         return
-    if machine.find().on_host:
+    if xla_devices.find().on_host:
         logger.info("%s is not used: XLA's CPU device cannot load programs that were compiled before.", VARIABLE)
         return
     import torch_xla.runtime as xr

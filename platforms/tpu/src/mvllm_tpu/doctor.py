@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 
 from mvllm.plugin_api import Check, CheckStatus, ConfigError
-from mvllm_tpu import machine, runtimes
+from mvllm_tpu import xla_devices, runtimes
 from mvllm_tpu.probe import INSTALL
 
 
@@ -15,7 +15,7 @@ def checks() -> list[Check]:
 
 
 def _devices() -> Check:
-    found = machine.find()
+    found = xla_devices.find()
     if found.problem is not None:
         return Check("platform.tpu.devices", CheckStatus.BROKEN, f"{found.problem}.", found.remedy)
     return Check("platform.tpu.devices", CheckStatus.OK, f"Devices: {', '.join(found.names)}.")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mvllm.plugin_api import DeviceRuntime, HostCopy, MemoryInfo, PlatformError, WorkerContext, get_logger
-from mvllm_tpu import host_memory, machine
+from mvllm_tpu import host_memory, xla_devices
 
 logger = get_logger("mvllm.tpu.runtime")
 
@@ -46,7 +46,7 @@ class EagerRuntime(DeviceRuntime):
     """
 
     def __init__(self, ctx: WorkerContext) -> None:
-        self._on_host = machine.find().on_host
+        self._on_host = xla_devices.find().on_host
         try:
             self.device = _open(self._on_host)
         except (ImportError, RuntimeError) as e:
@@ -115,7 +115,7 @@ def require_room(size: int, device: torch.device, what: str) -> None:
     Raises:
         MemoryError: There are fewer free bytes than `size`.
     """
-    free = host_memory.free() if machine.find().on_host else int(_accelerator().get_memory_info()[0])
+    free = host_memory.free() if xla_devices.find().on_host else int(_accelerator().get_memory_info()[0])
     if size > free:
         raise MemoryError(f"{what} takes {size / 2**30:.2f} GiB; {free / 2**30:.2f} GiB are free on {device}.")
 

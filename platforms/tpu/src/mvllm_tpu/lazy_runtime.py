@@ -32,7 +32,7 @@ from mvllm.plugin_api import (
     WorkerContext,
     get_logger,
 )
-from mvllm_tpu import compile_cache, host_memory, machine
+from mvllm_tpu import compile_cache, host_memory, xla_devices
 
 logger = get_logger("mvllm.tpu.runtime")
 
@@ -136,7 +136,7 @@ class LazyRuntime(DeviceRuntime):
 
 def let_nan_pass() -> None:
     """Has XLA's CPU device find a NaN where it looks for the largest element, as TPUs do. Before XLA starts."""
-    if machine.find().on_host and _NAN_FLAG not in os.environ.get("XLA_FLAGS", ""):
+    if xla_devices.find().on_host and _NAN_FLAG not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_NAN_FLAG}=false".strip()
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from mvllm.plugin_api import AttentionSpec, BatchLayout, KVLayout, PlatformError
-from mvllm_tpu import machine
+from mvllm_tpu import xla_devices
 from mvllm_tpu.attention import Cache, XlaAttention, XlaMetadata
 from mvllm_tpu.tiles import NOWHERE
 
@@ -47,7 +47,7 @@ def kernel_chosen(spec: AttentionSpec, against: Sequence[str] = ()) -> bool:
         raise PlatformError(f"{VARIABLE}={asked!r} names no attention. Unset it, or set it to pallas or xla.")
     if asked == "xla":
         return False
-    reasons, devices = [*PallasAttention.reasons_against(spec), *against], machine.find()
+    reasons, devices = [*PallasAttention.reasons_against(spec), *against], xla_devices.find()
     if devices.on_host:
         reasons.append("XLA's CPU device runs no kernels of chips")
     elif others := sorted(set(devices.names) - set(_CHIPS)):

@@ -28,7 +28,7 @@ from mvllm.plugin_api import (
     ShapePolicy,
     WorkerContext,
 )
-from mvllm_tpu import machine, runtimes, shapes
+from mvllm_tpu import xla_devices, runtimes, shapes
 from mvllm_tpu.plugin import SPEC
 from mvllm_tpu.probe import INSTALL
 from mvllm_tpu.runtimes.interface import Runtime
@@ -70,7 +70,7 @@ class TPUPlatform(Platform):
             lazy=runtime is not None and runtime.lazy,
             compile=runtime is not None and runtime.compiles,
             static_shapes=True,
-            unified_memory=machine.find().on_host,
+            unified_memory=xla_devices.find().on_host,
             fork_safe=runtime is None or runtime.fork_safe,
             devices_per_process=None if runtime is not None and runtime.spreads else 1,
             collectives=COLLECTIVES,
@@ -94,14 +94,14 @@ class TPUPlatform(Platform):
         if refusals:
             return Refusals(tuple(refusals))
         changes = []
-        if config.cache.memory_utilization is None and machine.find().on_host:
+        if config.cache.memory_utilization is None and xla_devices.find().on_host:
             reason = "the memory of XLA's CPU device is the host's; set it yourself to take more"
             changes.append(ConfigChange("cache.memory_utilization", HOST_MEMORY_SHARE, reason))
         return Plan(tuple(changes))
 
     def topology(self, parallel: ParallelConfig) -> LaunchTopology:
         across = ("mp", "external_launcher")
-        runtime, found = runtimes.choose(), machine.find()
+        runtime, found = runtimes.choose(), xla_devices.find()
         num_devices = parallel.tensor_parallel_size if runtime is not None and runtime.spreads else 1
         if os.environ.get(DEVICES_VARIABLE) == "1":
             num_devices = 1
@@ -109,14 +109,14 @@ class TPUPlatform(Platform):
         variables = {} if runtime is None else dict(runtime.variables(found))
         in_process = num_workers == 1 and (runtime is None or runtime.binds_here(num_devices))
         if num_devices > 1 and found.on_host:
-            variables[machine.NUM_CPUS_VARIABLE] = str(num_devices)
+            variables[xla_devices.NUM_CPUS_VARIABLE] = str(num_devices)
             in_process = in_process and len(found.names) == num_devices  # what XLA shows is settled once in a process
         return LaunchTopology(
             num_workers=num_workers,
             devices_per_worker=num_devices,
             executors=("uni", *across) if in_process else across,
             env_per_worker=(variables,) * num_workers,
-            device_variable=machine.VISIBLE_VARIABLE,
+            device_variable=xla_devices.VISIBLE_VARIABLE,
         )
 
     def init_device(self, ctx: WorkerContext) -> DeviceRuntime:

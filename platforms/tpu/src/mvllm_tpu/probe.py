@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mvllm.plugin_api import ConfigError, DeviceInfo, ProbeResult
-from mvllm_tpu import machine, runtimes
+from mvllm_tpu import xla_devices, runtimes
 
 
 def probe(root: Path | None = None) -> ProbeResult:
@@ -14,7 +14,7 @@ def probe(root: Path | None = None) -> ProbeResult:
     Args:
         root: The folder that stands for `/`.
     """
-    found = machine.find(root)
+    found = xla_devices.find(root)
     if found.problem is not None:
         return ProbeResult(False, f"{found.problem}.", remedy=found.remedy)
     devices = tuple(DeviceInfo(i, name) for i, name in enumerate(found.names))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mvllm.plugin_api import get_logger
 from mvllm_torch_gpu.device_module import DeviceModule
-from mvllm_torch_gpu.wording import first_line
+from mvllm_torch_gpu.message_text import first_line
 
 if TYPE_CHECKING:
     import torch

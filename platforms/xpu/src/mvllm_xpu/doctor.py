@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 from mvllm.plugin_api import Check, CheckStatus
-from mvllm_torch_gpu.wording import sentence
-from mvllm_xpu import libraries, topology, visible
+from mvllm_torch_gpu.message_text import sentence
+from mvllm_xpu import compute_runtime, topology, visible
 from mvllm_xpu.probe import torch_has_graphs, torch_problem
 from mvllm_xpu.settings import SETTINGS
 from mvllm_xpu.topology import Inventory, TopologyError, read_inventory
@@ -77,7 +77,7 @@ def _chips(inventory: Inventory) -> Check:
 
 
 def _runtime(root: Path) -> Check:
-    lack = libraries.missing(root, os.environ)
+    lack = compute_runtime.missing(root, os.environ)
     if lack is not None:
         return Check("platform.xpu.runtime", CheckStatus.BROKEN, sentence(lack[0]), lack[1])
     return Check("platform.xpu.runtime", CheckStatus.OK, "Level Zero's loader and its driver for GPUs are installed.")

@@ -81,9 +81,9 @@ class XPUPlatform(TorchGpuPlatform):
 
     def communicator(self, group: GroupSpec, device: torch.device) -> Communicator:
         from mvllm_torch_gpu.communicator import DeviceCommunicator
-        from mvllm_xpu import collectives
+        from mvllm_xpu import collective_backend
 
-        return DeviceCommunicator(group, device, backend=collectives.backend(), advice=collectives.ADVICE)
+        return DeviceCommunicator(group, device, backend=collective_backend.backend(), advice=collective_backend.ADVICE)
 
     def attention_without_kernels(self) -> Sequence[type[AttentionBackend]]:
         from mvllm_xpu.attention import SdpaAttention

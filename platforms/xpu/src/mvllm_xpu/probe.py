@@ -7,8 +7,8 @@ from pathlib import Path
 
 from mvllm.plugin_api import DeviceInfo, ProbeResult
 from mvllm_torch_gpu import torch_build
-from mvllm_torch_gpu.wording import counted, sentence
-from mvllm_xpu import chips, libraries, topology, visible
+from mvllm_torch_gpu.message_text import counted, sentence
+from mvllm_xpu import chips, compute_runtime, topology, visible
 from mvllm_xpu.topology import TopologyError, read_inventory
 
 _SEE = ", see torch's installation page"
@@ -32,7 +32,7 @@ def probe(root: Path | None = None) -> ProbeResult:
     if not any(shown.device.chip.supported for shown in seen.devices):
         reason = f"{seen.devices[0].name} drives displays, and torch does not compute on it; needed is {chips.NEEDED}."
         return ProbeResult(False, reason, devices, "Use a newer device, or another platform.")
-    lack = libraries.missing(topology.ROOT if root is None else root, os.environ)
+    lack = compute_runtime.missing(topology.ROOT if root is None else root, os.environ)
     if lack is not None:
         return ProbeResult(False, sentence(lack[0]), devices, lack[1])
     if problem := torch_problem():

@@ -13,7 +13,7 @@ import torch
 from mvllm.plugin_api import PlatformError, get_logger
 from mvllm_torch_gpu.runtime import TorchGpuRuntime
 from mvllm_xpu import chips, visible
-from mvllm_xpu.books import FdinfoBooks
+from mvllm_xpu.driver_memory import FdinfoBooks
 from mvllm_xpu.device_module import XPU
 from mvllm_xpu.topology import TopologyError, XpuDevice, read_inventory
 

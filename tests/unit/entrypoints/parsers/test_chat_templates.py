@@ -13,7 +13,7 @@ import pytest
 from mvllm.entrypoints.chat_template import render_chat
 from mvllm.errors import RequestError
 from tests.unit.engine.tokenizers import make_tokenizer
-from tests.unit.entrypoints.parsers.readers import make_parser, without_ids
+from tests.unit.entrypoints.parsers.parser_helpers import make_parser, without_ids
 
 QWEN = """
 {%- if tools %}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mvllm.entrypoints.parsers.answer import AnswerParser
+from mvllm.entrypoints.parsers.output_parser import AnswerParser
 from mvllm.entrypoints.parsers.interface import ContentDelta, ReasoningDelta, ToolCallDelta
 from mvllm.entrypoints.parsers.registry import reasoning_parser, tool_parser
-from tests.unit.entrypoints.parsers.readers import make_parser, stream_deltas, streamed, without_ids
+from tests.unit.entrypoints.parsers.parser_helpers import make_parser, stream_deltas, streamed, without_ids
 
 OPEN, CLOSED, PLAIN = "<|im_start|>assistant\n<think>\n", "assistant\n<think>\n\n</think>\n\n", "assistant\n"
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mvllm.entrypoints.parsers.interface import ContentDelta, ReasoningDelta, collect
 from mvllm.entrypoints.parsers.tool_choice import read_tool_choice
-from tests.unit.entrypoints.parsers.readers import (
+from tests.unit.entrypoints.parsers.parser_helpers import (
     REASONING,
     TOOLS,
     cut,

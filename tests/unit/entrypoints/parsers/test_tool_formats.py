@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mvllm.entrypoints.parsers.interface import ContentDelta, ToolCallDelta
-from tests.unit.entrypoints.parsers.readers import (
+from tests.unit.entrypoints.parsers.parser_helpers import (
     Written,
     calls,
     cut,

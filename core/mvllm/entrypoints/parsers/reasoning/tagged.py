@@ -6,7 +6,7 @@ pair of tags counts; whatever comes later is the answer.
 
 from __future__ import annotations
 
-from mvllm.entrypoints.parsers.call_reader import NOT_SPACE
+from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE
 from mvllm.entrypoints.parsers.interface import ContentDelta, Delta, ReasoningDelta, ReasoningStream
 from mvllm.entrypoints.parsers.markers import held_back, is_beginning
 

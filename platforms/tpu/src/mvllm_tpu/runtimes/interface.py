@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         GroupSpec,
         WorkerContext,
     )
-    from mvllm_tpu.machine import Devices
+    from mvllm_tpu.xla_devices import Devices
 
 
 class Runtime(ABC):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         GroupSpec,
         WorkerContext,
     )
-    from mvllm_tpu.machine import Devices
+    from mvllm_tpu.xla_devices import Devices
 
 LIBRARY_VARIABLE = "TPU_LIBRARY_PATH"
 """The library behind which its devices are; unset, that of the package libtpu."""

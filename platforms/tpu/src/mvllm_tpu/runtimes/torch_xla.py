@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         GroupSpec,
         WorkerContext,
     )
-    from mvllm_tpu.machine import Devices
+    from mvllm_tpu.xla_devices import Devices
 
 
 class TorchXla(Runtime):
@@ -41,7 +41,7 @@ class TorchXla(Runtime):
     def bind(self, ctx: WorkerContext) -> DeviceRuntime:
         TorchXla._num_devices = ctx.num_devices
         if ctx.num_devices > 1:
-            from mvllm_tpu.spread import SpreadRuntime
+            from mvllm_tpu.spmd import SpreadRuntime
 
             return SpreadRuntime(ctx)
         from mvllm_tpu.lazy_runtime import LazyRuntime
@@ -57,7 +57,7 @@ class TorchXla(Runtime):
         from mvllm_tpu.pallas_attention import kernel_chosen
 
         if self._num_devices > 1:
-            from mvllm_tpu.spread import SpreadAttention
+            from mvllm_tpu.spmd import SpreadAttention
 
             kernel_chosen(spec, ["one worker drives several devices, among which XLA cannot cut it"])
             return SpreadAttention(spec, self._num_devices)

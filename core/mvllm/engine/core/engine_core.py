@@ -1,0 +1,355 @@
+"""The engine core: a scheduler, an executor, and `step()`.
+
+`step()` is the architecture in a few lines. It is written as two halves, `_launch` and `_collect`, with a queue of
+steps in between: with asynchronous scheduling, or with a pipeline to fill, steps are launched before earlier ones are
+collected, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.config.rope_parameters import prompt_cache_key
+from mvllm.engine.core.lora_manager import AdapterStore
+from mvllm.engine.frontend.grammar_vocabulary import load_vocabulary
+from mvllm.engine.core.kv_cache_sizing import CacheSummary, choose_block_size, no_kv_cache, size_kv_cache
+from mvllm.engine.core.sleep import KV_CACHE, LEVELS, TAGS, WEIGHTS, check_sleep_level
+from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
+from mvllm.executor.factory import can_sample_later, make_executor
+from mvllm.kv_cache.kv_cache_manager import KVCacheManager
+from mvllm.kv_cache.null_kv_cache_manager import NoKVCache
+from mvllm.logging import get_logger
+from mvllm.messages.lora import LoRARequest
+from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.models.checkpoint_support import runs_natively
+from mvllm.platform.interface import Platform
+from mvllm.scheduler.scheduler import Scheduler
+from mvllm.structured_output.llguidance_library import check_available
+from mvllm.structured_output.structured_output_manager import GrammarManager
+
+logger = get_logger(__name__)
+
+_GRAMMAR_WAIT_SECONDS = 0.01
+"""How long a step waits for a grammar at a time, where nothing else can be done: commands are taken in between."""
+
+_T = TypeVar("_T")
+
+
+class EngineCore:
+    """Turns requests into tokens, one step at a time. Used from one thread.
+
+    Args:
+        config: The settled configuration.
+        platform: Where to run.
+        on_phase: Called with the name of each phase of start-up as it begins.
+
+    Attributes:
+        cache_summary: The KV cache as it was sized.
+        start_seconds: Seconds per start-up phase, by name.
+    """
+
+    def __init__(
+        self, config: EngineConfig, platform: Platform, on_phase: Callable[[str], None] = lambda phase: None
+    ) -> None:
+        self.config = config
+        self._on_phase = on_phase
+        self.start_seconds: dict[str, float] = {}
+        self._dead: BaseException | None = None
+        self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
+        self._row_errors: dict[int, dict[int, str]] = {}  # step -> position in its batch -> why the row is to fail
+        num_stages = config.parallel.pipeline_parallel_size
+        # A pipeline is full with one step per stage. More would only queue up, also with asynchronous scheduling.
+        self._max_in_flight = num_stages if num_stages > 1 else 2 if config.scheduler.async_scheduling else 1
+        self._grammars: GrammarManager | None = None
+        self._asleep: tuple[str, ...] = ()  # of TAGS, what has been given back
+        self._held: list[EngineCoreOutput] = []  # to be told by the next step
+        # Through transformers, only sequences that all rotate alike are taken.
+        self._position_key = prompt_cache_key(config.model) if runs_natively(config.model) else lambda prompt_len: 0
+        self._plans_alike = config.parallel.distributed_executor_backend == "external_launcher"
+        self._may_share_blocks = platform.capabilities.prefix_caching
+        self._executor = self._timed("start workers", lambda: make_executor(config, platform))
+        self.config = config = self._executor.config
+        try:
+            self._timed("load model", self._executor.start)
+            self.cache_summary = self._timed("size KV cache", self._size_kv_cache)
+            self._timed("allocate KV cache", self._allocate_kv_cache)
+        except BaseException:
+            self._executor.shutdown()
+            raise
+        speculative = config.speculative
+        self.scheduler = Scheduler(
+            config.scheduler,
+            max_model_len=config.model.max_model_len,
+            kv_cache=NoKVCache(config.model.max_model_len)
+            if config.model.kind.is_encoder
+            else KVCacheManager(
+                num_blocks=self.cache_summary.num_blocks,
+                block_size=self.cache_summary.block_size,
+                enable_caching=config.cache.enable_prefix_caching,
+                hash_seed=config.cache.prefix_caching_seed,
+                windows=self.cache_summary.windows,
+                max_step_tokens=config.scheduler.max_num_batched_tokens,
+            ),
+            num_stages=num_stages,
+            max_loras=0 if config.lora is None else config.lora.max_loras,
+            num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
+            num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,
+            masks_may_follow=self._max_in_flight == 2 and num_stages == 1 and can_sample_later(self._executor),
+        )
+        self._adapters: AdapterStore | None = None
+        if config.lora is not None:
+            self._adapters = AdapterStore(config.lora, self._executor, lambda: self.scheduler.running_lora_ids)
+        logger.info("%s", self.cache_summary)
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queues a validated request.
+
+        Raises:
+            EngineSleepingError: It was put to sleep.
+            RequestError: The id is in use, or a form of the output is asked for and the library for it is missing.
+        """
+        if self._asleep:
+            raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before sending requests.")
+        if request.sampling_params.structured_outputs is not None:
+            check_available()
+        if request.lora_request is not None:
+            self._adapter_store  # noqa: B018  (raises where there is none)
+        if key := self._position_key(len(request.prompt_token_ids)):
+            request = msgspec.structs.replace(request, position_key=key)
+        if request.sibling_group is not None and not self._may_share_blocks:
+            request = msgspec.structs.replace(request, sibling_group=None)
+        self.scheduler.add_request(request)
+        if request.sampling_params.structured_outputs is not None:
+            self._order_grammar(request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Drops requests in whatever state they are; unknown ids are ignored. No output follows for them."""
+        if self._grammars is None:
+            self.scheduler.abort_requests(request_ids)
+        else:
+            ids = list(request_ids)
+            self.scheduler.abort_requests(ids)
+            self._grammars.cancel(ids)
+
+    def has_requests(self) -> bool:
+        """Whether a call of `step` would have work."""
+        return bool(self._in_flight or self._held) or self.scheduler.has_requests()
+
+    def step(self) -> EngineCoreOutputs:
+        """Plans a step, starts it, and returns what the oldest step under way has to tell.
+
+        Raises:
+            EngineDeadError: A step failed as a whole, now or earlier; the cause is kept.
+        """
+        if self._dead is not None:
+            raise EngineDeadError(f"The engine stopped after an earlier error: {self._dead!r}") from self._dead
+        if self._held:
+            held, self._held = self._held, []
+            return EngineCoreOutputs(outputs=held, stats=self.make_stats())
+        try:
+            if self._grammars is not None:
+                self._grammars.begin_step()
+                self._take_grammars(self._grammars)
+                if not self._in_flight and self.scheduler.waits_for_grammars:
+                    return EngineCoreOutputs(stats=self.make_stats())
+            while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
+                if not self._launch():
+                    break
+            return self._collect() if self._in_flight else EngineCoreOutputs(stats=self.make_stats())
+        except BaseException as e:
+            # What did not end leaves scheduler, rows and cached blocks at different points: no result of theirs could
+            # be trusted. That holds for an interrupt, too.
+            self._dead = self._dead or e
+            if isinstance(e, Exception):
+                self.shutdown()  # nobody will use the workers again: free what they hold
+            raise
+
+    @property
+    def next_step(self) -> int:
+        """The number of the oldest step that `step` would bring to an end."""
+        return self._in_flight[0][0].step if self._in_flight else self.scheduler.next_step
+
+    def make_stats(self) -> SchedulerStats:
+        """The scheduler's state as of now."""
+        return self.scheduler.make_stats()
+
+    def on_failure(self, callback: Callable[[Exception], None]) -> None:
+        """Has `callback` called, once and from any thread, when the workers can no longer be used."""
+        self._executor.on_failure(callback)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False when requests still use some blocks."""
+        return self.scheduler.reset_prefix_cache()
+
+    def sleep(self, level: int) -> None:
+        """Gives memory back on all workers: at level 1 the KV cache, at level 2 the weights, too.
+
+        Requests that are still there end with an error. More are refused until all is back.
+
+        Raises:
+            RequestError: There is no such level.
+            PlatformError: A worker cannot; requests are taken as before.
+            EngineDeadError: The step under way failed.
+        """
+        given_back = LEVELS[check_sleep_level(level)]
+        while self._in_flight:
+            self._held += self._collect().outputs
+        ids = self.scheduler.request_ids
+        for request_id in ids:
+            self.scheduler.fail_request(request_id, "The engine was put to sleep.")
+        if self._grammars is not None:
+            self._grammars.cancel(ids)
+        self._held += self.scheduler.pop_outputs()
+        freed = self.scheduler.reset_prefix_cache()
+        assert freed, "blocks without a request"
+        self._executor.collective_rpc("sleep", (level,))
+        if self._adapters is not None and WEIGHTS in given_back:
+            self._adapters.forget_all()
+        self._asleep = tuple(tag for tag in TAGS if tag in (*given_back, *self._asleep))
+
+    def wake_up(self, tags: Sequence[str] = ()) -> bool:
+        """Claims memory again: what `tags` name of `weights` and `kv_cache`, or all.
+
+        Returns:
+            Whether all is back, and with that requests are taken again.
+
+        Raises:
+            RequestError: The KV cache is to come before the weights.
+            CacheError, ModelError: There is no room any more, or no checkpoint. It may be tried again.
+        """
+        wanted = [tag for tag in self._asleep if not tags or tag in tags]
+        if WEIGHTS in self._asleep and wanted == [KV_CACHE]:
+            raise RequestError("The weights sleep, too: wake them up first, or both together.", parameter="tags")
+        if wanted:
+            self._executor.collective_rpc("wake_up", (wanted,))
+            if KV_CACHE in wanted:
+                self._executor.collective_rpc("warm_up")
+            self._asleep = tuple(tag for tag in self._asleep if tag not in wanted)
+        return not self._asleep
+
+    def add_lora(self, request: LoRARequest) -> bool:
+        """Loads an adapter on all workers, unless it is loaded.
+
+        Raises:
+            RequestError: Its files are not usable with this model, or its id is another adapter's.
+            EngineSleepingError: The model is asleep.
+        """
+        if WEIGHTS in self._asleep:
+            raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before loading adapters.")
+        self._adapter_store.add(request)
+        return True
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Forgets an adapter; False where it is not loaded, or in use: then it gives way when room is needed."""
+        return self._adapter_store.remove(lora_int_id)
+
+    @property
+    def _adapter_store(self) -> AdapterStore:
+        if self._adapters is None:
+            raise RequestError(
+                "The engine was started without enable_lora: it takes no adapters.", parameter="lora_request"
+            )
+        return self._adapters
+
+    def check_health(self) -> None:
+        """Raises unless every worker answers."""
+        self._executor.collective_rpc("check_health")
+
+    def shutdown(self) -> None:
+        """Ends the workers. Idempotent."""
+        if self._grammars is not None:
+            self._grammars.shutdown()
+        self._executor.shutdown()
+
+    def _order_grammar(self, request: EngineCoreRequest) -> None:
+        """Has the request's grammar compiled, on another thread; the request waits, the engine does not.
+
+        Ranks that each run a whole engine have to make the same plans, so there it does.
+        """
+        if self._grammars is None:
+            self._grammars = GrammarManager(partial(load_vocabulary, self.config.model), plans_alike=self._plans_alike)
+        self._grammars.submit(request)
+        while self._plans_alike and self.scheduler.is_waiting_for_grammar(request.request_id):
+            self._grammars.wait(_GRAMMAR_WAIT_SECONDS)
+            self._take_grammars(self._grammars)
+
+    def _take_grammars(self, grammars: GrammarManager) -> None:
+        """Gives requests their grammars, or ends them; waits for one where there is nothing else to do."""
+        if not self._in_flight and self.scheduler.waits_for_grammars:
+            grammars.wait(_GRAMMAR_WAIT_SECONDS)
+        for outcome in grammars.collect():
+            if outcome.error is not None:
+                self.scheduler.fail_request(outcome.request_id, outcome.error, outcome.parameter, outcome.grammar)
+            elif outcome.grammar is not None:
+                self.scheduler.start_grammar(outcome.request_id, outcome.grammar)
+
+    def _launch(self) -> bool:
+        """Plans a step and starts it; returns whether there was one.
+
+        While something is under way, a step in which nobody computes would only be in the way of one that comes when
+        results are back. With nothing under way it is taken: it brings the outputs that are due.
+        """
+        plan = self.scheduler.schedule_unless_empty() if self._in_flight else self.scheduler.schedule()
+        if plan is None:
+            return False
+        try:
+            if self._adapters is not None and (errors := self._adapters.prepare(plan)):
+                self._row_errors[plan.step] = errors
+            future = self._executor.execute_model(plan)
+        except Exception as e:
+            self._dead = e
+            raise EngineDeadError(f"Step {plan.step} could not start: {type(e).__name__}: {e}") from e
+        self._in_flight.append((plan, future))
+        return True
+
+    def _collect(self) -> EngineCoreOutputs:
+        plan, future = self._in_flight.popleft()
+        try:
+            output = future.result()
+        except Exception as e:
+            self._dead = e
+            raise EngineDeadError(f"Step {plan.step} failed: {type(e).__name__}: {e}") from e
+        if errors := self._row_errors.pop(plan.step, None):
+            output.errors.update(errors)
+        outputs = self.scheduler.update_from_output(plan, output)
+        if self._in_flight and self._in_flight[0][0].masks_follow:
+            self._send_masks(self._in_flight[0][0])
+        return outputs
+
+    def _send_masks(self, plan: SchedulerOutput) -> None:
+        """Has a step sampled whose model the workers run. Its masks depend on the tokens taken in last."""
+        try:
+            self._executor.sample_tokens(plan.step, *self.scheduler.masks(plan))
+        except Exception as e:
+            self._dead = e
+            raise EngineDeadError(f"Step {plan.step} could not be sampled: {type(e).__name__}: {e}") from e
+
+    def _size_kv_cache(self) -> CacheSummary:
+        if self.config.model.kind.is_encoder:
+            return no_kv_cache(self.config.model.max_model_len)
+        needs = self._executor.kv_cache_needs()
+        given = self.config.cache.kv_cache_memory_bytes
+        choose_block_size(self.config, needs)
+        available = [given] * len(needs) if given is not None else self._executor.available_kv_bytes()
+        return size_kv_cache(self.config, needs, available)
+
+    def _allocate_kv_cache(self) -> None:
+        if len(self.cache_summary.windows) > 1:
+            self._executor.collective_rpc("group_layers", (list(self.cache_summary.windows),))
+        self._executor.allocate_kv_cache(self.cache_summary.num_blocks, self.cache_summary.block_size)
+
+    def _timed(self, phase: str, action: Callable[[], _T]) -> _T:
+        self._on_phase(phase)
+        start = time.perf_counter()
+        result = action()
+        self.start_seconds[phase] = time.perf_counter() - start
+        return result

@@ -1,0 +1,179 @@
+"""How many KV blocks the engine gets: as many as the memory allows.
+
+Blocks that running requests do not need keep prefixes for requests to come. Without prefix caching there are no more
+than running requests could need.
+
+All workers hold the same blocks, each for its own layers and heads, so the worker with the least room decides. Where
+layers see different spans, a request takes blocks in each group of them (`kv_cache_groups.py`), in the groups with a window
+only as many as are seen.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.config.sliding_window_blocks import most_blocks_held
+from mvllm.engine.core.kv_cache_groups import bytes_per_block, group_windows
+from mvllm.errors import CacheError
+from mvllm.platform.worker_protocol import KVCacheNeeds
+
+_MOST_SLOTS = 2**31 - 1
+"""Slots are numbered in 32 bits."""
+
+
+@dataclass(frozen=True)
+class CacheSummary:
+    """The KV cache as it was sized.
+
+    Attributes:
+        num_blocks: Blocks, on every worker.
+        block_size: Tokens per block.
+        total_bytes: Bytes on the worker that holds most.
+        max_model_len: Longest sequence.
+        windows: For each group of layers how many tokens they see, or None for all.
+        max_step_tokens: Most tokens of one request in one step.
+        limit: The setting that decided how large it is.
+    """
+
+    num_blocks: int
+    block_size: int
+    total_bytes: int
+    max_model_len: int
+    windows: tuple[int | None, ...] = (None,)
+    max_step_tokens: int = 1
+    limit: str = ""
+
+    @property
+    def blocks_per_request(self) -> int:
+        """The most blocks that a request of the longest length holds at once."""
+        return blocks_for(self.max_model_len, self.block_size, self.windows, self.max_step_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that fit, of requests of the longest length."""
+        return (
+            self.num_blocks
+            * blocks_for(self.max_model_len, self.block_size)
+            * self.block_size
+            // self.blocks_per_request
+        )
+
+    @property
+    def max_concurrency(self) -> float:
+        """Requests of the longest length that fit at once."""
+        return self.num_blocks / self.blocks_per_request
+
+    def __str__(self) -> str:
+        if not self.num_blocks:
+            return "KV cache: none, as the model keeps nothing of a prompt"
+        return (
+            f"KV cache: {self.num_tokens:,} tokens ({self.num_blocks:,} blocks of {self.block_size}, "
+            f"{_size(self.total_bytes)}), enough for {self.max_concurrency:,.1f} concurrent requests of "
+            f"{self.max_model_len:,} tokens" + (f"; sized by {self.limit}" if self.limit else "")
+        )
+
+
+def no_kv_cache(max_model_len: int) -> CacheSummary:
+    """Of a model that keeps nothing of a prompt. A table of blocks has one place, for all of its tokens."""
+    return CacheSummary(0, max_model_len, 0, max_model_len)
+
+
+def blocks_for(
+    num_tokens: int, block_size: int, windows: Sequence[int | None] = (None,), max_step_tokens: int = 1
+) -> int:
+    """The most blocks that a request of `num_tokens` tokens holds at once, in all groups of layers together."""
+    return sum(most_blocks_held(num_tokens, window, block_size, max_step_tokens) for window in windows)
+
+
+def choose_block_size(config: EngineConfig, needs: Sequence[KVCacheNeeds]) -> int:
+    """The block size asked for, or the first that all workers accept.
+
+    Raises:
+        CacheError: The one asked for is not accepted, or there is none in common.
+    """
+    common = [size for size in needs[0].block_sizes if all(size in n.block_sizes for n in needs)]
+    asked = config.cache.block_size
+    if asked is None and common:
+        return common[0]
+    if asked not in common:
+        accepted = ", ".join(map(str, common)) or "none"
+        raise CacheError(f"block_size {asked} was asked for, but the attention backend accepts {accepted}.")
+    return asked
+
+
+def size_kv_cache(config: EngineConfig, needs: Sequence[KVCacheNeeds], available: Sequence[int]) -> CacheSummary:
+    """Divides the available bytes into blocks.
+
+    Args:
+        needs: What one token costs, per worker.
+        available: Bytes for the KV cache, per worker.
+
+    Raises:
+        CacheError: Not even one sequence of `max_model_len` fits; says how much is missing and what would fit.
+    """
+    block_size = choose_block_size(config, needs)
+    max_len, max_step_tokens = config.model.max_model_len, config.scheduler.max_num_batched_tokens
+    windows = group_windows(needs, max_len)
+    costs = [bytes_per_block(need, windows, max_len, block_size) for need in needs]
+    longest = blocks_for(max_len, block_size, windows, max_step_tokens)
+    affordable = min(max(0, free) // cost for free, cost in zip(available, costs, strict=True))
+    num_blocks, limit = min(affordable, _MOST_SLOTS // block_size), _memory_limit(config)
+    usable = config.scheduler.max_num_seqs * blocks_for(max_len, block_size) * len(windows)
+    if not config.cache.enable_prefix_caching and usable < num_blocks:
+        num_blocks, limit = usable, f"max_num_seqs {config.scheduler.max_num_seqs}, without prefix caching"
+    if num_blocks < longest:
+        fits = _longest_that_fits(num_blocks, max_len, block_size, windows, max_step_tokens)
+        raise _too_small(config, needs, available, [longest * cost for cost in costs], fits)
+    return CacheSummary(num_blocks, block_size, num_blocks * max(costs), max_len, windows, max_step_tokens, limit)
+
+
+def _memory_limit(config: EngineConfig) -> str:
+    """The setting that says how much memory the cache may take, for the start line."""
+    if config.cache.kv_cache_memory_bytes is not None:
+        return "kv_cache_memory_bytes"
+    return f"memory_utilization {config.cache.memory_utilization} (or set kv_cache_memory_bytes)"
+
+
+def _longest_that_fits(
+    num_blocks: int, max_model_len: int, block_size: int, windows: Sequence[int | None], max_step_tokens: int
+) -> int:
+    """The largest whole number of blocks, in tokens, that a request may have; less than `max_model_len`."""
+    fitting = range(1, blocks_for(max_model_len, block_size))
+    return block_size * bisect_right(
+        fitting, num_blocks, key=lambda pages: blocks_for(pages * block_size, block_size, windows, max_step_tokens)
+    )
+
+
+def _too_small(
+    config: EngineConfig,
+    needs: Sequence[KVCacheNeeds],
+    available: Sequence[int],
+    required_by: Sequence[int],
+    fits: int,
+) -> CacheError:
+    max_len = config.model.max_model_len
+    tightest = min(range(len(needs)), key=lambda i: available[i] / required_by[i])
+    required, found = required_by[tightest], available[tightest]
+    per_token = needs[tightest].bytes_per_token
+    asked = f"max_model_len {max_len:,} needs {_size(required)} of KV cache ({per_token:,} bytes per token)"
+    if config.cache.kv_cache_memory_bytes is not None:
+        limits = f"kv_cache_memory_bytes gives {_size(found)}"
+        grow = f"raise kv_cache_memory_bytes to {required}"
+    elif found <= 0:
+        limits = (
+            f"the weights and one step already take {_size(-found)} more than memory_utilization "
+            f"{config.cache.memory_utilization} allows"
+        )
+        grow = "raise memory_utilization, free memory on the device, or use a smaller model"
+    else:
+        limits = f"memory_utilization {config.cache.memory_utilization} leaves {_size(found)}"
+        grow = "raise memory_utilization, or give the KV cache its size with kv_cache_memory_bytes"
+    shrink = f"set max_model_len to {fits} or less, or " if fits > 0 else ""
+    return CacheError(f"{asked}, but {limits}. To mend it, {shrink}{grow}.")
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.2f} GiB" if abs(num_bytes) >= 2**28 else f"{num_bytes / 2**20:,.1f} MiB"

@@ -1,0 +1,171 @@
+"""Beam search: of all ways to go on, the `num_beams` best at a time, by the sum of their tokens' log-probabilities.
+
+It is made of ordinary requests for one token each. A round is one request per beam, whose prompt is all that the beam
+has; the beams' common beginnings, and what each had before, are found in the prefix cache, or among siblings where that
+is off. So forks share blocks, nothing is copied, and the engine core knows of none of this:
+
+    round   beams                 requests                         what comes of them
+    0       []                    prompt                           a token's log-probabilities for each candidate
+    1       [a] [b]               prompt a | prompt b              candidates of all beams together, best first:
+    2       [b c] [a d]           prompt b c | prompt a d          those that end are kept aside, the others go on
+
+Which candidates end, how they are scored and when the search is over follows `generate(num_beams=...)` of transformers,
+sequences and scores. Two facts bound what a beam has to be asked for: as many candidates go on as there are beams, and
+at most as many end as there are tokens that end a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from mvllm.engine.frontend.parallel_sampling import CoreIds
+from mvllm.messages.requests import EngineCoreOutput, EngineCoreRequest, FinishReason, PositionLogprobs
+from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
+
+
+@dataclass(slots=True)
+class Beam:
+    """One sequence.
+
+    Attributes:
+        token_ids: Generated so far.
+        cumulative_logprob: The sum of their log-probabilities.
+        positions: The log-probabilities at each of them, where these are wanted.
+        score: Of one that has ended: what it is ranked by.
+        finish_reason, stop_reason: Why it has ended, as in EngineCoreOutput.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    positions: list[PositionLogprobs] = field(default_factory=list)
+    score: float = 0.0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+
+
+class BeamSearch:
+    """The search for one prompt.
+
+    Args:
+        request: As it passed the door, with `use_beam_search`.
+        ids: Names its requests in the engine core.
+
+    Attributes:
+        ended: The best sequences that have ended, at most `num_beams`, best first.
+    """
+
+    def __init__(self, request: EngineCoreRequest, ids: CoreIds) -> None:
+        self._request, self._ids = request, ids
+        self._params = params = request.sampling_params
+        self._width = params.num_beams
+        self._max_tokens = params.max_tokens or 1
+        eos = [] if params.ignore_eos else request.eos_token_ids
+        self._end_tokens = frozenset((*eos, *(params.stop_token_ids or ())))
+        self._group = ids.next(request.request_id)
+        self._step_params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            logprobs=-1 if params.logprobs == -1 else max(self._width + len(self._end_tokens), params.logprobs or 0),
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._running = [Beam()]
+        self._waiting: dict[str, int] = {}  # core id to beam
+        self._found: dict[int, PositionLogprobs] = {}
+        self.ended: list[Beam] = []
+
+    @property
+    def core_ids(self) -> list[str]:
+        """Of the round's requests that are still out."""
+        return list(self._waiting)
+
+    def requests(self) -> list[EngineCoreRequest]:
+        """Begins a round: one request per beam."""
+        made = [
+            msgspec.structs.replace(
+                self._request,
+                request_id=self._ids.next(self._request.request_id),
+                prompt_token_ids=self._request.prompt_token_ids + beam.token_ids,
+                sampling_params=self._step_params,
+                eos_token_ids=[],
+                sibling_group=self._group,
+            )
+            for beam in self._running
+        ]
+        self._waiting = {request.request_id: i for i, request in enumerate(made)}
+        return made
+
+    def take(self, output: EngineCoreOutput) -> bool:
+        """Takes what has come of one of the round's requests; returns whether that was the last of them."""
+        beam = self._waiting.pop(output.request_id)
+        if output.logprobs:
+            self._found[beam] = output.logprobs[0]
+        return not self._waiting
+
+    def advance(self) -> bool:
+        """Ends a round of which everything has come; returns whether the search is over."""
+        length = len(self._running[0].token_ids) + 1
+        is_last = length >= self._max_tokens
+        may_end = length > self._params.min_tokens
+        running: list[Beam] = []
+        for place, (beam, rank, token_id) in enumerate(self._candidates(may_end=may_end)):
+            ends = token_id in self._end_tokens
+            if not (ends or is_last):
+                running.append(self._grown(beam, rank, token_id))
+            elif place < self._width:  # what stands behind is there only for enough to go on
+                self._end(self._grown(beam, rank, token_id), by_token=ends)
+            if len(running) == self._width or (is_last and place >= self._width):
+                break
+        self.ended = sorted(self.ended, key=lambda beam: -beam.score)[: self._width]
+        self._running, self._found = running, {}
+        return is_last or not running or self._is_settled(length)
+
+    def _candidates(self, *, may_end: bool) -> list[tuple[int, int, int]]:
+        """(beam, rank among its candidates, token id) of all that could come next, best first."""
+        found = [
+            (self._running[i].cumulative_logprob + logprob, i, rank, token_id)
+            for i, position in sorted(self._found.items())
+            for rank, (token_id, logprob) in enumerate(
+                zip(position.token_ids[1:], position.logprobs[1:], strict=True), start=1
+            )
+            if may_end or token_id not in self._end_tokens
+        ]
+        found.sort(key=lambda candidate: -candidate[0])
+        return [(i, rank, token_id) for _, i, rank, token_id in found]
+
+    def _grown(self, beam: int, rank: int, token_id: int) -> Beam:
+        before, found = self._running[beam], self._found[beam]
+        logprob = found.logprobs[rank]
+        grown = Beam([*before.token_ids, token_id], before.cumulative_logprob + logprob)
+        if (wanted := self._params.logprobs) is not None:
+            most = slice(1, None if wanted == -1 else 1 + wanted)
+            here = PositionLogprobs([token_id, *found.token_ids[most]], [logprob, *found.logprobs[most]], rank)
+            grown.positions = [*before.positions, here]
+        return grown
+
+    def _end(self, beam: Beam, *, by_token: bool) -> None:
+        beam.score = beam.cumulative_logprob / len(beam.token_ids) ** self._params.length_penalty
+        beam.finish_reason = FinishReason.STOP if by_token else FinishReason.LENGTH
+        last = beam.token_ids[-1]
+        if by_token and last in (self._params.stop_token_ids or ()):
+            beam.stop_reason = last
+        self.ended.append(beam)
+
+    def _is_settled(self, length: int) -> bool:
+        """Whether what runs is not followed any further, with sequences of `length` tokens."""
+        params = self._params
+        if len(self.ended) < self._width:
+            return False
+        if params.early_stopping is True:
+            return True
+        at_best = self._max_tokens if params.early_stopping == "never" and params.length_penalty > 0 else length
+        best = self._running[0].cumulative_logprob / at_best**params.length_penalty
+        return best <= self.ended[-1].score
+
+    def results(self) -> Sequence[Beam]:
+        """The best `n`, once the search is over."""
+        return self.ended[: self._params.n]

@@ -1,0 +1,453 @@
+"""The door: turns a prompt and its settings into an EngineCoreRequest, or refuses it with a RequestError.
+
+Every way in goes through here, and past it bad input does not exist. Nothing is queued before everything is checked, so
+a refusal never leaves anything behind.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import math
+import operator
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.engine.frontend.bad_words import bad_word_token_ids
+from mvllm.engine.frontend.grammar_vocabulary import check_tokenizer_for_grammars
+from mvllm.engine.frontend.tokenizer import Tokenizer
+from mvllm.errors import RequestError
+from mvllm.messages.inputs import PromptType
+from mvllm.messages.lora import LoRARequest
+from mvllm.messages.pooling_params import PoolingParams
+from mvllm.messages.requests import EngineCoreRequest
+from mvllm.messages.sampling_params import SamplingParams, validate_for_model
+from mvllm.sampling.logits_processor import processor_classes, validate
+from mvllm.structured_output.llguidance_library import check_available
+
+MAX_CACHE_SALT_LENGTH = 256
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_PRIORITY_LIMIT = 2**31
+_CHECKED_AT_ONCE = 1 << 20  # characters: between them, other threads get their turn
+_LONGEST_CUT_TEXT = 1 << 22  # characters of a text of which only the end is wanted, and all must be tokenized
+
+
+@dataclass(slots=True)
+class ProcessedRequest:
+    """A request past the door.
+
+    Attributes:
+        prompt: The prompt as text, where it is known.
+        params: As validated; may ask for several sequences.
+        core: What the engine core gets; its `sampling_params` are `params`.
+    """
+
+    prompt: str | None
+    params: SamplingParams
+    core: EngineCoreRequest
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt taken apart; `token_ids` is empty until the text is tokenized.
+
+    Attributes:
+        keep: How many of its last tokens are wanted; None for all.
+    """
+
+    text: str | None
+    token_ids: list[int] | None
+    cache_salt: str | None = None
+    keep: int | None = None
+
+
+class InputProcessor:
+    """Checks and tokenizes requests for one engine.
+
+    Args:
+        config: The engine's settled configuration.
+        tokenizer: The model's tokenizer; with None, text and stop strings are refused, and outputs have no text.
+    """
+
+    num_generated = 1
+    """Tokens for which a prompt has to leave room."""
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
+        self._model = config.model
+        self._tokenizer = tokenizer
+        self._priorities_allowed = config.scheduler.policy == "priority"
+        self._eos_token_ids = self._end_tokens()
+        self._processor_classes = processor_classes(config.logits_processors)
+
+    def default_params(self) -> SamplingParams:
+        """A new SamplingParams with the defaults of the model's generation_config.json."""
+        return SamplingParams(**self._model.generation_defaults)
+
+    def process(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> ProcessedRequest:
+        """One request; see `process_batch`."""
+        return self.process_batch(
+            [request_id],
+            [prompt],
+            [params],
+            priorities=[priority],
+            arrival_time=arrival_time,
+            lora_requests=[lora_request],
+        )[0]
+
+    def process_batch(
+        self,
+        request_ids: Sequence[str],
+        prompts: Sequence[PromptType],
+        params: Sequence[SamplingParams | PoolingParams | None],
+        *,
+        priorities: Sequence[int] | None = None,
+        arrival_time: float | None = None,
+        lora_requests: Sequence[LoRARequest | None] | None = None,
+    ) -> list[ProcessedRequest]:
+        """Checks all requests and tokenizes their texts together. The sequences are parallel.
+
+        Args:
+            params: None takes the model's defaults.
+            priorities: Lower is served earlier; needs the priority policy.
+            arrival_time: Monotonic seconds; now by default.
+            lora_requests: The adapters, for those that have one. An AdapterDoor looks at their fields and files.
+
+        Raises:
+            RequestError: One of them is not acceptable; names it by its position where there are several.
+        """
+        arrival = time.monotonic() if arrival_time is None else _check_arrival_time(arrival_time)
+        parts = [self._at(i, prompts, self._take_apart, prompt, params[i]) for i, prompt in enumerate(prompts)]
+        self._tokenize(parts)
+        processed = []
+        checked: dict[int, SamplingParams] = {}  # what is given for many prompts may be long, and is checked once
+        for i, part in enumerate(parts):
+            chosen = params[i]
+            if chosen is None:
+                settled = self._check_params(self.default_params())
+            elif id(chosen) in checked:
+                settled = copy.copy(checked[id(chosen)])
+            else:
+                settled = checked[id(chosen)] = self._at(i, prompts, self._check_params, chosen)
+            settled = self._at(i, prompts, self._fit_params, settled, part)
+            core = EngineCoreRequest(
+                request_id=_check_request_id(request_ids[i]),
+                prompt_token_ids=part.token_ids or [],
+                sampling_params=settled,
+                eos_token_ids=self._eos_token_ids,
+                arrival_time=arrival,
+                priority=self._check_priority(priorities[i]) if priorities is not None else 0,
+                cache_salt=part.cache_salt,
+                lora_request=None if lora_requests is None else self._check_adapter(lora_requests[i]),
+            )
+            processed.append(ProcessedRequest(part.text, settled, core))
+        return processed
+
+    # --- prompts
+
+    def check_text(self, text: str) -> str:
+        """Returns `text`.
+
+        Raises:
+            RequestError: There is no tokenizer, or `text` cannot be written as UTF-8.
+        """
+        if self._tokenizer is None:
+            raise RequestError(
+                "The engine was started with skip_tokenizer_init, so it takes token ids, not text. "
+                "Pass {'prompt_token_ids': [...]}.",
+                parameter="prompt",
+            )
+        for start in range(0, len(text), _CHECKED_AT_ONCE):
+            try:
+                text[start : start + _CHECKED_AT_ONCE].encode()
+            except UnicodeEncodeError as e:
+                place = start + e.start
+                raise RequestError(
+                    f"The prompt is not valid Unicode: character {place} is a lone surrogate U+{ord(text[place]):04X}.",
+                    parameter="prompt",
+                ) from None
+        return text
+
+    def _take_apart(self, prompt: PromptType, params: SamplingParams | PoolingParams | None) -> _Prompt:
+        keep = self._num_kept(params)
+        if isinstance(prompt, str):
+            return _Prompt(self.check_text(prompt), None, None, keep)
+        if isinstance(prompt, Mapping):
+            return self._take_apart_dict(prompt, keep)
+        if _is_token_sequence(prompt):
+            return _Prompt(None, self._check_token_ids(prompt, keep))
+        raise RequestError(
+            "A prompt is a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}; "
+            f"found {_show(prompt)}.",
+            parameter="prompt",
+        )
+
+    def _num_kept(self, params: SamplingParams | PoolingParams | None) -> int | None:
+        """How many of a prompt's last tokens are wanted, as far as the context has room; None where it is not cut."""
+        asked = getattr(params, "truncate_prompt_tokens", None)
+        if asked is None:
+            return None
+        limit = self._model.max_model_len
+        if asked > limit:
+            raise RequestError(
+                f"truncate_prompt_tokens must be an integer from 1 to {limit}, the model's context (max_model_len), or "
+                f"-1; got {_show(asked)}",
+                parameter="truncate_prompt_tokens",
+            )
+        most = limit - self.num_generated
+        return most if asked == -1 else min(asked, most)
+
+    def _take_apart_dict(self, prompt: Mapping[str, Any], keep: int | None) -> _Prompt:
+        for key in prompt:
+            if key not in _PROMPT_KEYS:
+                near = difflib.get_close_matches(str(key), _PROMPT_KEYS, n=1)
+                meant = f" Did you mean {near[0]!r}?" if near else ""
+                raise RequestError(
+                    f"A prompt dict has the keys {', '.join(_PROMPT_KEYS)}; found {str(key)[:40]!r}.{meant}",
+                    parameter="prompt",
+                )
+        salt = _check_cache_salt(prompt.get("cache_salt"))
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"'prompt' must be a text; found {_show(text)}.", parameter="prompt")
+        if ids is not None:
+            if not _is_token_sequence(ids):
+                raise RequestError(
+                    f"'prompt_token_ids' must be a list of token ids; found {_show(ids)}.", parameter="prompt"
+                )
+            return _Prompt(text, self._check_token_ids(ids, keep), salt)
+        if text is None:
+            raise RequestError("A prompt dict needs 'prompt' or 'prompt_token_ids'; found neither.", parameter="prompt")
+        return _Prompt(self.check_text(text), None, salt, keep)
+
+    def _check_token_ids(self, ids: Sequence[int], keep: int | None = None) -> list[int]:
+        if not len(ids):
+            raise RequestError("The prompt is empty: it has no token ids.", parameter="prompt")
+        if keep is not None:
+            ids = ids[-keep:]
+        self._check_length(len(ids))  # before anything is copied
+        values: list[int] = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        if set(map(type, values)) != {int}:
+            values = [_as_token_id(value, i) for i, value in enumerate(values)]
+        if min(values) < 0 or max(values) >= self._model.vocab_size:
+            i, bad = next((i, v) for i, v in enumerate(values) if not 0 <= v < self._model.vocab_size)
+            raise RequestError(
+                f"Token ids must be from 0 to {self._model.vocab_size - 1}, the model's vocabulary; "
+                f"found {_show(bad)} at position {i} of the prompt.",
+                parameter="prompt",
+            )
+        return values
+
+    def _check_length(self, length: int, how: str = "") -> None:
+        limit = self._model.max_model_len
+        if length > limit - self.num_generated:
+            what = "prompt and output together" if self.num_generated else "a prompt"
+            and_one = ", and at least one token is to be generated" if self.num_generated else ""
+            raise RequestError(
+                f"The prompt has {how}{length} tokens, but {what} may have {limit} (max_model_len){and_one}. "
+                "Shorten the prompt"
+                + (", or start the engine with a larger max_model_len." if length > limit else "."),
+                parameter="prompt",
+            )
+
+    def _tokenize(self, parts: Sequence[_Prompt]) -> None:
+        """Fills in the token ids of texts."""
+        waiting = [(i, part) for i, part in enumerate(parts) if part.token_ids is None]
+        if not waiting:
+            return
+        assert self._tokenizer is not None
+        texts = [part.text or "" for _, part in waiting]
+
+        def check_length(at: int, length: int) -> None:
+            if waiting[at][1].keep is None:
+                self._at(waiting[at][0], parts, self._check_length, length)
+
+        for at, text in enumerate(texts):  # what is far too long need not be tokenized to know that
+            if waiting[at][1].keep is None:
+                self._at(waiting[at][0], parts, self._check_length, self._tokenizer.fewest_tokens(text), "at least ")
+            else:
+                self._at(waiting[at][0], parts, check_cut_text, text)
+        encoded = self._tokenizer.encode_batch(texts, check_length=check_length)
+        for (i, part), ids in zip(waiting, encoded, strict=True):
+            if not ids:
+                raise RequestError(
+                    f"{_which(i, parts)}The prompt is empty: its text {_show(part.text)} gives no tokens.",
+                    parameter="prompt",
+                )
+            part.token_ids = self._at(i, parts, self._check_token_ids, ids, part.keep)
+
+    # --- settings
+
+    def _check_params(self, params: SamplingParams | PoolingParams) -> SamplingParams:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"sampling_params must be SamplingParams; found {_show(params)}.", parameter="sampling_params"
+            )
+        if not self._model.kind.generates:
+            what = "classifies prompts" if self._model.kind.num_labels else "makes vectors of prompts"
+            raise RequestError(
+                f"The model {self._model.model} ({self._model.architecture}) {what}; it generates nothing.",
+                parameter="model",
+            )
+        if self._tokenizer is None and params.stop:
+            raise RequestError(
+                "Stop strings need a tokenizer, but the engine was started with skip_tokenizer_init. "
+                "Pass stop_token_ids instead of stop.",
+                parameter="stop",
+            )
+        if params.structured_outputs is not None:
+            check_available()
+            check_tokenizer_for_grammars(self._tokenizer)
+        if self._processor_classes:
+            validate(self._processor_classes, params)
+        params = params.clone()  # checked anew: its fields may have been set since, and may be while it is under way
+        if params.bad_words:  # together they have the bounds that each has
+            ids = [*(params.bad_words_token_ids or ()), *self._bad_words(params.bad_words)]
+            params = msgspec.structs.replace(params, bad_words_token_ids=ids)
+        return params
+
+    def _fit_params(self, params: SamplingParams, part: _Prompt) -> SamplingParams:
+        return validate_for_model(
+            params,
+            vocab_size=self._model.vocab_size,
+            max_model_len=self._model.max_model_len,
+            max_logprobs=self._model.max_logprobs,
+            prompt_len=len(part.token_ids or ()),
+        )
+
+    def _check_adapter(self, request: LoRARequest | None) -> LoRARequest | None:
+        if request is not None and not isinstance(request, LoRARequest):
+            raise RequestError(
+                f"lora_request must be a LoRARequest(lora_name, lora_int_id, lora_path); found {_show(request)}.",
+                parameter="lora_request",
+            )
+        return request
+
+    def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        if self._tokenizer is None:
+            raise RequestError(
+                "Bad words need a tokenizer, but the engine was started with skip_tokenizer_init. "
+                "Pass bad_words_token_ids instead of bad_words.",
+                parameter="bad_words",
+            )
+        return bad_word_token_ids(words, self._tokenizer)
+
+    def _check_priority(self, priority: int) -> int:
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > _PRIORITY_LIMIT:
+            raise RequestError(f"priority must be an integer; found {_show(priority)}.", parameter="priority")
+        if priority != 0 and not self._priorities_allowed:
+            raise RequestError(
+                f"priority is {priority}, but the engine serves requests in the order of arrival. "
+                "Start it with scheduling_policy='priority'.",
+                parameter="priority",
+            )
+        return priority
+
+    def _end_tokens(self) -> list[int]:
+        ids = list(self._model.eos_token_ids)
+        own = self._tokenizer.eos_token_id if self._tokenizer is not None else None
+        if own is not None and own not in ids and 0 <= own < self._model.vocab_size:
+            ids.append(own)
+        return ids
+
+    @staticmethod
+    def _at(i: int, all_of_them: Sequence[Any], check: Any, *args: Any) -> Any:
+        """`check(*args)`; a refusal says which of several requests it is about."""
+        try:
+            return check(*args)
+        except RequestError as e:
+            if len(all_of_them) == 1:
+                raise
+            raise RequestError(f"{_which(i, all_of_them)}{e}", parameter=e.parameter) from e
+
+
+def check_cut_text(text: str) -> None:
+    """Refuses a text of which only the end is wanted, if tokenizing all of it would take too long.
+
+    Raises:
+        RequestError: It is too long.
+    """
+    if len(text) > _LONGEST_CUT_TEXT:
+        raise RequestError(
+            f"The prompt has {len(text)} characters; a text that is to be cut to its end may have {_LONGEST_CUT_TEXT}. "
+            "Shorten the prompt.",
+            parameter="prompt",
+        )
+
+
+def _which(i: int, all_of_them: Sequence[Any]) -> str:
+    return f"Prompt {i} of {len(all_of_them)}: " if len(all_of_them) > 1 else ""
+
+
+def _is_token_sequence(value: object) -> bool:
+    if isinstance(value, list | tuple | range):
+        return True
+    return getattr(value, "ndim", None) == 1 and hasattr(value, "tolist")  # an array of any library
+
+
+def _as_token_id(value: Any, position: int) -> int:
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise RequestError(
+        f"Token ids must be integers; found {_show(value)} at position {position} of the prompt.", parameter="prompt"
+    )
+
+
+def _check_cache_salt(salt: object) -> str | None:
+    if salt is None:
+        return None
+    if not isinstance(salt, str) or not 0 < len(salt) <= MAX_CACHE_SALT_LENGTH or not salt.isprintable():
+        raise RequestError(
+            f"cache_salt must be a text of 1 to {MAX_CACHE_SALT_LENGTH} printable characters; found {_show(salt)}.",
+            parameter="cache_salt",
+        )
+    return salt
+
+
+def _check_request_id(request_id: object) -> str:
+    if not isinstance(request_id, str) or not request_id:
+        raise RequestError(f"request_id must be a non-empty text; found {_show(request_id)}.", parameter="request_id")
+    try:
+        request_id.encode()  # as it travels to the engine core, together with what others ask
+    except UnicodeEncodeError:
+        raise RequestError(
+            f"request_id must be valid Unicode, without lone surrogates; found {_show(request_id)}.",
+            parameter="request_id",
+        ) from None
+    return request_id
+
+
+def _check_arrival_time(seconds: object) -> float:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
+        raise RequestError(
+            f"arrival_time must be a finite number of seconds; found {_show(seconds)}.", parameter="arrival_time"
+        )
+    return float(seconds)
+
+
+def _show(value: object) -> str:
+    """A value in a few characters, whatever it is."""
+    if isinstance(value, str):
+        text = value[:40] + "..." if len(value) > 40 else value
+        return repr(text).encode("ascii", "backslashreplace").decode()
+    if isinstance(value, bool | float) or value is None:
+        return repr(value)
+    if isinstance(value, int):
+        return str(value) if abs(value) < 2**64 else f"an integer of {value.bit_length()} bits"
+    return f"a value of type {type(value).__name__}"

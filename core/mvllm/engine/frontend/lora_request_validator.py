@@ -1,0 +1,93 @@
+"""The door for LoRA adapters: what a caller names is looked at here before the engine core hears of it."""
+
+from __future__ import annotations
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.errors import ModelError, RequestError
+from mvllm.messages.lora import LoRARequest
+from mvllm.models.peft_adapter import read_peft_folder
+
+_LARGEST_ID = 2**31 - 1
+_LONGEST_NAME = 256
+_LONGEST_PATH = 4096
+
+
+class AdapterDoor:
+    """Checks adapters for one front end, and remembers those that the engine core has taken.
+
+    Args:
+        config: The engine's settled configuration.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._lora = config.lora
+        self._by_id: dict[int, LoRARequest] = {}
+
+    @property
+    def ids(self) -> set[int]:
+        """The adapters that were taken."""
+        return set(self._by_id)
+
+    def check(self, request: object) -> LoRARequest:
+        """The request, whose fields are as they should be.
+
+        Raises:
+            RequestError: They are not, or the engine takes no adapters, or its id is another adapter's.
+        """
+        if self._lora is None:
+            raise _refusal("The engine was started without enable_lora: it takes no adapters.")
+        if not isinstance(request, LoRARequest):
+            raise _refusal(
+                f"lora_request must be a LoRARequest(lora_name, lora_int_id, lora_path); found a value of type "
+                f"{type(request).__name__}."
+            )
+        name, number, path = request.lora_name, request.lora_int_id, request.lora_path
+        if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
+            raise _refusal(f"lora_name must be a text of 1 to {_LONGEST_NAME} printable characters.")
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= _LARGEST_ID:
+            raise _refusal(f"lora_int_id must be an integer from 1 to {_LARGEST_ID}.")
+        if not isinstance(path, str) or not 0 < len(path) <= _LONGEST_PATH or "\0" in path or not _is_unicode(path):
+            raise _refusal("lora_path must be the path of the adapter's folder, as a text.")
+        known = self._by_id.get(number, request)
+        if known != request:
+            raise _refusal(
+                f"The adapter id {number} is that of {known.lora_name!r} in {known.lora_path}. Choose another, or "
+                "remove that adapter first."
+            )
+        return request
+
+    def is_known(self, request: LoRARequest) -> bool:
+        """Whether the engine core has taken it."""
+        return request.lora_int_id in self._by_id
+
+    def inspect(self, request: LoRARequest) -> None:
+        """Looks at an adapter's files, without the values in them.
+
+        Raises:
+            RequestError: They are missing, damaged, or of a kind that is not supported.
+        """
+        assert self._lora is not None
+        try:
+            read_peft_folder(request.lora_path, self._lora.max_lora_rank)
+        except ModelError as e:
+            raise _refusal(f"The adapter {request.lora_name!r} cannot be loaded: {e}") from e
+
+    def note(self, request: LoRARequest) -> None:
+        """The engine core has taken it."""
+        self._by_id[request.lora_int_id] = request
+
+    def forget(self, lora_int_id: int) -> bool:
+        """Its id is free again; whether it was known."""
+        return self._by_id.pop(lora_int_id, None) is not None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _refusal(message: str) -> RequestError:
+    return RequestError(message, parameter="lora_request")

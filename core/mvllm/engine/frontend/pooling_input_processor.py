@@ -1,0 +1,136 @@
+"""The door for prompts that are to be made vectors of: as for those that are gone on with, but for the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, cast
+
+import msgspec
+
+from mvllm.config.pooler_config import PoolerConfig
+from mvllm.engine.frontend.input_processor import InputProcessor, ProcessedRequest
+from mvllm.errors import ModelError, RequestError
+from mvllm.messages.inputs import PromptType, TokensPrompt
+from mvllm.messages.lora import LoRARequest
+from mvllm.messages.pooling_params import PoolingParams
+from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
+
+
+class PoolingInputProcessor(InputProcessor):
+    """Checks and tokenizes prompts for PoolingParams. No room for a token to be generated is needed.
+
+    Args:
+        config, tokenizer: As InputProcessor.
+    """
+
+    num_generated = 0
+
+    @cached_property
+    def pooler(self) -> PoolerConfig:
+        """What the model does where a request does not say.
+
+        Raises:
+            RequestError: Its folder describes something that is not known here.
+        """
+        try:
+            return PoolerConfig.of(self._model)
+        except ModelError as e:  # the model generates all the same
+            raise RequestError(f"The model {self._model.model} gives no embeddings: {e}") from e
+
+    def default_params(self) -> SamplingParams:
+        """Of a request that generates nothing."""
+        return SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+
+    def process_batch(
+        self,
+        request_ids: Sequence[str],
+        prompts: Sequence[PromptType],
+        params: Sequence[SamplingParams | PoolingParams | None],
+        *,
+        priorities: Sequence[int] | None = None,
+        arrival_time: float | None = None,
+        lora_requests: Sequence[LoRARequest | None] | None = None,
+    ) -> list[ProcessedRequest]:
+        settled = [self._settle(each) for each in params]
+        prompts = [self._at(i, prompts, self._cut, prompt, params[i]) for i, prompt in enumerate(prompts)]
+        nothing: list[SamplingParams | None] = [None] * len(prompts)
+        requests = super().process_batch(
+            request_ids,
+            prompts,
+            nothing,
+            priorities=priorities,
+            arrival_time=arrival_time,
+            lora_requests=lora_requests,
+        )
+        for request, each in zip(requests, settled, strict=True):
+            request.core.pooling_params = each
+            request.core.eos_token_ids = []
+        return requests
+
+    def pair(self, first: str, second: str, params: PoolingParams) -> tuple[TokensPrompt, PoolingParams]:
+        """The prompt by which a model that classifies compares two texts, and how it is to be asked.
+
+        Raises:
+            RequestError: A text is not acceptable.
+        """
+        for text in (first, second):
+            self.check_text(text)
+        assert self._tokenizer is not None
+        ids, start = self._tokenizer.encode_cut(first, second, max_tokens=self._limit(params))
+        asked = msgspec.structs.replace(params, truncate_prompt_tokens=None, second_text_start=start)
+        return TokensPrompt(prompt_token_ids=ids), asked
+
+    def _limit(self, params: PoolingParams) -> int | None:
+        """Tokens that a prompt is cut to."""
+        limit, longest = params.truncate_prompt_tokens, self._model.max_model_len
+        if limit is not None and limit > longest:
+            raise RequestError(
+                f"truncate_prompt_tokens is {limit}, but a prompt may have {longest} tokens (max_model_len).",
+                parameter="truncate_prompt_tokens",
+            )
+        return longest if limit == -1 else limit
+
+    def _cut(self, prompt: PromptType, params: SamplingParams | PoolingParams | None) -> PromptType:
+        """The prompt as it is, or cut and as token ids, where that was asked for."""
+        limit = self._limit(params) if isinstance(params, PoolingParams) else None
+        if limit is None:
+            return prompt
+        parts = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        if not isinstance(parts, Mapping):
+            return _first(prompt, limit)
+        if (ids := parts.get("prompt_token_ids")) is not None:
+            return cast(PromptType, {**parts, "prompt_token_ids": _first(ids, limit)})
+        if not isinstance(parts.get("prompt"), str):
+            return prompt  # which will be refused
+        text = self.check_text(str(parts["prompt"]))
+        assert self._tokenizer is not None
+        ids, _ = self._tokenizer.encode_cut(text, max_tokens=limit)
+        return cast(PromptType, {**parts, "prompt_token_ids": ids})
+
+    @property
+    def num_labels(self) -> int:
+        """Scores that the model gives a prompt; 0 where it does not classify."""
+        return self._model.kind.num_labels
+
+    def _settle(self, params: SamplingParams | PoolingParams | None) -> PoolingParams:
+        """`params` with every choice made."""
+        if params is not None and not isinstance(params, PoolingParams):
+            kind = type(params).__name__
+            raise RequestError(
+                f"pooling_params must be PoolingParams; found a value of type {kind}.", parameter="pooling_params"
+            )
+        # Checked anew: fields may have been set since.
+        return self.pooler.settle(PoolingParams() if params is None else msgspec.structs.replace(params))
+
+    def _check_params(self, params: SamplingParams | PoolingParams) -> SamplingParams:
+        assert isinstance(params, SamplingParams)
+        return params  # `default_params`: nothing in them is a caller's
+
+    def _fit_params(self, params: SamplingParams, part: object) -> SamplingParams:
+        return params
+
+
+def _first(ids: Any, limit: int) -> Any:
+    """The first so many of what may be token ids; of anything else all, as it will be refused."""
+    return ids[:limit] if isinstance(ids, list | tuple | range) or getattr(ids, "ndim", None) == 1 else ids

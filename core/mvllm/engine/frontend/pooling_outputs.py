@@ -1,0 +1,175 @@
+"""What a caller gets back for a prompt that was made a vector of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from mvllm.engine.frontend.outputs import RequestMetrics, RequestOutput
+from mvllm.errors import PlatformError, RequestError, UnavailableError
+
+_Output = TypeVar("_Output")
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """What the model says of one prompt.
+
+    Attributes:
+        data: float32 [dimensions]; with the pooling type `all` [tokens, dimensions]; of a classifier [labels].
+    """
+
+    data: np.ndarray
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PoolingOutput) and np.array_equal(self.data, other.data)
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """One vector, as Python numbers.
+
+    Attributes:
+        embedding: Its components.
+    """
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """How many components there are."""
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """The scores of one prompt.
+
+    Attributes:
+        probs: One per label.
+    """
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """How many labels there are."""
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts go together.
+
+    Attributes:
+        score: What a cross-encoder says, or the cosine of the angle between two vectors.
+    """
+
+    score: float
+
+
+@dataclass(slots=True)
+class PooledRequestOutput(Generic[_Output]):
+    """The answer to a request for a vector.
+
+    Attributes:
+        request_id: As it was given.
+        outputs: The vector, or the scores.
+        prompt: The prompt as text; None where only token ids were given.
+        prompt_token_ids: The prompt as token ids.
+        num_cached_tokens: Prompt tokens whose KV came from the prefix cache.
+        finished: True: there are no pieces.
+        metrics: When things happened.
+    """
+
+    request_id: str
+    outputs: _Output
+    prompt: str | None
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+    metrics: RequestMetrics | None = None
+
+
+class PoolingRequestOutput(PooledRequestOutput[PoolingOutput]):
+    """What `encode` returns."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> PoolingRequestOutput:
+        """The answer in the final output of a request that was started with PoolingParams.
+
+        Raises:
+            RequestError, PlatformError: The request failed in the engine.
+            UnavailableError: It was aborted.
+        """
+        [sequence] = output.outputs
+        if output.pooled is None:
+            if sequence.finish_reason == "abort":
+                raise UnavailableError(f"The request {output.request_id!r} was aborted before there was a vector.")
+            message = sequence.error or "The engine has made no vector of the prompt."
+            if sequence.error_parameter is not None:
+                raise RequestError(message, parameter=sequence.error_parameter)
+            raise PlatformError(message)
+        data = np.frombuffer(output.pooled, "<f4")
+        return cls(
+            output.request_id,
+            PoolingOutput(data.reshape(len(output.prompt_token_ids), -1) if output.pooled_each_token else data),
+            output.prompt,
+            output.prompt_token_ids,
+            output.num_cached_tokens,
+            output.finished,
+            output.metrics,
+        )
+
+
+class EmbeddingRequestOutput(PooledRequestOutput[EmbeddingOutput]):
+    """What `embed` returns."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, output: PoolingRequestOutput) -> EmbeddingRequestOutput:
+        """The same answer with Python numbers."""
+        return cls(*_with(output, EmbeddingOutput(output.outputs.data.tolist())))
+
+
+class ClassificationRequestOutput(PooledRequestOutput[ClassificationOutput]):
+    """What `classify` returns."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, output: PoolingRequestOutput) -> ClassificationRequestOutput:
+        """The same answer with Python numbers."""
+        return cls(*_with(output, ClassificationOutput(output.outputs.data.tolist())))
+
+
+class ScoringRequestOutput(PooledRequestOutput[ScoringOutput]):
+    """What `score` returns. Of two texts that became a prompt each, `prompt_token_ids` are those of both."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, output: PoolingRequestOutput) -> ScoringRequestOutput:
+        """The one score of an answer."""
+        [score] = output.outputs.data.tolist()
+        return cls(*_with(output, ScoringOutput(score)))
+
+
+def _with(
+    output: PoolingRequestOutput, shown: _Output
+) -> tuple[str, _Output, str | None, list[int], int, bool, RequestMetrics | None]:
+    """The fields of an answer, with something else to show."""
+    return (
+        output.request_id,
+        shown,
+        output.prompt,
+        output.prompt_token_ids,
+        output.num_cached_tokens,
+        output.finished,
+        output.metrics,
+    )

@@ -1,0 +1,101 @@
+"""How well two texts go together: what a cross-encoder says of both, or how near their vectors are.
+
+A model that classifies with one label reads both texts as one prompt. Any other gives a vector of each text, and the
+score is the cosine of the angle between the two; a text that stands in many pairs is computed once.
+
+    score("q", ["a", "b"])     cross-encoder   [CLS] q [SEP] a [SEP]    [CLS] q [SEP] b [SEP]
+                               vectors         q, a, b;  q·a  q·b
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from mvllm.engine.frontend.pooling_input_processor import PoolingInputProcessor
+from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput, ScoringOutput, ScoringRequestOutput
+from mvllm.errors import RequestError
+from mvllm.messages.inputs import PromptType
+from mvllm.messages.pooling_params import PoolingParams
+
+
+@dataclass
+class Scoring:
+    """Requests whose answers make scores.
+
+    Attributes:
+        prompts, params: The requests, for `add_requests` or `process_batch`.
+        pairs: For each score the two answers that it compares; None where each answer is a score.
+    """
+
+    prompts: list[PromptType]
+    params: list[PoolingParams]
+    pairs: list[tuple[int, int]] | None
+
+    @classmethod
+    def of(
+        cls,
+        processor: PoolingInputProcessor,
+        first: Sequence[str],
+        second: Sequence[str],
+        params: PoolingParams,
+        names: tuple[str, str] = ("data_1", "data_2"),
+    ) -> Scoring:
+        """What to ask of a model about pairs of texts. Tokenizes, where the model reads both texts at once.
+
+        Args:
+            processor: Of the engine that is to answer.
+            first, second: As many of one as of the other, or one text in the first place.
+            params: Of all.
+            names: What the caller calls the two.
+
+        Raises:
+            RequestError: A text or setting is not acceptable, or the model gives several scores for a prompt.
+        """
+        for name, texts in zip(names, (first, second), strict=True):
+            if not texts or not all(isinstance(text, str) for text in texts):
+                raise RequestError(f"{name} must be a text or a list of texts.", parameter=name)
+        if len(first) not in (1, len(second)):
+            raise RequestError(
+                f"{names[0]} has {len(first)} texts and {names[1]} {len(second)}: give one, or as many.",
+                parameter=names[0],
+            )
+        if processor.num_labels > 1:
+            raise RequestError(
+                f"The model gives {processor.num_labels} scores for a prompt, and one is needed to compare texts; "
+                "ask it to classify.",
+                parameter="model",
+            )
+        if processor.num_labels == 1:
+            each = [processor.pair(first[i % len(first)], text, params) for i, text in enumerate(second)]
+            return cls([prompt for prompt, _ in each], [asked for _, asked in each], None)
+        asked = msgspec.structs.replace(params, normalize=True)
+        places = {text: i for i, text in enumerate(dict.fromkeys((*first, *second)))}
+        pairs = [(places[first[i % len(first)]], places[text]) for i, text in enumerate(second)]
+        return cls(list(places), [asked] * len(places), pairs)
+
+    def outputs(self, answers: Sequence[PoolingRequestOutput]) -> list[ScoringRequestOutput]:
+        """The scores, in the order of the pairs.
+
+        Args:
+            answers: To the requests, in their order.
+        """
+        if self.pairs is None:
+            return [ScoringRequestOutput.of(answer) for answer in answers]
+        found = []
+        for a, b in self.pairs:
+            one, other = answers[a], answers[b]
+            cosine = float(np.dot(one.outputs.data.astype(np.float64), other.outputs.data.astype(np.float64)))
+            found.append(
+                ScoringRequestOutput(
+                    other.request_id,
+                    ScoringOutput(cosine),
+                    None,
+                    one.prompt_token_ids + other.prompt_token_ids,
+                    one.num_cached_tokens + other.num_cached_tokens,
+                )
+            )
+        return found

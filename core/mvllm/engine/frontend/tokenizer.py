@@ -1,0 +1,371 @@
+"""Loads the tokenizer of a model and offers the few operations on it that the engine needs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mvllm.config.hf_config import read_json_object
+from mvllm.config.model import ModelConfig
+from mvllm.engine.frontend.tokenizer_json import PlainTokenizer, read_plain
+from mvllm.engine.frontend.tokenizer_expansion import check_growth
+from mvllm.errors import ModelError, RequestError, plain_reason
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
+"""Files of which a folder must have at least one to hold a tokenizer; looked for in this order."""
+
+_LONG_TEXT = 1 << 16  # characters; a shorter one is soon tokenized
+
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer as the engine uses it.
+
+    Text is decoded without the clean-up that removes spaces before punctuation, so that streamed pieces add up to the
+    text decoded in one go.
+
+    Args:
+        hf: Makes the tokenizer of `transformers`, where it is wanted.
+        plain: The same, read from its file. It serves until `hf` is wanted, for chat templates or by the user; from
+            then on that one does, so that what a user changes in it counts.
+    """
+
+    def __init__(self, hf: Callable[[], Any], plain: PlainTokenizer | None = None) -> None:
+        self._make_hf = hf
+        self._plain = plain
+        self._fast: Any = plain.fast if plain is not None else None
+        if plain is None and getattr(self.hf, "is_fast", False):
+            self._fast = getattr(self.hf, "backend_tokenizer", None)
+        self._token_texts: dict[int, str] = {}
+
+    @cached_property
+    def hf(self) -> Any:
+        """The tokenizer as `transformers` makes it."""
+        hf = self._make_hf()
+        if self._plain is not None:
+            self._fast, self._plain = hf.backend_tokenizer, None
+        return hf
+
+    @property
+    def backend(self) -> Any:
+        """The `tokenizers` library's own object, or None; had without transformers where the tokenizer is."""
+        plain = self._plain
+        return plain.fast if plain is not None else getattr(self.hf, "backend_tokenizer", None)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of `text`."""
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_batch(
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        check_length: Callable[[int, int], None] = lambda i, length: None,
+    ) -> list[list[int]]:
+        """The token ids of each text; much faster than one by one. Other threads can work meanwhile.
+
+        Args:
+            check_length: Called with the place of each text and the number of its tokens, before there are lists of
+                them. What it raises ends the call.
+
+        Raises:
+            RequestError: The tokenizer rejects a text.
+        """
+        try:
+            encoded = self._encode(list(texts), add_special_tokens)
+        except BaseException as e:
+            raise _untokenizable(e) from e
+        for i, each in enumerate(encoded):
+            check_length(i, len(each))
+        return [each if isinstance(each, list) else each.ids for each in encoded]
+
+    def encode_cut(
+        self, first: str, second: str | None = None, *, max_tokens: int | None = None
+    ) -> tuple[list[int], int | None]:
+        """The token ids of a text, or of two for a model that compares them, with those that the tokenizer adds.
+
+        Args:
+            max_tokens: Leaves out as many tokens at the end of the longer text, then of both, as are too many.
+
+        Returns:
+            The ids, and where the tokens begin that count as the second text's; None where they all count alike.
+
+        Raises:
+            RequestError: The tokenizer rejects a text, or `max_tokens` leaves no room for a text.
+        """
+        try:
+            ids, types = self._encode_cut(first, second, max_tokens)
+        except RequestError:
+            raise
+        except BaseException as e:
+            raise _untokenizable(e) from e
+        return ids, types.index(1) if 1 in types else None
+
+    def _encode_cut(self, first: str, second: str | None, max_tokens: int | None) -> tuple[list[int], list[int]]:
+        """Token ids, and which text each counts for."""
+        plain = self._plain
+        if plain is None and not (self._encodes_by_backend and self._is_unset()):
+            longest = {} if max_tokens is None else {"max_length": max_tokens}
+            truncation = max_tokens is not None and ("longest_first" if second is not None else "only_first")
+            found = self.hf(first, second, truncation=truncation, verbose=False, **longest)
+            return found["input_ids"], found.get("token_type_ids", [])
+        encoding = (self._fast if plain is None else plain.fast).encode(first, second)
+        ids: list[int] = encoding.ids
+        types: list[int] = encoding.type_ids
+        if plain is None and "token_type_ids" not in self.hf.model_input_names:
+            types = [0] * len(ids)  # the model is not told
+        if max_tokens is None or len(ids) <= max_tokens:
+            return ids, types
+        texts: list[int | None] = encoding.sequence_ids
+        sizes = texts.count(0), texts.count(1)
+        room = max_tokens - texts.count(None)
+        if room < 1:
+            raise RequestError(
+                f"truncate_prompt_tokens is {max_tokens}, which leaves no room for a text beside the "
+                f"{texts.count(None)} tokens that the tokenizer adds.",
+                parameter="truncate_prompt_tokens",
+            )
+        left = _shares(*sizes, room)
+        kept = []
+        for i, text in enumerate(texts):
+            if text is not None:
+                left[text] -= 1
+            if text is None or left[text] >= 0:
+                kept.append(i)
+        return [ids[i] for i in kept], [types[i] for i in kept]
+
+    def _encode(self, texts: list[str], add_special_tokens: bool) -> Sequence[Any]:
+        """Token ids, or encodings that have them. No length limit of the tokenizer's own: max_model_len counts."""
+        if (plain := self._plain) is not None:
+            found: Sequence[Any] = plain.fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            return found
+        if self._encodes_by_backend and self._is_unset():
+            encodings: Sequence[Any] = self._fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            return encodings
+        encoded = self.hf(texts, add_special_tokens=add_special_tokens, truncation=False, verbose=False)
+        ids: Sequence[Any] = encoded["input_ids"]
+        return ids
+
+    def _is_unset(self) -> bool:
+        """Whether nobody who shares the tokenizer has left a setting in it that a call through transformers undoes."""
+        fast = self._fast
+        wanted = getattr(self.hf, "split_special_tokens", False)
+        return fast.truncation is None and fast.padding is None and fast.encode_special_tokens == wanted
+
+    @cached_property
+    def _encodes_by_backend(self) -> bool:
+        """Whether the library of tokenizers does all of it: then the way through transformers, many times as long for a
+        short text, only adds lists that nobody reads."""
+        if self._fast is None or hasattr(self.hf, "_switch_to_input_mode"):
+            return False
+        homes = ("transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers")
+        return all(_module_of(type(self.hf), name) in homes for name in ("__call__", "_encode_plus"))
+
+    def fewest_tokens(self, text: str) -> int:
+        """How many tokens `text` has at least, without tokenizing it; 0 where that cannot be said."""
+        longest = self._longest_token if len(text) >= _LONG_TEXT else 0
+        return len(text) // longest if longest else 0
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Most characters that one token stands for; 0 where tokens may swallow any number."""
+        fast = self._fast
+        if fast is None or not self.joins_bytes or fast.normalizer is not None or fast.pre_tokenizer is None:
+            return 0
+        if b"Removed" in fast.pre_tokenizer.__getstate__():
+            return 0
+        lengths = [len(token) for token in fast.get_vocab()]
+        if lengths.count(1) < 256:  # bytes that are no token may be left out
+            return 0
+        swallows = any(token.lstrip or token.rstrip for token in fast.get_added_tokens_decoder().values())
+        return 0 if swallows else max(lengths)
+
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> str:
+        """The text of `token_ids`. Ids that no token has count as nothing."""
+        if self._fast is not None:
+            text: str = self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            return text
+        extra = {} if spaces_between_special_tokens else {"spaces_between_special_tokens": False}
+        return str(
+            self.hf.decode(
+                [i for i in token_ids if i < self.length],
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+                **extra,
+            )
+        )
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text; incomplete characters show as U+FFFD."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def piece(self, token_id: int) -> str | None:
+        """The token's name in the vocabulary; None where no token has the id."""
+        backend = self.backend
+        name = self.hf.convert_ids_to_tokens(token_id) if backend is None else backend.id_to_token(token_id)
+        return name if isinstance(name, str) else None
+
+    @cached_property
+    def length(self) -> int:
+        """One more than the greatest token id."""
+        vocab = self._fast.get_vocab() if self._fast is not None else self.hf.get_vocab()
+        return max(len(vocab), max(vocab.values(), default=-1) + 1)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that `skip_special_tokens` leaves out of the text."""
+        if self._fast is not None:
+            return frozenset(i for i, t in self._fast.get_added_tokens_decoder().items() if t.special)
+        return frozenset(self.hf.all_special_ids)
+
+    @cached_property
+    def byte_ids(self) -> frozenset[int]:
+        """Ids of tokens that stand for one raw byte (`<0x0A>`). What a run of them means is known only at its end."""
+        id_of = self._fast.token_to_id if self._fast is not None else self.hf.get_vocab().get
+        found = frozenset(i for byte in range(256) if (i := id_of(f"<0x{byte:02X}>")) is not None)
+        return found if len(found) == 256 else frozenset()
+
+    @cached_property
+    def joins_bytes(self) -> bool:
+        """Whether decoding just joins the bytes of the tokens, so that no token's text depends on its neighbours."""
+        return self._fast is not None and type(self._fast.decoder).__name__ == "ByteLevel"
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The end-of-sequence token, if there is one."""
+        if (plain := self._plain) is not None:
+            return plain.eos_token_id
+        value = self.hf.eos_token_id
+        return value if isinstance(value, int) else None
+
+
+def _shares(first: int, second: int, room: int) -> list[int]:
+    """What is left of two texts that have room for so many tokens together: the longer one gives way first."""
+    shorter = min(first, second)
+    if 2 * shorter <= room:
+        longer = room - shorter
+    else:  # half each; what is odd goes to the longer one
+        shorter = room // 2
+        longer = room - shorter
+    return [shorter, longer] if first <= second else [longer, shorter]
+
+
+def _untokenizable(error: BaseException) -> RequestError:
+    """What a request is told of an error of the tokenizer; raises `error` again if it is not the tokenizer's.
+
+    The library panics when an expression needs too many steps for a match, and a panic is no `Exception`.
+    """
+    name = type(error).__name__
+    if not isinstance(error, Exception) and name != "PanicException":
+        raise error
+    return RequestError(f"The tokenizer cannot tokenize the prompt: {name}: {error}", parameter="prompt")
+
+
+def _module_of(cls: type, name: str) -> str | None:
+    """Where the method that `cls` has under a name is defined."""
+    return next((kind.__module__ for kind in cls.__mro__ if name in vars(kind)), None)
+
+
+def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
+    """The tokenizer of a model; None where the configuration has none (`skip_tokenizer_init`).
+
+    A local folder is read without any use of the network.
+
+    Raises:
+        ModelError: There is no tokenizer, it cannot be read, or it lets texts grow without bounds; names the folder
+            and the files looked for.
+    """
+    if config.tokenizer is None:
+        return None
+    folder = Path(config.tokenizer)
+    plain = None
+    if folder.is_dir():
+        _require_files(folder)
+        check_growth(folder / "tokenizer.json")
+        plain = read_plain(folder, _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json"))
+    return Tokenizer(lambda: _from_transformers(config, folder), plain)
+
+
+def _from_transformers(config: ModelConfig, folder: Path) -> Any:
+    """The tokenizer as `transformers` makes it."""
+    local = folder.is_dir()
+    with _no_device_backends():
+        transformers = importlib.import_module("transformers")
+        try:
+            return transformers.AutoTokenizer.from_pretrained(
+                str(config.tokenizer),
+                config=_small_config(transformers, folder) if local else None,
+                revision=None if local else config.revision,
+                trust_remote_code=config.trust_remote_code,
+                local_files_only=local,
+            )
+        except Exception as e:
+            raise _unreadable(config, folder if local else None, e) from e
+
+
+@contextlib.contextmanager
+def _no_device_backends() -> Iterator[None]:
+    """Torch, if it is imported within, loads no vendor's library by itself: this process is not a device's worker.
+
+    `transformers` imports torch, and torch whatever announces itself as a backend: a driver opened, seconds spent and
+    device memory taken in the front end. A platform imports its library where it needs it.
+    """
+    before = os.environ.get(_AUTOLOAD)
+    os.environ[_AUTOLOAD] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_AUTOLOAD]
+        else:
+            os.environ[_AUTOLOAD] = before
+
+
+def _small_config(transformers: Any, folder: Path) -> Any:
+    """The few facts of the model's config that choose a tokenizer class, or None where the choice needs all of it.
+
+    Left to itself, `AutoTokenizer` builds the model's own config class, whose module imports the compiler and the
+    distributed tensors of torch: seconds of start-up, for facts that are in two small files.
+    """
+    named, model = _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
+    if not isinstance(named.get("tokenizer_class"), str) or "auto_map" in named or "auto_map" in model:
+        return None
+    config = transformers.PreTrainedConfig()
+    config.model_type = str(model.get("model_type") or "")
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return read_json_object(path)
+    except ModelError:
+        return {}  # transformers says what is wrong with it
+
+
+def _require_files(folder: Path) -> None:
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError(
+            f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there. Copy the tokenizer's files "
+            "into it, name another folder with tokenizer=..., or pass skip_tokenizer_init=True and work with token ids."
+        )
+
+
+def _unreadable(config: ModelConfig, folder: Path | None, error: Exception) -> ModelError:
+    found = [name for name in TOKENIZER_FILES if folder and (folder / name).is_file()]
+    where = f"{folder} (files: {', '.join(found)})" if folder else repr(config.tokenizer)
+    hint = ""
+    if "trust_remote_code" in str(error):
+        hint = " Its code runs only with trust_remote_code=True, which you should pass only if you trust it."
+    return ModelError(f"The tokenizer of {where} cannot be loaded: {plain_reason(error)}.{hint}")

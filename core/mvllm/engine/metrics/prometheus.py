@@ -1,0 +1,190 @@
+"""The figures of an AsyncLLM as Prometheus knows them, under the field's names. Needs the package prometheus-client.
+
+    registry.register(EngineCollector(engine, prefixes=("mvllm:",)))
+
+They are put into Prometheus' form when they are asked for; until then they are plain numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from mvllm.engine.async_llm import AsyncLLM
+from mvllm.engine.metrics.stats import EngineMetrics, Histogram
+from mvllm.messages.requests import FinishReason, SchedulerStats
+
+PREFIX = "mvllm:"
+
+
+class EngineCollector(Collector):
+    """Reads the figures of one engine. From any thread.
+
+    Args:
+        engine: Whose figures.
+        model_name: The label `model_name`; by default the model as it was asked for.
+        prefixes: What names begin with. A second one shows everything twice, for dashboards made for another engine.
+    """
+
+    def __init__(self, engine: AsyncLLM, *, model_name: str | None = None, prefixes: Sequence[str] = (PREFIX,)) -> None:
+        self._engine = engine
+        self._model_name = model_name if model_name is not None else engine.model_config.model
+        self._prefixes = tuple(dict.fromkeys(prefixes))
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric, under each prefix."""
+        metrics = self._engine.all_metrics
+        for prefix in self._prefixes:
+            yield from self._single_figures(prefix, metrics)
+            yield self._ends(prefix, metrics)
+            yield from self._histograms(prefix, metrics)
+            yield from self._drafts(prefix, self._engine.stats)
+            yield self._cache_config(prefix)
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: a registry need not know the names before."""
+        return iter(())
+
+    @property
+    def _labels(self) -> tuple[str]:
+        return (self._model_name,)
+
+    def _single_figures(self, prefix: str, metrics: EngineMetrics) -> Iterator[Metric]:
+        load, stats = self._engine.load, self._engine.stats
+        for kind, name, text, value in (
+            (GaugeMetricFamily, "num_requests_running", "Sequences that are being generated.", load.num_running),
+            (GaugeMetricFamily, "num_requests_waiting", "Sequences that wait for their turn.", load.num_waiting),
+            (
+                GaugeMetricFamily,
+                "kv_cache_usage_perc",
+                "Share of the KV cache that is in use; 1 is all of it.",
+                load.kv_cache_usage,
+            ),
+            (
+                GaugeMetricFamily,
+                "engine_sleep_state",
+                "1 while the engine has been put to sleep.",
+                self._engine.is_asleep,
+            ),
+            (
+                GaugeMetricFamily,
+                "engine_heartbeat_age_seconds",
+                "Silence of an engine core that has work.",
+                load.heartbeat_age,
+            ),
+            (CounterMetricFamily, "prompt_tokens", "Prompt tokens of requests that have begun.", metrics.prompt_tokens),
+            (
+                CounterMetricFamily,
+                "prompt_tokens_cached",
+                "Of these, tokens found in the prefix cache.",
+                metrics.cached_prompt_tokens,
+            ),
+            (CounterMetricFamily, "generation_tokens", "Tokens generated.", metrics.generation_tokens),
+            (
+                CounterMetricFamily,
+                "num_preemptions",
+                "Times a sequence gave its memory to others.",
+                stats.num_preemptions,
+            ),
+            (
+                CounterMetricFamily,
+                "prefix_cache_queries",
+                "Prompt tokens looked for in the prefix cache.",
+                stats.prefix_cache_queries,
+            ),
+            (
+                CounterMetricFamily,
+                "prefix_cache_hits",
+                "Prompt tokens found in the prefix cache.",
+                stats.prefix_cache_hits,
+            ),
+            (
+                CounterMetricFamily,
+                "requests_refused",
+                "Requests refused because too many were waiting.",
+                metrics.refused,
+            ),
+        ):
+            family = kind(prefix + name, text, labels=("model_name",))
+            family.add_metric(self._labels, float(value))
+            yield family
+
+    def _drafts(self, prefix: str, stats: SchedulerStats) -> Iterator[Metric]:
+        """What has become of tokens that were guessed ahead."""
+        for name, text, value in (
+            ("num_drafts", "Guesses at a sequence's next tokens that were checked.", stats.num_drafts),
+            ("num_draft_tokens", "Their tokens.", stats.num_draft_tokens),
+            (
+                "num_accepted_tokens",
+                "Of these, tokens that were right, with all before them.",
+                stats.num_accepted_tokens,
+            ),
+        ):
+            family = CounterMetricFamily(f"{prefix}spec_decode_{name}", text, labels=("model_name",))
+            family.add_metric(self._labels, float(value))
+            yield family
+        by_place = CounterMetricFamily(
+            f"{prefix}spec_decode_num_accepted_tokens_per_pos",
+            "Tokens that were right, by their place in the guess.",
+            labels=("model_name", "position"),
+        )
+        for place, count in enumerate(stats.accepted_at):
+            by_place.add_metric((*self._labels, str(place)), float(count))
+        yield by_place
+
+    def _ends(self, prefix: str, metrics: EngineMetrics) -> Metric:
+        family = CounterMetricFamily(
+            prefix + "request_success", "Sequences that have ended.", labels=("model_name", "finished_reason")
+        )
+        for reason in FinishReason:
+            family.add_metric((*self._labels, str(reason)), metrics.finished[str(reason)])
+        return family
+
+    def _histograms(self, prefix: str, metrics: EngineMetrics) -> Iterator[Metric]:
+        for name, text, histogram in (
+            ("time_to_first_token_seconds", "From arrival to the first token.", metrics.time_to_first_token),
+            ("inter_token_latency_seconds", "Between tokens.", metrics.inter_token_latency),
+            ("request_time_per_output_token_seconds", "Mean per request.", metrics.time_per_output_token),
+            ("e2e_request_latency_seconds", "From arrival to the last token.", metrics.e2e_latency),
+            ("request_queue_time_seconds", "From arrival until it was first scheduled.", metrics.queue_time),
+            ("request_prefill_time_seconds", "From then to the first token.", metrics.prefill_time),
+            ("request_decode_time_seconds", "From the first to the last token.", metrics.decode_time),
+            ("request_inference_time_seconds", "From the schedule to the last token.", metrics.inference_time),
+            ("request_prompt_tokens", "Tokens of the prompt.", metrics.request_prompt_tokens),
+            ("request_generation_tokens", "Tokens generated for a request.", metrics.request_generation_tokens),
+            (
+                "request_max_num_generation_tokens",
+                "Tokens of a request's longest sequence.",
+                metrics.max_num_generation_tokens,
+            ),
+            ("request_params_n", "Sequences asked for.", metrics.params_n),
+            ("request_params_max_tokens", "Tokens asked for at most.", metrics.params_max_tokens),
+            ("iteration_tokens_total", "Prompt and output tokens of a step.", metrics.iteration_tokens),
+        ):
+            family = HistogramMetricFamily(prefix + name, text, labels=("model_name",))
+            family.add_metric(self._labels, cumulative(histogram), histogram.sum)
+            yield family
+
+    def _cache_config(self, prefix: str) -> Metric:
+        summary, cache = self._engine.cache_summary, self._engine.config.cache
+        facts = {
+            "model_name": self._model_name,
+            "block_size": str(summary.block_size),
+            "num_blocks": str(summary.num_blocks),
+            "cache_dtype": cache.dtype,
+            "enable_prefix_caching": str(cache.enable_prefix_caching),
+        }
+        family = GaugeMetricFamily(prefix + "cache_config_info", "The KV cache.", labels=tuple(facts))
+        family.add_metric(tuple(facts.values()), 1)
+        return family
+
+
+def cumulative(histogram: Histogram) -> list[tuple[str, float]]:
+    """Counts of all that is not above each bound, as Prometheus wants them."""
+    buckets, total = [], 0
+    for bound, count in zip((*histogram.bounds, float("inf")), list(histogram.counts)):
+        total += count
+        buckets.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
+    return buckets

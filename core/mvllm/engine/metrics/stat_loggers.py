@@ -1,0 +1,96 @@
+"""Stat loggers: whoever wants to know how the engine does, step by step. Other packages bring them.
+
+An entry point of `mvllm.stat_loggers` names a StatLogger class (or a function that returns one), which is made with the
+engine's configuration when the setting `stat_loggers` names it. They run in the front end, between two steps, so they
+should hand slow work to a thread of their own. One that raises is named in the log and not called again: an engine is
+not stopped by who watches it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.errors import ConfigError
+from mvllm.logging import get_logger
+from mvllm.messages.requests import SchedulerStats
+from mvllm.platform import plugin_groups
+from mvllm.platform.discovery import PluginSource
+
+logger = get_logger(__name__)
+
+
+class StatLogger(ABC):
+    """Watches one engine. Used from the thread that steps the engine.
+
+    Args:
+        config: What the engine was asked to run; the platform may settle it otherwise.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def record(self, stats: SchedulerStats, num_new_tokens: int) -> None:
+        """Takes in one step.
+
+        Args:
+            stats: The scheduler's state after it; counters since start.
+            num_new_tokens: Tokens generated in it, over all requests.
+        """
+
+    def close(self) -> None:
+        """Ends it; called once."""
+
+
+class StatLoggers:
+    """The loggers that a configuration names.
+
+    Raises:
+        ConfigError: One is not installed, not let in, or cannot be made; names its package.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._loggers: list[tuple[PluginSource, StatLogger]] = []
+        try:
+            for name in config.stat_loggers:
+                self._loggers.append(_make(name, config))
+        except BaseException:
+            self.close()
+            raise
+
+    def record(self, stats: SchedulerStats, num_new_tokens: int) -> None:
+        """Tells every logger of one step."""
+        for entry in list(self._loggers):
+            source, one = entry
+            try:
+                one.record(stats, num_new_tokens)
+            except Exception as e:
+                self._loggers.remove(entry)
+                logger.error("The stat logger %s failed and is not called again.", source, exc_info=e)
+                _close(source, one)
+
+    def close(self) -> None:
+        """Ends all of them. Idempotent."""
+        while self._loggers:
+            _close(*self._loggers.pop())
+
+
+def _make(name: str, config: EngineConfig) -> tuple[PluginSource, StatLogger]:
+    source, factory = plugin_groups.load_by_name(plugin_groups.STAT_LOGGERS, name)
+    try:
+        made = factory(config)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # a plugin may raise anything, SystemExit included
+        raise ConfigError(f"The stat logger {source} cannot be made: {type(e).__name__}: {e}") from e
+    if not isinstance(made, StatLogger):
+        raise ConfigError(f"{source} must give a mvllm.extension_api.StatLogger, got {made!r}.")
+    return source, made
+
+
+def _close(source: PluginSource, one: StatLogger) -> None:
+    try:
+        one.close()
+    except Exception as e:
+        logger.error("The stat logger %s failed as it was closed.", source, exc_info=e)

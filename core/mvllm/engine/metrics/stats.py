@@ -1,0 +1,278 @@
+"""What an engine counts and times, in plain numbers: cheap enough to be kept for every token.
+
+Whoever shows them (see `mvllm.engine.metrics.prometheus`) reads them when it is asked, so that no step waits for a client
+library. Times are taken in the front end, where the caller feels them, except those of scheduling, which the engine
+core tells; both are of one monotonic clock.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import msgspec
+
+from mvllm.engine.frontend.output_processor import RequestState, TakenOutputs
+from mvllm.messages.requests import SchedulerStats
+
+_WINDOW_SECONDS = 10
+
+TIME_TO_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+                       20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
+BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0,
+                  7.5, 10.0, 20.0, 40.0, 80.0)  # fmt: skip
+OF_A_REQUEST = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
+                120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
+TOKENS_OF_A_STEP = tuple(float(1 << i) for i in range(15))
+SEQUENCES = (1.0, 2.0, 5.0, 10.0, 20.0)
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """How busy an engine is; from memory, as last told.
+
+    Attributes:
+        num_requests: Requests that callers wait for.
+        num_running, num_waiting: Sequences in the scheduler.
+        kv_cache_usage: Share of the KV cache that is in use, 0 to 1; over all replicas.
+        prompt_tokens_per_second, generation_tokens_per_second: Over the last ten seconds, as the scheduler counts them.
+        heartbeat_age: See `AsyncLLM.heartbeat_age`.
+    """
+
+    num_requests: int
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    prompt_tokens_per_second: float
+    generation_tokens_per_second: float
+    heartbeat_age: float
+
+
+class Histogram:
+    """Counts of values by size.
+
+    Args:
+        bounds: Rising; a value belongs to the first bound that is not below it.
+
+    Attributes:
+        counts: By bound, and last those above all of them. Not cumulative.
+        sum: Of all values.
+    """
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Takes in a value that was seen some times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+
+class RateMeter:
+    """A rate over the last ten seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._counts: dict[int, int] = {}
+        self._since = clock()
+        self._total = 0
+
+    def add(self, count: int) -> None:
+        """Counts `count` as of now."""
+        second = int(self._clock())
+        counts = self._counts
+        if second in counts:
+            counts[second] += count
+            return
+        counts[second] = count
+        for old in [each for each in counts if each <= second - _WINDOW_SECONDS]:
+            del counts[old]
+
+    def note_total(self, total: int) -> None:
+        """Counts what has come to a counter since the last call; such counters begin at 0."""
+        if total > self._total:
+            self.add(total - self._total)
+            self._total = total
+
+    def per_second(self) -> float:
+        """The rate: what was counted in the last ten seconds, per second."""
+        now = self._clock()
+        recent = sum(count for second, count in list(self._counts.items()) if second > now - _WINDOW_SECONDS)
+        return recent / min(float(_WINDOW_SECONDS), max(1.0, now - self._since))
+
+
+class EngineFigures(msgspec.Struct, array_like=True):
+    """The figures of an EngineMetrics, on their way to another front end of the same engine.
+
+    Attributes:
+        counters: By name.
+        finished: Sequences by why they ended.
+        histograms: Counts and sum, by name.
+    """
+
+    counters: dict[str, int] = {}
+    finished: dict[str, int] = {}
+    histograms: dict[str, tuple[list[int], float]] = {}
+
+
+class EngineMetrics:
+    """All figures of one engine's front end. Counters since start.
+
+    Args:
+        max_model_len: Longest sequence in tokens; bounds the histograms of lengths.
+
+    Attributes:
+        finished: Sequences by why they ended.
+        refused: Requests that were turned away because too many were waiting.
+    """
+
+    def __init__(self, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        lengths = _one_two_five(max_model_len)
+        self.prompt_tokens = 0
+        self.cached_prompt_tokens = 0
+        self.generation_tokens = 0
+        self.finished: Counter[str] = Counter()
+        self.refused = 0
+        self.time_to_first_token = Histogram(TIME_TO_FIRST_TOKEN)
+        self.inter_token_latency = Histogram(BETWEEN_TOKENS)
+        self.time_per_output_token = Histogram(BETWEEN_TOKENS)
+        self.e2e_latency = Histogram(OF_A_REQUEST)
+        self.queue_time = Histogram(OF_A_REQUEST)
+        self.prefill_time = Histogram(OF_A_REQUEST)
+        self.decode_time = Histogram(OF_A_REQUEST)
+        self.inference_time = Histogram(OF_A_REQUEST)
+        self.request_prompt_tokens = Histogram(lengths)
+        self.request_generation_tokens = Histogram(lengths)
+        self.max_num_generation_tokens = Histogram(lengths)
+        self.params_max_tokens = Histogram(lengths)
+        self.params_n = Histogram(SEQUENCES)
+        self.iteration_tokens = Histogram(TOKENS_OF_A_STEP)
+
+    def record(self, taken: TakenOutputs) -> None:
+        """Takes in what one step has changed."""
+        num_prompt = 0
+        for request in taken.started:
+            num_prompt += self._start(request)
+        if taken.num_new_tokens:
+            self.generation_tokens += taken.num_new_tokens
+            self.iteration_tokens.observe(num_prompt + taken.num_new_tokens)
+        for gap, count in taken.gaps.items():
+            self.inter_token_latency.observe(gap, count)
+        for request in taken.finished:
+            self.finish(request)
+
+    def finish(self, request: RequestState) -> None:
+        """Takes in a request that has ended, or that nobody waits for any more."""
+        self.finished.update(sequence.finish_reason or "abort" for sequence in request.sequences)
+        if request.is_pooled:
+            self._finish_pooled(request)
+            return
+        num_generated = request.num_generated_tokens
+        self.request_prompt_tokens.observe(request.num_prompt_tokens)
+        self.request_generation_tokens.observe(num_generated)
+        self.max_num_generation_tokens.observe(max(len(sequence.token_ids) for sequence in request.sequences))
+        self.params_n.observe(request.params.n)
+        self.params_max_tokens.observe(request.params.max_tokens or 0)
+        self._time(request, num_generated)
+
+    def _finish_pooled(self, request: RequestState) -> None:
+        """Takes in a request for a vector, which has no tokens of its own."""
+        metrics = request.metrics
+        self.request_prompt_tokens.observe(request.num_prompt_tokens)
+        if metrics.finished_time is None or metrics.first_scheduled_time is None:
+            return
+        self.prompt_tokens += request.num_prompt_tokens
+        self.cached_prompt_tokens += request.num_cached_tokens
+        self.e2e_latency.observe(metrics.finished_time - metrics.arrival_time)
+        self.queue_time.observe(metrics.first_scheduled_time - metrics.arrival_time)
+        self.inference_time.observe(metrics.finished_time - metrics.first_scheduled_time)
+
+    def figures(self) -> EngineFigures:
+        """All of them as of now, for another process."""
+        found = EngineFigures(finished=dict(self.finished))
+        for name, value in vars(self).items():
+            match value:
+                case Histogram():
+                    found.histograms[name] = (list(value.counts), value.sum)
+                case int() if not name.startswith("_"):
+                    found.counters[name] = value
+        return found
+
+    def plus(self, others: Iterable[EngineFigures]) -> EngineMetrics:
+        """These figures and those of other front ends together. Neither is changed."""
+        total = EngineMetrics(self._max_model_len)
+        for figures in (self.figures(), *others):
+            total.finished.update(figures.finished)
+            for name, count in figures.counters.items():
+                setattr(total, name, getattr(total, name) + count)
+            for name, (counts, sum_) in figures.histograms.items():
+                histogram: Histogram = getattr(total, name)
+                histogram.counts = [a + b for a, b in zip(histogram.counts, counts)]
+                histogram.sum += sum_
+        return total
+
+    def _start(self, request: RequestState) -> int:
+        """Takes in a request whose first token has come. Returns the tokens of its prompt."""
+        metrics = request.metrics
+        assert metrics.first_token_time is not None
+        self.time_to_first_token.observe(metrics.first_token_time - metrics.arrival_time)
+        self.prompt_tokens += request.num_prompt_tokens
+        self.cached_prompt_tokens += request.num_cached_tokens
+        return request.num_prompt_tokens
+
+    def _time(self, request: RequestState, num_generated: int) -> None:
+        metrics = request.metrics
+        arrived, scheduled = metrics.arrival_time, metrics.first_scheduled_time
+        first, ended = metrics.first_token_time, metrics.finished_time
+        last = max(sequence.last_token_time for sequence in request.sequences)
+        if ended is None or scheduled is None or first is None:
+            return  # dropped on the way: how long it would have taken is not known
+        self.e2e_latency.observe(ended - arrived)
+        self.queue_time.observe(scheduled - arrived)
+        self.prefill_time.observe(first - scheduled)
+        self.decode_time.observe(last - first)
+        self.inference_time.observe(last - scheduled)
+        num_more = num_generated // len(request.sequences) - 1
+        if num_more > 0:
+            self.time_per_output_token.observe((last - first) / num_more)
+
+
+def add_stats(each: Iterable[SchedulerStats], num_cores: int = 1) -> SchedulerStats:
+    """The sum of several cores' stats; of the share of KV cache that is in use, the mean."""
+    total = SchedulerStats()
+    for stats in each:
+        total.num_running += stats.num_running
+        total.num_waiting += stats.num_waiting
+        total.kv_cache_usage += stats.kv_cache_usage / num_cores
+        total.num_preemptions += stats.num_preemptions
+        total.prefix_cache_queries += stats.prefix_cache_queries
+        total.prefix_cache_hits += stats.prefix_cache_hits
+        total.num_drafts += stats.num_drafts
+        total.num_draft_tokens += stats.num_draft_tokens
+        total.num_prompt_tokens += stats.num_prompt_tokens
+        total.num_generated_tokens += stats.num_generated_tokens
+        total.num_waiting_tokens += stats.num_waiting_tokens
+        pairs = zip_longest(total.accepted_at, stats.accepted_at, fillvalue=0)
+        total.accepted_at = [one + other for one, other in pairs]
+    return total
+
+
+def _one_two_five(highest: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50, ... up to `highest`."""
+    bounds: list[float] = []
+    step = 1
+    while True:
+        for factor in (1, 2, 5):
+            if factor * step > highest:
+                return tuple(bounds) or (1.0,)
+            bounds.append(float(factor * step))
+        step *= 10

@@ -1,0 +1,263 @@
+"""Spans of requests, for OpenTelemetry: where a request's time went. Needs the extra `otel`.
+
+    POST /v1/chat/completions  ├───────────────────────────────────┤  an answer over HTTP (entrypoints/openai/server/tracing_middleware.py)
+      chat demo                   ├─────────────────────────────┤      one prompt in the engine
+        queue                     ├─────┤
+        prefill                         ├───────┤
+        decode                                  ├─────────────┤
+
+The idea: nothing is measured for it. A request carries the times of its stations anyway, so its spans are written when
+it has ended, with the times of then. Written spans go into a queue of limited length, from which a thread of the SDK's
+sends them: a collector that is slow or down costs spans, never a request.
+
+OpenTelemetry is imported when a Tracer is made, and not before.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from mvllm.engine.frontend.output_processor import RequestState
+from mvllm.errors import ConfigError
+from mvllm.logging import get_logger
+from mvllm.version import __version__
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+logger = get_logger(__name__)
+
+DEFAULT_PATH = "/v1/traces"
+"""Where collectors take traces over HTTP; added to an endpoint that names no path."""
+
+OPERATION = "mvllm-operation"
+"""Key of the context under which an entry point leaves what the request is for, as `gen_ai.operation.name` has it."""
+
+_LAST_SPANS_SECONDS = 2.0
+_EXPORTER_LOGGER = "opentelemetry.exporter"
+
+
+class Tracer:
+    """Writes spans and has them sent. From any thread.
+
+    Sampling, headers of the collector, sizes and times of the queue, and further attributes of this service are taken
+    from the environment, under the names that OpenTelemetry gives them (`OTEL_...`).
+
+    Args:
+        endpoint: URL of a collector that takes OTLP over HTTP.
+        model_name: What `gen_ai.request.model` is.
+
+    Raises:
+        ConfigError: The endpoint is no such URL, or OpenTelemetry is not installed.
+    """
+
+    def __init__(self, endpoint: str, model_name: str) -> None:
+        self._endpoint = traces_endpoint(endpoint)
+        self._model_name = model_name
+        self._contexts: dict[RequestState, Context] = {}
+        self._failed = False
+        try:
+            self._otel = _OpenTelemetry(self._endpoint)
+        except ImportError as e:
+            raise ConfigError(
+                f"otlp_traces_endpoint is {endpoint!r}, which needs the SDK of OpenTelemetry and its exporter for OTLP "
+                f"over HTTP; found: {e}. Run: pip install 'mvllm[otel]'"
+            ) from e
+
+    @property
+    def otel(self) -> _OpenTelemetry:
+        """OpenTelemetry, as this tracer has set it up."""
+        return self._otel
+
+    def begin(self, request: RequestState) -> None:
+        """A request goes to the engine; its span will belong to the caller's current one."""
+        self._contexts[request] = self._otel.context.get_current()
+
+    def end(self, request: RequestState, error: Exception | None = None) -> None:
+        """A request has ended, however it did: writes its spans.
+
+        Args:
+            error: What has ended it, where its sequences do not say so.
+        """
+        parent = self._contexts.pop(request, None)
+        if parent is None or self._failed:
+            return
+        try:
+            self._write(request, parent, is_broken=error is not None)
+        except Exception as e:
+            self._failed = True  # what watches an engine must not stop it
+            logger.error("Spans of requests cannot be written; no more are.", exc_info=e)
+
+    def close(self) -> None:
+        """Sends what was written, for two seconds at most. Idempotent."""
+        # In a thread: an exporter that waits for its collector is not to be interrupted in every version of the SDK.
+        closing = threading.Thread(target=self._otel.provider.shutdown, name="spans-end", daemon=True)
+        closing.start()
+        closing.join(_LAST_SPANS_SECONDS)
+
+    def _write(self, request: RequestState, parent: Context, *, is_broken: bool) -> None:
+        otel, times = self._otel, request.metrics
+        to_wall_clock = _monotonic_to_wall()
+
+        def wall(seconds: float) -> int:
+            return round(seconds * 1e9) + to_wall_clock
+
+        ended = times.finished_time or time.monotonic()
+        operation = otel.context.get_value(OPERATION, parent) or "text_completion"
+        span = otel.tracer.start_span(
+            f"{operation} {self._model_name}",
+            context=parent,
+            attributes={
+                "gen_ai.operation.name": str(operation),
+                "gen_ai.request.model": self._model_name,
+                **_facts(request, ended),
+            },
+            start_time=wall(times.arrival_time),
+        )
+        if span.is_recording():
+            within = otel.trace.set_span_in_context(span, parent)
+            last = max((sequence.last_token_time for sequence in request.sequences), default=0.0)
+            for name, start, end in (
+                ("queue", times.arrival_time, times.first_scheduled_time),
+                ("prefill", times.first_scheduled_time, times.first_token_time),
+                ("decode", times.first_token_time, last),
+            ):
+                if start is not None:
+                    part = otel.tracer.start_span(name, context=within, start_time=wall(start))
+                    part.end(wall(end or ended))  # where it did not get further, that took until its end
+                if not end:
+                    break
+            if is_broken or any(sequence.finish_reason == "error" for sequence in request.sequences):
+                span.set_status(otel.trace.StatusCode.ERROR, "The engine could not finish the request.")
+                span.set_attribute("error.type", "engine_error")
+        span.end(wall(ended))
+
+
+def traces_endpoint(endpoint: str) -> str:
+    """The URL that spans are sent to, for one that a user gave.
+
+    Raises:
+        ConfigError: It is not a URL of HTTP.
+    """
+    parts = urlsplit(endpoint)
+    try:
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        valid = False
+    if not valid:
+        raise ConfigError(
+            f"otlp_traces_endpoint is {endpoint!r}; it must be the URL of a collector that takes OTLP over HTTP, such "
+            "as http://localhost:4318/v1/traces."
+        )
+    return endpoint if parts.path.strip("/") else parts._replace(path=DEFAULT_PATH).geturl()
+
+
+def _facts(request: RequestState, ended: float) -> dict[str, Any]:
+    """The attributes of a request: its settings, counts and times; nothing of its contents."""
+    params, times, sequences = request.params, request.metrics, request.sequences
+    arrived, scheduled, first = times.arrival_time, times.first_scheduled_time, times.first_token_time
+    facts = {
+        "gen_ai.request.id": request.request_id,
+        "gen_ai.response.id": request.request_id,
+        "gen_ai.request.choice.count": params.n,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.seed": params.seed,
+        "gen_ai.response.finish_reasons": [sequence.finish_reason or "abort" for sequence in sequences],
+        "gen_ai.usage.input_tokens": request.num_prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": request.num_cached_tokens,
+        "gen_ai.usage.output_tokens": request.num_generated_tokens,
+        "gen_ai.latency.e2e": ended - arrived,
+    }
+    if scheduled is not None:
+        facts["gen_ai.latency.time_in_queue"] = scheduled - arrived
+        if first is not None:
+            last = max(sequence.last_token_time for sequence in sequences)
+            facts["gen_ai.latency.time_to_first_token"] = first - arrived
+            facts["gen_ai.latency.time_in_model_prefill"] = first - scheduled
+            facts["gen_ai.latency.time_in_model_decode"] = last - first
+            facts["gen_ai.latency.time_in_model_inference"] = last - scheduled
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _monotonic_to_wall() -> int:
+    """Nanoseconds from the monotonic clock, in which the engine counts, to the one that spans are told in.
+
+    One is read between two readings of the other, thrice: whoever is interrupted between them is so once.
+    """
+    readings = ((time.monotonic_ns(), time.time_ns(), time.monotonic_ns()) for _ in range(3))
+    before, wall, after = min(readings, key=lambda reading: reading[2] - reading[0])
+    return wall - (before + after) // 2
+
+
+class _OpenTelemetry:
+    """The parts of OpenTelemetry that are used, set up to send to one endpoint.
+
+    The process's own set-up, if it has one, stays as it is.
+
+    Raises:
+        ImportError: Something is not installed.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self.context = importlib.import_module("opentelemetry.context")
+        self.trace = importlib.import_module("opentelemetry.trace")
+        self.propagate = importlib.import_module("opentelemetry.propagate")
+        resources = importlib.import_module("opentelemetry.sdk.resources")
+        sdk = importlib.import_module("opentelemetry.sdk.trace")
+        export = importlib.import_module("opentelemetry.sdk.trace.export")
+        otlp = importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+        ours = resources.Resource({"service.name": "mvllm", "service.version": __version__})
+        detected = resources.OTELResourceDetector().detect()  # what the environment says goes before
+        logging.getLogger(_EXPORTER_LOGGER).setLevel(logging.CRITICAL)  # it has a line for every attempt
+        exporter = _TellingExporter(otlp.OTLPSpanExporter(endpoint=endpoint), export.SpanExportResult, endpoint)
+        self.provider = sdk.TracerProvider(
+            resource=resources.Resource.create().merge(ours).merge(detected), shutdown_on_exit=False
+        )
+        self.provider.add_span_processor(export.BatchSpanProcessor(exporter))
+        self.tracer = self.provider.get_tracer("mvllm", __version__)
+
+
+class _TellingExporter:
+    """An exporter that says in the log when spans are being lost, and when that is over; not for every attempt.
+
+    Args:
+        exporter: What sends them.
+        results: OpenTelemetry's SpanExportResult.
+        endpoint: Where to.
+    """
+
+    def __init__(self, exporter: Any, results: Any, endpoint: str) -> None:
+        self._exporter = exporter
+        self._results = results
+        self._endpoint = endpoint
+        self._are_lost = False
+
+    def export(self, spans: Any) -> Any:
+        """Sends spans; a failure is theirs alone."""
+        reason = ""
+        try:
+            result = self._exporter.export(spans)
+        except Exception as e:  # noqa: BLE001  (told below; the thread that sends goes on)
+            result, reason = self._results.FAILURE, f" ({type(e).__name__}: {e})"
+        are_lost = result is not self._results.SUCCESS
+        if are_lost and not self._are_lost:
+            logger.warning("The collector at %s takes no spans%s; they are lost.", self._endpoint, reason)
+        elif self._are_lost and not are_lost:
+            logger.info("The collector at %s takes spans again.", self._endpoint)
+        self._are_lost = are_lost
+        return result
+
+    def shutdown(self) -> None:
+        """Ends the exporter."""
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """Nothing is kept back here."""
+        return True

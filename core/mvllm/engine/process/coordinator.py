@@ -1,0 +1,218 @@
+"""The data parallel coordinator's process: `python -m mvllm.engine.process.coordinator <name> <control socket> <parent pid>`.
+
+    engine cores ── what each has to do ──> DPCoordinator ── to all of them ──> front ends
+    front end ── which replica was sent which beginning of a prompt ──> DPCoordinator ──> the others
+
+Several front ends that deal requests out to the same replicas would, each for itself, send them all to the same one.
+It sleeps in the kernel while nothing changes, but for a sign of life every second, and publishes at most every
+`PUBLISH_SECONDS` while something does.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import msgspec
+
+from mvllm.engine.process.remote_exceptions import describe_core_failure
+from mvllm.engine.process.launch import ChildProcess, CommonStart, CoreHandle
+from mvllm.engine.process.core_handshake import CoreHandshake
+from mvllm.engine.process.message_socket import DatagramDoor
+from mvllm.executor.process.child_startup import begin
+from mvllm.executor.process.handshake import send_message
+from mvllm.executor.process.process_utils import leave
+from mvllm.executor.process.activity_table import IDLE
+from mvllm.messages.coordinator_protocol import CoreLoad, FromFrontEnd, Loads, SentPrefixes, Sleep, SleepDone
+
+PUBLISH_SECONDS = 0.05
+BEAT_SECONDS = 1.0
+_MOST_LOADS = 256  # in a message
+NAME = "DPCoordinator"
+
+
+class CoordinatorStart(msgspec.Struct, frozen=True):
+    """Everything the coordinator needs to know.
+
+    Attributes:
+        name: For logs, errors and the process list.
+        core_fds: A socket to each engine core.
+        front_end_fds: A socket to each front end.
+        board_fd, stack_fd, sys_path, python_path, log_level: As for a worker.
+    """
+
+    name: str
+    core_fds: list[int]
+    front_end_fds: list[int]
+    board_fd: int
+    stack_fd: int
+    sys_path: list[str]
+    python_path: str | None
+    log_level: str
+
+    @property
+    def rank(self) -> int:
+        """Its line on the board."""
+        return 0
+
+
+class CoordinatorHandle(CoreHandle):
+    """The process, as its parent sees it."""
+
+    module = "mvllm.engine.process.coordinator"
+
+
+class CoordinatorProcess(ChildProcess):
+    """Starts the coordinator.
+
+    Args:
+        core_fds, front_end_fds: The coordinator's ends of the socket pairs, which are inherited.
+    """
+
+    def __init__(self, core_fds: Sequence[int], front_end_fds: Sequence[int]) -> None:
+        def make_start(common: CommonStart) -> CoordinatorStart:
+            return CoordinatorStart(NAME, list(core_fds), list(front_end_fds), **asdict(common))
+
+        super().__init__(make_start, [*core_fds, *front_end_fds], CoordinatorHandle)
+
+
+class Coordinator:
+    """Brings messages from one side to the other.
+
+    Args:
+        cores: Sockets to engine cores.
+        front_ends: Sockets to front ends, by index.
+    """
+
+    def __init__(self, cores: Sequence[DatagramDoor], front_ends: Sequence[DatagramDoor]) -> None:
+        self._cores = {door.fd: door for door in cores}
+        self._front_ends = list(front_ends)
+        self._index = {door.fd: index for index, door in enumerate(front_ends)}
+        self._poll = select.poll()
+        for door in (*cores, *front_ends):
+            self._poll.register(door.fd, select.POLLIN)
+        self._loads: dict[int, CoreLoad] = {}
+        self._not_told: list[set[int]] = [set() for _ in front_ends]  # ranks whose load each does not know
+        self._due: list[deque[Sleep | SleepDone]] = [deque() for _ in front_ends]  # that had no room and must arrive
+        self._gone: set[int] = set()  # front ends that have ended
+        self._published_at = 0.0
+        self._asked: dict[tuple[int, int], set[int]] = {}  # who asked for sleep, and who has not answered
+        self._forwarded: dict[int, tuple[int, int]] = {}
+        self._num_forwarded = 0
+        self._load = msgspec.msgpack.Decoder(CoreLoad)
+        self._said: msgspec.msgpack.Decoder[FromFrontEnd] = msgspec.msgpack.Decoder(FromFrontEnd)
+
+    def run_once(self, seconds: float | None = None) -> None:
+        """Waits until there is something to do, and does it.
+
+        Args:
+            seconds: How long to wait at most.
+        """
+        timeout = None if seconds is None else seconds * 1e3
+        if any(self._not_told):
+            timeout = max(0.0, self._published_at + PUBLISH_SECONDS - time.monotonic()) * 1e3
+        elif any(self._due):
+            timeout = PUBLISH_SECONDS * 1e3
+        for fd, event in self._poll.poll(timeout):
+            if event & ~select.POLLIN:
+                self._poll.unregister(fd)  # its other end is gone; whoever started us knows what that means
+            if (core := self._cores.get(fd)) is not None:
+                self._read_core(core)
+            else:
+                self._read_front_end(self._index[fd])
+                if event & ~select.POLLIN:
+                    self._note_gone(self._index[fd])
+        for index in range(len(self._due)):
+            self._deliver(index)
+        if any(self._not_told) and time.monotonic() - self._published_at >= PUBLISH_SECONDS:
+            self._publish()
+
+    def _read_core(self, core: DatagramDoor) -> None:
+        while (data := core.receive()) is not None:
+            load = self._load.decode(data)
+            self._loads[load.rank] = load
+            for index, ranks in enumerate(self._not_told):
+                if index not in self._gone:
+                    ranks.add(load.rank)
+
+    def _publish(self) -> None:
+        self._published_at = time.monotonic()
+        for door, ranks in zip(self._front_ends, self._not_told):
+            told = sorted(ranks)[:_MOST_LOADS]
+            if told and door.send(Loads([self._loads[rank] for rank in told])):
+                ranks.difference_update(told)  # the others, and who has no room now, come the next time
+
+    def _read_front_end(self, source: int) -> None:
+        while (data := self._front_ends[source].receive()) is not None:
+            message = self._said.decode(data)
+            match message:
+                case SentPrefixes():
+                    for index, door in enumerate(self._front_ends):
+                        if index != source:
+                            door.send(message)
+                case Sleep():
+                    self._forward_sleep(source, message)
+                case SleepDone():
+                    self._note_done(source, message.id)
+
+    def _forward_sleep(self, source: int, message: Sleep) -> None:
+        self._num_forwarded += 1
+        number = self._num_forwarded
+        asker = (source, message.id)
+        self._forwarded[number] = asker
+        others = set(range(len(self._front_ends))) - self._gone - {source}
+        self._asked[asker] = others
+        for index in others:
+            self._due[index].append(Sleep(number, message.is_sleeping))
+        self._answer_if_done(number)
+
+    def _note_done(self, source: int, number: int) -> None:
+        asker = self._forwarded.get(number)
+        if asker is not None:
+            self._asked[asker].discard(source)
+            self._answer_if_done(number)
+
+    def _answer_if_done(self, number: int) -> None:
+        source, id_ = asker = self._forwarded[number]
+        if not self._asked[asker]:
+            del self._forwarded[number], self._asked[asker]
+            if source not in self._gone:
+                self._due[source].append(SleepDone(id_))
+
+    def _deliver(self, index: int) -> None:
+        """Sends what is due to a front end, as far as there is room."""
+        due, door = self._due[index], self._front_ends[index]
+        while due and door.send(due[0]):
+            due.popleft()
+
+    def _note_gone(self, index: int) -> None:
+        """Nobody waits for a front end that has ended."""
+        self._gone.add(index)
+        self._due[index].clear()
+        self._not_told[index].clear()
+        for number in list(self._forwarded):
+            self._note_done(index, number)
+
+
+def main() -> None:
+    """The program. Never returns."""
+    start, control, board = begin(CoordinatorStart)
+    try:
+        coordinator = Coordinator(
+            [DatagramDoor(fd) for fd in start.core_fds], [DatagramDoor(fd) for fd in start.front_end_fds]
+        )
+        board.write(0, IDLE)
+        send_message(control, CoreHandshake())
+        while True:
+            coordinator.run_once(BEAT_SECONDS)
+            board.write(0, IDLE)  # the sign of life that its parent looks for
+    except BaseException as e:  # noqa: BLE001  (travels to the one who started it)
+        send_message(control, CoreHandshake(failure=describe_core_failure(e, name=start.name, activity="routing")))
+        leave(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""One of several front ends, and what it tells and hears of the others by way of the coordinator.
+
+Nothing here is needed for an answer to be right: who hears late, or not at all, deals its requests out less well. The
+exception is sleep, where whoever asks waits until all have answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from mvllm.engine.process.message_socket import DatagramDoor
+from mvllm.engine.process.dp_load_balancer import ReplicaChoice
+from mvllm.logging import get_logger
+from mvllm.messages.coordinator_protocol import CoreLoad, Loads, SentPrefixes, Sleep, SleepDone, ToFrontEnd
+
+logger = get_logger(__name__)
+
+TELL_SECONDS = 0.02  # how long what was sent to replicas is gathered before others hear of it
+NAMES_AT_ONCE = 8192  # what fits into a message with room to spare
+
+
+class Coordination:
+    """Used in the loop's thread, once attached.
+
+    Args:
+        door: The socket to the coordinator.
+        index: Which of the front ends this is, as cores count them.
+
+    Attributes:
+        on_sleep: Told when another front end puts the engine to sleep (True) or wakes it up.
+    """
+
+    def __init__(self, door: DatagramDoor, index: int) -> None:
+        self.on_sleep: Callable[[bool], None] = lambda is_sleeping: None
+        self._door = door
+        self._index = index
+        self._decoder: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToFrontEnd)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._telling: asyncio.TimerHandle | None = None
+        self._choice: ReplicaChoice | None = None
+        self._on_loads: Callable[[Sequence[CoreLoad]], None] = lambda loads: None
+        self._asked: dict[int, asyncio.Future[None]] = {}
+        self._num_asked = 0
+
+    def attach(
+        self, loop: asyncio.AbstractEventLoop, choice: ReplicaChoice, on_loads: Callable[[Sequence[CoreLoad]], None]
+    ) -> None:
+        """Has messages read in `loop`, which runs in the calling thread.
+
+        Args:
+            choice: Kept up to date with what others have sent.
+            on_loads: Told what cores have to do.
+        """
+        self._loop, self._choice, self._on_loads = loop, choice, on_loads
+        choice.is_told = True
+        loop.add_reader(self._door.fd, self._read)
+        self._read()
+
+    def tell_soon(self) -> None:
+        """Something has been sent to a replica."""
+        if self._telling is None and self._loop is not None:
+            self._telling = self._loop.call_later(TELL_SECONDS, self._tell)
+
+    async def tell_sleep(self, is_sleeping: bool) -> None:
+        """Has all other front ends sleep or wake up; returns when they do."""
+        assert self._loop is not None
+        self._num_asked += 1
+        number = self._num_asked
+        done = self._asked[number] = self._loop.create_future()
+        try:
+            while not self._door.send(Sleep(number, is_sleeping)):
+                await asyncio.sleep(TELL_SECONDS)
+            await done
+        finally:
+            self._asked.pop(number, None)
+
+    def close(self) -> None:
+        """Idempotent; from any thread once the loop has ended, else from its own."""
+        loop, self._loop = self._loop, None
+        if loop is not None and not loop.is_closed():
+            if self._telling is not None:
+                self._telling.cancel()
+            loop.remove_reader(self._door.fd)
+        self._door.close()
+
+    def _tell(self) -> None:
+        self._telling = None
+        assert self._choice is not None
+        for replica, names in self._choice.take_sent():
+            for start in range(0, len(names), NAMES_AT_ONCE):
+                self._door.send(SentPrefixes(replica, names[start : start + NAMES_AT_ONCE]))
+
+    def _answer(self, done: SleepDone) -> None:
+        """Sends it, later where there is no room now: somebody waits for it."""
+        if not self._door.send(done) and self._loop is not None:
+            self._loop.call_later(TELL_SECONDS, self._answer, done)
+
+    def _read(self) -> None:
+        while self._loop is not None and (data := self._door.receive()) is not None:
+            try:
+                self._take(self._decoder.decode(data))
+            except msgspec.MsgspecError as e:
+                logger.error("Dropped a message of the coordinator that cannot be read: %s", e)
+
+    def _take(self, message: ToFrontEnd) -> None:
+        assert self._choice is not None
+        match message:
+            case Loads():
+                for load in message.loads:
+                    others = (count for index, count in enumerate(load.unfinished) if index != self._index)
+                    self._choice.elsewhere[load.rank] = sum(others)
+                self._on_loads(message.loads)
+            case SentPrefixes():
+                self._choice.learn(message.rank, message.names)
+            case Sleep():
+                self.on_sleep(message.is_sleeping)
+                self._answer(SleepDone(message.id))
+            case SleepDone():
+                with contextlib.suppress(KeyError, asyncio.InvalidStateError):
+                    self._asked[message.id].set_result(None)

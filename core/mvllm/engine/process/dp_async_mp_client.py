@@ -1,0 +1,199 @@
+"""Several engine cores behind one front end: replicas of the model, each with devices and a KV cache of its own.
+
+A front end that is alone sends all requests, so it knows at every moment how much each core has to do, and asks nobody.
+One of several is told what the others have sent, by the coordinator. Cores do not know of each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Iterable, Sequence
+
+from mvllm.config.engine_config import EngineConfig, replace_field
+from mvllm.engine.process.async_mp_client import AsyncMPClient, OnDeath, OnOutputs, start_all
+from mvllm.engine.process.coordinator_client import Coordination
+from mvllm.engine.process.launched_core_connection import CoreLink
+from mvllm.engine.core.kv_cache_sizing import CacheSummary
+from mvllm.engine.metrics.stats import add_stats
+from mvllm.engine.process.dp_load_balancer import ReplicaChoice
+from mvllm.errors import EngineDeadError
+from mvllm.messages.coordinator_protocol import CoreLoad
+from mvllm.messages.lora import LoRARequest
+from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from mvllm.platform.choose import ChosenPlatform
+
+
+def replica_configs(config: EngineConfig) -> list[EngineConfig]:
+    """The configuration of each replica."""
+    size = config.parallel.data_parallel_size
+    return [replace_field(config, "parallel.data_parallel_rank", rank) for rank in range(size)]
+
+
+def replica_name(config: EngineConfig, rank: int) -> str:
+    """What a replica's process is called."""
+    return f"EngineCore_DP{rank}" if config.parallel.data_parallel_size > 1 else "EngineCore"
+
+
+def start_replicas(
+    config: EngineConfig, chosen: ChosenPlatform, meanwhile: Callable[[EngineConfig], None]
+) -> DPAsyncMPClient:
+    """Starts `data_parallel_size` engine cores for one front end.
+
+    Args:
+        config: The settled configuration.
+        chosen: The platform to run on.
+        meanwhile: Called with the configuration while the cores' processes start.
+
+    Raises:
+        Exception: A core's own exception, if one cannot be started. Nothing stays behind.
+    """
+    configs = replica_configs(config)
+    links = [CoreLink(replica_name(config, rank), each, chosen.source.name) for rank, each in enumerate(configs)]
+    cores = [AsyncMPClient(each, link, str(chosen)) for each, link in zip(configs, links)]
+    start_all(cores, lambda: meanwhile(config), [link.process for link in links])
+    return DPAsyncMPClient(config, cores)
+
+
+class DPAsyncMPClient:
+    """Deals requests out to engine cores. Used like an AsyncMPClient.
+
+    Args:
+        config: The settled configuration.
+        cores: By rank; ready when `attach` is called.
+        coordination: Where other front ends are heard of.
+
+    Attributes:
+        config, platform_summary: As for one core.
+        stats: Of all cores together, as last told.
+    """
+
+    def __init__(
+        self, config: EngineConfig, cores: Sequence[AsyncMPClient], coordination: Coordination | None = None
+    ) -> None:
+        self.config = config
+        self.platform_summary = cores[0].platform_summary
+        self.stats = SchedulerStats()
+        self._cores = cores
+        self._choice = ReplicaChoice(len(cores))
+        self._core_of: dict[str, int] = {}  # sequences under way
+        self._coordination = coordination
+        self._on_outputs: OnOutputs = lambda outputs: None
+        self._on_death: OnDeath = lambda error: None
+
+    def attach(self, loop: asyncio.AbstractEventLoop, on_outputs: OnOutputs, on_death: OnDeath) -> None:
+        """Has news of all cores read in `loop`. The first that dies is the death of all."""
+        self._on_outputs, self._on_death = on_outputs, on_death
+        summary = self.cache_summary
+        is_caching = self.config.cache.enable_prefix_caching
+        self._choice.fit(summary.block_size, summary.num_blocks if is_caching else 0)
+        for rank, core in enumerate(self._cores):
+            core.attach(loop, functools.partial(self._take, rank), self._die)
+        if self._coordination is not None:
+            self._coordination.attach(loop, self._choice, self._take_loads)
+
+    def shutdown(self) -> None:
+        """Ends all cores. Idempotent."""
+        if self._coordination is not None:
+            self._coordination.close()
+        for core in self._cores:
+            core.shutdown()
+
+    @property
+    def cache_summary(self) -> CacheSummary:
+        """The smallest KV cache of them."""
+        return min((core.cache_summary for core in self._cores), key=lambda summary: summary.num_blocks)
+
+    @property
+    def start_seconds(self) -> dict[str, float]:
+        """Seconds per phase of the start, of the core that took longest for it."""
+        phases = self._cores[0].start_seconds
+        return {phase: max(core.start_seconds[phase] for core in self._cores) for phase in phases}
+
+    @property
+    def core_pids(self) -> list[int]:
+        """Of their processes, by rank."""
+        return [pid for core in self._cores for pid in core.core_pids]
+
+    @property
+    def failure(self) -> EngineDeadError | None:
+        """Why one of them can no longer be used, or None."""
+        return next((failure for core in self._cores if (failure := core.failure) is not None), None)
+
+    @property
+    def heartbeat_age(self) -> float:
+        """Of the core that has been silent for longest."""
+        return max(core.heartbeat_age for core in self._cores)
+
+    @property
+    def num_unfinished(self) -> list[int]:
+        """Sequences under way, by core."""
+        return list(self._choice.loads)
+
+    @property
+    def num_elsewhere(self) -> int:
+        """Sequences that other front ends have under way."""
+        return sum(self._choice.elsewhere)
+
+    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
+        """Queues the sequences of one request, on the core that suits it best."""
+        first = requests[0]
+        adapter = first.lora_request.lora_int_id if first.lora_request is not None else 0
+        rank = self._choice.choose(first.prompt_token_ids, first.cache_salt, len(requests), adapter)
+        self._core_of.update((request.request_id, rank) for request in requests)
+        self._cores[rank].add_requests(requests)
+        if self._coordination is not None:
+            self._coordination.tell_soon()
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Drops sequences; unknown ids are ignored."""
+        for request_id in request_ids:
+            rank = self._core_of.get(request_id)
+            if rank is not None:
+                self._forget(request_id)
+                self._cores[rank].abort_requests([request_id])
+
+    async def call(self, method: str, argument: int | list[str] | LoRARequest | None = None) -> bool:
+        """Calls a method of every core; returns whether it succeeded everywhere."""
+        if method in ("reset_prefix_cache", "sleep"):
+            self._choice.forget()
+        return all(await asyncio.gather(*(core.call(method, argument) for core in self._cores)))
+
+    def on_sleep(self, callback: Callable[[bool], None]) -> None:
+        """Has `callback` told when another front end puts the engine to sleep or wakes it up."""
+        if self._coordination is not None:
+            self._coordination.on_sleep = callback
+
+    async def tell_sleep(self, is_sleeping: bool) -> None:
+        """Has all other front ends sleep or wake up; returns when they do."""
+        if self._coordination is not None:
+            await self._coordination.tell_sleep(is_sleeping)
+
+    def _take(self, rank: int, outputs: EngineCoreOutputs) -> None:
+        for output in outputs.outputs:
+            if output.finish_reason is not None and output.request_id in self._core_of:
+                self._forget(output.request_id)
+        if outputs.stats is not None:
+            self._choice.report(rank, outputs.stats.num_waiting_tokens, self._cores[rank].num_taken_requests)
+            self._add_stats(outputs)
+        self._on_outputs(outputs)
+
+    def _take_loads(self, loads: Sequence[CoreLoad]) -> None:
+        """The coordinator has news of cores; this front end's own sequences it knows better."""
+        for load in loads:
+            core = self._cores[load.rank]
+            core.stats = load.stats
+            self._choice.report(load.rank, load.stats.num_waiting_tokens, core.num_taken_requests)
+        outputs = EngineCoreOutputs()
+        self._add_stats(outputs)
+        self._on_outputs(outputs)
+
+    def _add_stats(self, outputs: EngineCoreOutputs) -> None:
+        self.stats = outputs.stats = add_stats((core.stats for core in self._cores), len(self._cores))
+
+    def _die(self, error: EngineDeadError) -> None:
+        self.abort_requests(list(self._core_of))  # nobody waits for what the others do
+        self._on_death(error)
+
+    def _forget(self, request_id: str) -> None:
+        self._choice.end(self._core_of.pop(request_id))

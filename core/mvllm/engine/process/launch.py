@@ -1,0 +1,310 @@
+"""An engine core's process as the front end sees it. Whoever talks to it, in whatever way, starts and ends it here.
+
+The machinery is that of worker processes: one monitor thread starts the process (which dies with that thread), takes
+its handshake, watches for its death and ends it by the same ladder. What differs is what is said of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import msgspec
+
+from mvllm.config.engine_config import EngineConfig, ParallelConfig
+from mvllm.engine.process.zmq_channel import ChannelAddress
+from mvllm.engine.process.remote_exceptions import core_exception
+from mvllm.engine.process.core_handshake import CoreHandshake, CoreReady, CoreStart
+from mvllm.errors import EngineDeadError
+from mvllm.executor.config_codec import encode_config
+from mvllm.executor.process.handshake import receive_message
+from mvllm.executor.message_queue import StopSignal
+from mvllm.executor.process.child_process_group import Launch, ProcessGroup
+from mvllm.executor.process.process_utils import search_path, unnamed_file
+from mvllm.executor.process.activity_table import Activity, StatusBoard
+from mvllm.executor.process.child_process_handle import ProcessStart, WorkerHandle
+from mvllm.messages.core_protocol import CoreFailure
+
+SLACK_SECONDS = 15.0
+"""What a core gets beyond the limits that its executor enforces: the executor knows better which worker is late."""
+
+_CALLS_PER_PHASE = 3  # at most, of a core's start: each may take as long as `start_timeout` says
+
+
+class CoreHandle(WorkerHandle):
+    """The process."""
+
+    module = "mvllm.engine.process.engine_core_proc"
+    ready: CoreReady | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid})"
+
+    def receive_handshake(self) -> _Handshake | None:
+        handshake = self._receive()
+        if handshake is None:
+            return None
+        self.ready = handshake.ready
+        return _Handshake(handshake.failure)
+
+    def death(self) -> Exception:
+        """What it said before it ended; or, where it could say nothing, how it ended and what it was doing."""
+        last = self._last_words()
+        return EngineDeadError(self.describe_death()) if last is None else core_exception(last)
+
+    def stuck(self, message: str) -> EngineDeadError:
+        return EngineDeadError(message)
+
+    def _receive(self) -> CoreHandshake | None:
+        try:
+            return receive_message(self.control, CoreHandshake)
+        except (OSError, EOFError, msgspec.MsgspecError):
+            return None
+
+    def _last_words(self) -> CoreFailure | None:
+        """What lies in the socket of the process, which has ended."""
+        self.control.setblocking(False)
+        while (handshake := self._receive()) is not None:
+            if handshake.failure is not None:
+                return handshake.failure
+        return None
+
+
+@dataclass(frozen=True)
+class CommonStart:
+    """What every process is told; see CoreStart."""
+
+    board_fd: int
+    stack_fd: int
+    sys_path: list[str]
+    python_path: str | None
+    log_level: str
+
+
+class _Handshake:
+    """The answer, as the monitor wants it."""
+
+    def __init__(self, failure: CoreFailure | None) -> None:
+        self.failure = None if failure is None else _Failure(failure)
+
+
+class _Failure:
+    def __init__(self, failure: CoreFailure) -> None:
+        self._failure = failure
+
+    def to_exception(self) -> Exception:
+        return core_exception(self._failure)
+
+
+class ChildProcess:
+    """A process of the engine's own that this one starts: an engine core, or one that serves several of them.
+
+    Args:
+        make_start: Makes what it is told, of the descriptors of its board and its stacks.
+        fds: Other descriptors that it inherits.
+        kind: What it runs.
+    """
+
+    def __init__(
+        self, make_start: Callable[[CommonStart], ProcessStart], fds: Sequence[int], kind: type[CoreHandle]
+    ) -> None:
+        self._pid = os.getpid()
+        self._board = StatusBoard.create(1)
+        stack_fd = unnamed_file("stacks")
+        common = CommonStart(
+            board_fd=self._board.fd,
+            stack_fd=stack_fd,
+            sys_path=search_path(),
+            python_path=os.environ.get("PYTHONPATH"),
+            log_level=logging.getLevelName(logging.getLogger("mvllm").getEffectiveLevel()),
+        )
+        launch = Launch(make_start(common), {}, (stack_fd, self._board.fd, *fds), kind)
+        self._group = ProcessGroup([launch], self._board)
+
+    def launch(self) -> None:
+        """Starts the process; returns when it exists."""
+        self._group.launch()
+
+    def begin_phase(self, text: str) -> None:
+        """Says what the process does from now on, where its parent knows first."""
+        self._board.write(0, text)
+
+    def wait_handshake(self, timeout: float) -> CoreReady | None:
+        """Returns when it can do its work: what it says of itself.
+
+        Args:
+            timeout: Seconds that each phase of its start may take.
+
+        Raises:
+            Exception: Its own exception, if it failed; EngineDeadError, if it ended or does not get on.
+        """
+        self._group.wait_ready(timeout)
+        return self._handle.ready
+
+    @property
+    def pid(self) -> int:
+        return self._handle.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit status, minus a signal's number; None while it runs."""
+        return self._handle.exit_code
+
+    @property
+    def board_fd(self) -> int:
+        """The board on which it says what it is doing."""
+        return self._board.fd
+
+    @property
+    def activity(self) -> Activity:
+        """What it said last that it is doing."""
+        return self._board.read(0)
+
+    @property
+    def last_sign(self) -> float:
+        """When it last said so, by the monotonic clock, in seconds."""
+        return self._board.since(0)
+
+    @property
+    def stop(self) -> StopSignal:
+        """Set when the process can no longer be used."""
+        return self._group.stop
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it is ready and has not failed."""
+        return self._group.failure is None and bool(self._group.workers) and self._handle.is_ready
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the process can no longer be used, or None."""
+        return self._group.failure
+
+    def check(self) -> None:
+        """Raises the failure, if there is one."""
+        self._group.check()
+
+    def settle(self, error: Exception) -> Exception:
+        """Ends the process because of `error`, or of what was behind it; returns that."""
+        return self._group.settle(error)
+
+    def stuck(self, seconds: float, what: str) -> EngineDeadError:
+        """The error that names it, what it is doing, and where it is in its code."""
+        return EngineDeadError(str(self._group.stuck([self._handle], seconds, what)))
+
+    def on_failure(self, callback: Callable[[Exception], None]) -> None:
+        """Has `callback` called with the failure, in another thread; at once where it has happened. Never twice."""
+        self._group.on_failure(callback)
+
+    def fail_with(self, error: Exception) -> None:
+        """Ends the process because of the failure of another, without which it is of no use."""
+        self._group.fail(error, is_logged=True)
+
+    def is_watched_here(self) -> bool:
+        """Whether the calling thread is the one that notices the process' end: it must not wait for that."""
+        return self._group.is_watched_here()
+
+    def end(self, *, told: bool) -> None:
+        """Ends the process: nothing of it is left when this returns. Idempotent.
+
+        Args:
+            told: It was told to stop, and gets a moment for it first.
+        """
+        if os.getpid() != self._pid:  # a fork of the front end's process
+            return
+        self._group.end(gracefully=told)
+
+    def expect_end(self) -> None:
+        """From now on, its end is no failure."""
+        self._group.expect_ends()
+
+    def close(self) -> None:
+        """Ends the process and gives back all descriptors. Idempotent."""
+        if os.getpid() != self._pid:
+            return
+        self._group.close()
+        self._board.close()
+
+    @property
+    def _handle(self) -> CoreHandle:
+        handle = self._group.workers[0]
+        assert isinstance(handle, CoreHandle)
+        return handle
+
+
+@contextlib.contextmanager
+def failing_together(processes: Sequence[ChildProcess]) -> Iterator[None]:
+    """Within, the failure of one process fails all of them: every wait for one of them raises at once.
+
+    Args:
+        processes: All launched.
+    """
+    is_over = False
+
+    def fail_all(error: Exception) -> None:
+        if not is_over:
+            for process in processes:
+                process.fail_with(error)
+
+    for process in processes:
+        process.on_failure(fail_all)
+    try:
+        yield
+    finally:
+        is_over = True
+
+
+class CoreProcess(ChildProcess):
+    """One engine core's process.
+
+    Args:
+        name: What it is called, for instance `EngineCore`.
+        config: The settled configuration.
+        platform: The platform's name.
+        addresses: Where it finds its front ends; the first is that of the process that starts it.
+        coordinator_fd: Its socket to the coordinator, where there is one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: EngineConfig,
+        platform: str,
+        addresses: Sequence[ChannelAddress],
+        coordinator_fd: int | None = None,
+    ) -> None:
+        self._start_seconds = start_seconds(config.parallel)
+
+        def make_start(common: CommonStart) -> CoreStart:
+            return CoreStart(
+                name=name,
+                platform=platform,
+                config=encode_config(config),
+                addresses=list(addresses),
+                coordinator_fd=coordinator_fd,
+                **asdict(common),
+            )
+
+        super().__init__(make_start, () if coordinator_fd is None else (coordinator_fd,), CoreHandle)
+
+    def wait_ready(self) -> CoreReady:
+        """Returns when it waits for requests.
+
+        Raises:
+            Exception: Its own exception, if it failed; EngineDeadError, if it ended or does not get on.
+        """
+        ready = self.wait_handshake(self._start_seconds)
+        assert ready is not None
+        return ready
+
+
+def start_seconds(parallel: ParallelConfig) -> float:
+    """What a phase of an engine core's start may take: `start_timeout`, and more where workers have processes of their
+    own, whose limit the core enforces.
+    """
+    if parallel.world_size == 1 and parallel.distributed_executor_backend in (None, "uni"):
+        return parallel.start_timeout
+    return _CALLS_PER_PHASE * parallel.start_timeout + SLACK_SECONDS

@@ -1,0 +1,472 @@
+"""The checks of `mvllm doctor`. Each has a stable id, and none of them can end the others, whatever it finds.
+
+What may crash, which is importing torch, the platforms' own checks and libraries without a device, is done in a fork of
+this process, one after the other: torch is imported once for all of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform as host
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mvllm.config.engine_config import ParallelConfig
+from mvllm.config.env import describe_unknown, unknown_variables
+from mvllm.entrypoints.cli.fork_runner import Outcome, run_apart
+from mvllm.errors import MvllmError, PlatformError
+from mvllm.platform import plugin_groups
+from mvllm.platform.choose import ENVIRONMENT_VARIABLE, choose_candidate
+from mvllm.platform.discovery import Candidate, discover, find_sources, load_attribute, reaches
+from mvllm.platform.installable import installable_platforms
+from mvllm.platform.phases import Phase, enter_phase
+from mvllm.platform.spec import CONTRACT, Check, CheckStatus
+from mvllm.version import __version__
+
+_MIN_PYTHON = (3, 11)
+_MIN_SHARED_MEMORY = 256 * 2**20
+_MIN_OPEN_FILES = 1024
+_TIMEOUT_SECONDS = 120
+_TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+Checks = Iterable[Check]
+
+
+class _FailedApart(Exception):
+    """A check failed in the fork; says how."""
+
+
+def run_checks(*, platform: str | None = None, model: str | None = None) -> list[Check]:
+    """All checks, in the order in which things are needed.
+
+    Args:
+        platform: Look at this platform only.
+        model: Folder or name of a model to look at.
+    """
+    candidates = discover(only=platform)
+    torch, own, hiding = _look_apart(candidates)
+    checks = _guarded("python.version", _python)
+    checks += _guarded("core.version", _core)
+    checks += _guarded("core.dependencies", _dependencies)
+    checks += _guarded("torch.import", lambda: _torch(candidates, torch))
+    checks += _guarded("platform.entry_points", lambda: _entry_points(candidates, platform))
+    for candidate in candidates:
+        prefix = f"platform.{candidate.name}"
+        checks += _guarded(f"{prefix}.plugin", lambda c=candidate: _plugin(c))  # type: ignore[misc]
+        checks += _guarded(f"{prefix}.doctor", partial(_own_checks, own.get(candidate.name)))
+        checks += _guarded(f"{prefix}.visible_devices", partial(_hidden_devices, candidate, hiding.get(candidate.name)))
+    checks += _guarded("torch.backends", lambda: _torch_backends(candidates))
+    checks += _guarded("platform.choice", lambda: _choice(candidates, platform))
+    checks += _guarded("extensions.installed", _extensions)
+    checks += _guarded("environment.visible_devices", _visible_devices)
+    checks += _guarded("environment.unknown", _unknown_variables)
+    checks += _guarded("system.shared_memory", _shared_memory)
+    checks += _guarded("system.open_files", _open_files)
+    checks += _guarded("system.memory", _memory)
+    if model is not None:
+        checks += _guarded("model.folder", lambda: _model(model))
+    return checks
+
+
+def _look_apart(candidates: Sequence[Candidate]) -> tuple[Outcome, dict[str, Outcome], dict[str, Outcome]]:
+    """Imports torch; runs the own checks of each platform that can be used; asks the others by which variable devices
+    are hidden from them. The last two by the platform's name.
+    """
+    factories = {c.name: c.spec.factory for c in candidates if c.failure is None and c.spec is not None}
+    usable = [c.name for c in candidates if c.available and c.name in factories]
+    others = [c.name for c in candidates if not c.available and c.name in factories]
+    functions: list[Callable[[], Any]] = [
+        _try_torch,
+        *(partial(_ask_doctor, factories[name]) for name in usable),
+        *(partial(_device_variable, factories[name]) for name in others),
+    ]
+    torch, *outcomes = run_apart(functions, _TIMEOUT_SECONDS)
+    return torch, dict(zip(usable, outcomes, strict=False)), dict(zip(others, outcomes[len(usable) :], strict=True))
+
+
+def _try_torch() -> None:
+    torch = importlib.import_module("torch")
+    (torch.ones(2) + 1).sum().item()
+
+
+def _ask_doctor(factory: str) -> list[tuple[str, str, str, str | None]]:
+    with enter_phase(Phase.FRONTEND):
+        found = load_attribute(factory)().doctor()
+        return [(check.id, CheckStatus(check.status).value, check.found, check.remedy) for check in found]
+
+
+def _device_variable(factory: str) -> str | None:
+    variable: str | None = load_attribute(factory)().topology(ParallelConfig()).device_variable
+    return variable
+
+
+def _guarded(check_id: str, make: Callable[[], Checks]) -> list[Check]:
+    """The checks that `make` gives; if it fails itself, that is what is broken."""
+    try:
+        return list(make())
+    except KeyboardInterrupt:
+        raise
+    except _FailedApart as e:
+        return [Check(check_id, CheckStatus.BROKEN, f"the check failed: {e}", "report this")]
+    except BaseException as e:  # noqa: BLE001  (a plugin may raise anything, SystemExit included; it is shown)
+        return [Check(check_id, CheckStatus.BROKEN, f"the check failed: {type(e).__name__}: {e}", "report this")]
+
+
+def _check(check_id: str, good: bool, found: str, remedy: str | None, bad: CheckStatus = CheckStatus.BROKEN) -> Check:
+    return Check(check_id, CheckStatus.OK if good else bad, found, None if good else remedy)
+
+
+# --- the installation
+
+
+def _python() -> Checks:
+    needed = ".".join(map(str, _MIN_PYTHON))
+    yield _check(
+        "python.version",
+        sys.version_info >= _MIN_PYTHON,
+        f"Python {host.python_version()} at {sys.executable}",
+        f"use Python {needed} or newer",
+    )
+
+
+def _core() -> Checks:
+    contract = f"{CONTRACT[0]}.{CONTRACT[1]}"
+    yield Check("core.version", CheckStatus.OK, f"mvllm {__version__}, platform contract {contract}")
+
+
+def _dependencies() -> Checks:
+    """What the core's own metadata requires, against what is installed."""
+    try:
+        requirements = importlib.metadata.requires("mvllm") or []
+    except importlib.metadata.PackageNotFoundError:
+        remedy = "install it: pip install mvllm"
+        yield Check("core.dependencies", CheckStatus.WARNING, "mvllm is run from a folder, not installed", remedy)
+        return
+    needed = [r for r in requirements if _applies(r)]
+    problems = [problem for r in needed if (problem := _problem_with(r)) is not None]
+    found = "; ".join(problems) if problems else f"all {len(needed)} required packages are there"
+    yield _check("core.dependencies", not problems, found, "pip install -U mvllm")
+
+
+def _applies(requirement: str) -> bool:
+    """Whether it is meant for this machine, and for no extra."""
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        return "extra ==" not in requirement
+    marker = Requirement(requirement).marker
+    return marker is None or marker.evaluate({"extra": ""})
+
+
+def _problem_with(requirement: str) -> str | None:
+    match = re.match(r"[A-Za-z0-9._-]+", requirement)
+    name = match.group(0) if match else requirement
+    try:
+        installed = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{name} is missing"
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        return None
+    wanted = Requirement(requirement)
+    fits = wanted.specifier.contains(installed, prereleases=True)
+    return None if fits else f"{name} is {installed}, needed is {wanted.specifier}"
+
+
+def _torch(candidates: Sequence[Candidate], tried: Outcome) -> Checks:
+    """Whether torch can be imported, and is as new as each platform needs."""
+    floors = {c.name: c.spec.torch_floor for c in candidates if c.spec is not None and c.spec.torch_floor}
+    plugins = {c.name: c.source.distribution for c in candidates}
+    try:
+        installed = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        bad = CheckStatus.BROKEN if floors else CheckStatus.WARNING
+        remedy = "reinstall the platform package, which brings the torch it needs"
+        yield Check("torch.import", bad, "torch is not installed", remedy)
+        return
+    works = tried.failure is None
+    found = f"torch {installed}" + ("" if works else f" cannot be imported: {tried.failure}")
+    yield _check("torch.import", works, found, "reinstall torch together with the platform package")
+    for name, floor in floors.items():
+        yield _check(
+            f"platform.{name}.torch",
+            reaches(installed, floor),
+            f"torch {installed}, needed is {floor} or newer",
+            f"pip install -U {plugins[name]} 'torch>={floor}'",
+        )
+
+
+# --- platforms
+
+
+def _entry_points(candidates: Sequence[Candidate], asked: str | None) -> Checks:
+    names = sorted({source.name for source in find_sources()})
+    found = f"{len(names)} platform plugin(s): {', '.join(names)}" if names else "no platform plugin is installed"
+    known = installable_platforms()
+    remedy = f"pip install mvllm-{asked}" if asked else f"pip install {known[0] if known else 'mvllm-<platform>'}"
+    if asked and not candidates:
+        found += f"; {asked!r} is not among them"
+    yield _check("platform.entry_points", bool(candidates), found, remedy)
+
+
+def _plugin(candidate: Candidate) -> Checks:
+    """One plugin: does it load, does it speak our contract, does it find devices?"""
+    prefix = f"platform.{candidate.name}"
+    yield from _requirements(candidate)
+    if candidate.failure is not None and candidate.failure.stage != "torch":  # which has a check of its own
+        failure = candidate.failure
+        part = "contract" if failure.stage == "contract" else "plugin"
+        found = f"{candidate.source} is broken at {failure.stage}: {failure.message}"
+        yield Check(f"{prefix}.{part}", CheckStatus.BROKEN, found, failure.remedy)
+        return
+    yield Check(f"{prefix}.plugin", CheckStatus.OK, str(candidate.source))
+    if candidate.spec is not None:
+        contract = ".".join(map(str, candidate.spec.contract))
+        yield Check(f"{prefix}.contract", CheckStatus.OK, f"contract {contract}")
+    probe = candidate.probe
+    if probe is not None:
+        devices = ", ".join(device.name for device in probe.devices)
+        found = f"{probe.reason}" + (f" ({devices})" if devices and devices not in probe.reason else "")
+        remedy = probe.remedy or f"see what {candidate.source.distribution} needs: a device, its driver, permissions"
+        yield _check(f"{prefix}.devices", probe.available, found, remedy, CheckStatus.WARNING)
+
+
+def _requirements(candidate: Candidate) -> Checks:
+    """What the plugin's own metadata require, against what is installed: pip was overruled, or something came later."""
+    name = candidate.source.distribution
+    try:
+        requirements = importlib.metadata.requires(name) or []
+    except importlib.metadata.PackageNotFoundError:
+        requirements = []  # a bare entry point asks for nothing
+    problems = [problem for r in requirements if _applies(r) and (problem := _problem_with(r)) is not None]
+    yield _check(
+        f"platform.{candidate.name}.requirements",
+        not problems,
+        "; ".join(problems) if problems else f"what {name} requires is there",
+        f"pip install -U mvllm {name}",
+    )
+
+
+def _own_checks(outcome: Outcome | None) -> Checks:
+    """What the platform itself has to say, where it can be used."""
+    if outcome is None:
+        return
+    if outcome.failure is not None:
+        raise _FailedApart(outcome.failure)
+    for check_id, status, found, remedy in outcome.value:
+        yield Check(check_id, CheckStatus(status), found, remedy)
+
+
+def _hidden_devices(candidate: Candidate, outcome: Outcome | None) -> Checks:
+    """Whether the variable that the platform names in its topology hides all its devices."""
+    if outcome is None or outcome.failure is not None:  # without a device, its library may not even load
+        return
+    variable = outcome.value
+    value = None if variable is None else os.environ.get(variable)
+    if value is not None:
+        found = f"{variable}={value!r}, and {candidate.name} finds no device"
+        remedy = f"{variable} hides devices from {candidate.name}; unset it, or list the devices to use"
+        yield Check(f"platform.{candidate.name}.visible_devices", CheckStatus.WARNING, found, remedy)
+
+
+def _torch_backends(candidates: Sequence[Candidate]) -> Checks:
+    """Who wants PrivateUse1, of which torch has one: platforms say so, torch loads some libraries by itself."""
+    claims = {c.source.distribution: c for c in candidates if c.spec is not None and c.spec.torch_backend}
+    loaded_with_torch = set()
+    if os.environ.get(_TORCH_AUTOLOAD) != "0":
+        found = importlib.metadata.entry_points(group="torch.backends")
+        loaded_with_torch = {ep.dist.name for ep in found if ep.dist is not None}
+    # A platform's library belongs to the platform, whoever publishes it.
+    libraries = {name: {name, *_required_names(name)} for name in claims}
+    strangers = loaded_with_torch - {library for own in libraries.values() for library in own}
+    texts = [f"{c.spec.torch_backend!r} of {c.source}" for c in claims.values() if c.spec is not None]
+    texts += [f"{name}, which torch loads by itself" for name in sorted(strangers)]
+    found_text = "; ".join(texts) if texts else "nobody wants it"
+    if len(claims) + len(strangers) < 2 or not claims:
+        yield Check("torch.backends", CheckStatus.OK, f"torch's place for a foreign device (PrivateUse1): {found_text}")
+        return
+    early = [name for name, own in libraries.items() if own & loaded_with_torch]
+    found_text = f"more than one wants torch's one place for a foreign device (PrivateUse1): {found_text}"
+    names = " or ".join(f"--platform {c.name}" for c in claims.values())
+    remedy = f"an engine uses one: {names}; or pip uninstall those that are not needed"
+    if early or strangers:
+        remedy = f"{_TORCH_AUTOLOAD}=0 keeps torch from loading them by itself; {remedy}"
+    # One that is loaded with torch has the place before the platform chosen gets there.
+    yield Check("torch.backends", CheckStatus.BROKEN if early else CheckStatus.WARNING, found_text, remedy)
+
+
+def _required_names(distribution: str) -> set[str]:
+    from packaging.requirements import Requirement
+
+    try:
+        requirements = importlib.metadata.requires(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return set()
+    return {Requirement(r).name for r in requirements if _applies(r)}
+
+
+def _choice(candidates: Sequence[Candidate], asked: str | None) -> Checks:
+    """Which platform an engine would run on now, chosen as an engine chooses it."""
+    try:
+        chosen, reason = choose_candidate(candidates, asked)
+    except PlatformError:
+        yield _no_choice(candidates, asked)
+    else:
+        yield Check("platform.choice", CheckStatus.OK, f"{chosen.name}, from {chosen.source}: {reason}")
+
+
+def _no_choice(candidates: Sequence[Candidate], asked: str | None) -> Check:
+    """Why an engine would not start on any platform."""
+    name = asked or os.environ.get(ENVIRONMENT_VARIABLE) or None
+    automatic = [c for c in candidates if c.spec is None or not c.spec.by_name_only]
+    usable = [c for c in (automatic if name is None else candidates) if c.available and name in (None, c.name)]
+    if len(usable) == 1:
+        broken = [c.name for c in automatic if c.failure is not None]
+        remedy = f"mend {', '.join(broken)}, or choose with --platform {usable[0].name}"
+        return Check("platform.choice", CheckStatus.BROKEN, f"{usable[0].source}", remedy)
+    if usable:
+        names = " or ".join(f"--platform {c.name}" for c in usable)
+        found = f"{len(usable)} platforms are available"
+        return Check("platform.choice", CheckStatus.WARNING, found, f"choose with {names}, or {ENVIRONMENT_VARIABLE}")
+    found = f"the platform {name!r} cannot be used" if name else "no platform can be used"
+    return Check("platform.choice", CheckStatus.BROKEN, found, "see the checks of the platforms above")
+
+
+def _extensions() -> Checks:
+    """What plugs in beside platforms, by metadata alone, and whether two of them cannot be told apart."""
+    sources = [(door, source) for door in plugin_groups.ALL for source in plugin_groups.installed(door) if plugin_groups.is_allowed(source)]
+    listed = [f"{door.noun} {source.name} ({source.distribution} {source.version})" for door, source in sources]
+    shut_out = [source.distribution for door in plugin_groups.ALL for source in plugin_groups.installed(door)]
+    shut_out = sorted(set(shut_out) - {source.distribution for _, source in sources})
+    found = "; ".join(listed) if listed else "none"
+    if shut_out:
+        found += f"; {plugin_groups.ENVIRONMENT_VARIABLE} does not let in {', '.join(shut_out)}"
+    names = [(door.noun, source.name) for door, source in sources]
+    twice = sorted({f"{noun} {name}" for noun, name in names if names.count((noun, name)) > 1})
+    remedy = f"two packages offer the {', '.join(twice)}: uninstall one, or name the other in MVLLM_PLUGINS"
+    yield _check("extensions.installed", not twice, found, remedy, CheckStatus.WARNING)
+
+
+# --- the environment and the machine
+
+
+def _visible_devices() -> Checks:
+    """Variables by which drivers hide devices. Each vendor has its own; the ending is what they share."""
+    found = {name: value for name, value in sorted(os.environ.items()) if name.endswith("_VISIBLE_DEVICES")}
+    if not found:
+        yield Check("environment.visible_devices", CheckStatus.OK, "no *_VISIBLE_DEVICES variable is set")
+        return
+    hiding = [name for name, value in found.items() if value.strip() in ("", "-1", "none", "void", "NoDevFiles")]
+    yield _check(
+        "environment.visible_devices",
+        not hiding,
+        ", ".join(f"{name}={value!r}" for name, value in found.items()),
+        f"{', '.join(hiding)} hides every device; unset it, or list the devices to use",
+        CheckStatus.WARNING,
+    )
+
+
+def _unknown_variables() -> Checks:
+    unknown = unknown_variables(source.name for source in find_sources())
+    if not unknown:
+        yield Check("environment.unknown", CheckStatus.OK, "every MVLLM_* variable is known")
+        return
+    found = " ".join(describe_unknown(name, nearest) for name, nearest in unknown.items())
+    yield Check("environment.unknown", CheckStatus.WARNING, found, "unset or rename")
+
+
+def _shared_memory() -> Checks:
+    folder = Path("/dev/shm")  # noqa: S108  (looked at, not written to)
+    if not folder.is_dir():
+        yield Check("system.shared_memory", CheckStatus.OK, f"{folder} does not exist on this system")
+        return
+    usage = shutil.disk_usage(folder)
+    yield _check(
+        "system.shared_memory",
+        usage.free >= _MIN_SHARED_MEMORY,
+        f"{folder}: {usage.free / 2**20:,.0f} of {usage.total / 2**20:,.0f} MiB free",
+        "in a container, start it with --shm-size=1g or --ipc=host; several workers need the room",
+        CheckStatus.WARNING,
+    )
+
+
+def _open_files() -> Checks:
+    try:
+        import resource
+    except ImportError:
+        yield Check("system.open_files", CheckStatus.OK, "this system has no such limit")
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = soft == resource.RLIM_INFINITY
+    yield _check(
+        "system.open_files",
+        unlimited or soft >= _MIN_OPEN_FILES,
+        f"{'unlimited' if unlimited else soft} open files allowed (hard limit {hard})",
+        f"ulimit -n {_MIN_OPEN_FILES}",
+        CheckStatus.WARNING,
+    )
+
+
+def _memory() -> Checks:
+    import psutil  # type: ignore[import-untyped]
+
+    memory = psutil.virtual_memory()
+    found = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB of host memory available"
+    yield Check("system.memory", CheckStatus.OK, found)
+
+
+# --- the model
+
+
+def _model(model: str) -> Checks:
+    """The folder's config, architecture, weights and tokenizer, without loading the weights."""
+    from mvllm.config.engine_args import EngineArgs
+    from mvllm.config.tokenizer_check import check_tokenizer
+    from mvllm.engine.frontend.tokenizer import load_tokenizer
+    from mvllm.models.checkpoint import read_checkpoint
+    from mvllm.models.checkpoint_support import check_architecture, check_quantization, runs_natively
+
+    try:
+        config = EngineArgs.from_kwargs(model=model).create_model_config()
+    except MvllmError as e:
+        yield Check("model.folder", CheckStatus.BROKEN, str(e), "pass a folder written by save_pretrained()")
+        return
+    found = f"{config.path}: {config.architecture}, {config.num_layers} layers, context {config.max_model_len:,}"
+    yield Check("model.folder", CheckStatus.OK, found)
+
+    def architecture() -> str:
+        check_architecture(config)
+        return config.architecture + ("" if runs_natively(config) else ", through transformers")
+
+    def quantization() -> str:
+        check_quantization(config)
+        return config.quantization or "none"
+
+    def weights() -> str:
+        tensors = read_checkpoint(config.path)
+        return f"{len(tensors)} tensors"
+
+    def tokenizer() -> str:
+        loaded = load_tokenizer(config)
+        assert loaded is not None
+        check_tokenizer(config.vocab_size, loaded.length)
+        return f"{loaded.length} tokens, vocabulary {config.vocab_size}"
+
+    for name, action in (
+        ("architecture", architecture),
+        ("quantization", quantization),
+        ("weights", weights),
+        ("tokenizer", tokenizer),
+    ):
+        try:
+            yield Check(f"model.{name}", CheckStatus.OK, action())
+        except MvllmError as e:
+            yield Check(f"model.{name}", CheckStatus.BROKEN, str(e), "see the message")

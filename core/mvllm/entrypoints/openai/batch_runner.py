@@ -1,0 +1,247 @@
+"""Answers a file of requests, in the format of OpenAI's batches: a line in, a line out.
+
+    {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+ -> {"id": ..., "custom_id": "1", "response": {"status_code": 200, "request_id": ..., "body": {...}}, "error": null}
+
+The idea: no more lines are read than are being answered, so that a file may be of any length. An answer is written
+when it is there, so answers come in another order than requests; `custom_id` says which is whose. What a server would
+refuse has the server's status and body; what is no request at all has `response: null`, and `error` says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO, Protocol
+
+import msgspec
+
+from mvllm.engine.async_llm import AsyncLLM
+from mvllm.entrypoints.openai.common.request_body import BodyDecoder
+from mvllm.entrypoints.openai.chat.serving import ChatCall, ChatPrompts
+from mvllm.entrypoints.openai.completions.serving import CompletionCall
+from mvllm.entrypoints.openai.pooling.serving_embedding import EmbeddingCall
+from mvllm.entrypoints.openai.common.errors import APIError, as_api_error, error_body
+from mvllm.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    GenerationRequest,
+    refuse_unsupported,
+)
+from mvllm.entrypoints.openai.common.serving_models import ServedModels
+from mvllm.entrypoints.openai.common.tokenizer_pool import TextWork
+from mvllm.entrypoints.openai.common.unknown_fields import UnknownFields
+from mvllm.errors import QueueFullError, RequestError
+
+MAX_LINE_BYTES = 64 << 20
+_FULL_PAUSE = 0.05  # seconds until another try where the engine's queue is full
+
+
+class Line(msgspec.Struct):
+    """A request as it stands in the file."""
+
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+    method: str = "POST"
+
+
+class Response(msgspec.Struct):
+    """What a server would have answered."""
+
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class Failure(msgspec.Struct):
+    """Why a line is no request."""
+
+    code: str
+    message: str
+
+
+class Answer(msgspec.Struct):
+    """A line of the output."""
+
+    id: str
+    custom_id: str | None
+    response: Response | None
+    error: Failure | None
+
+
+@dataclass
+class Tally:
+    """How many lines there were, and how many have no answer of the model."""
+
+    total: int = 0
+    failed: int = 0
+
+
+class Call(Protocol):
+    """A request that is being answered."""
+
+    async def start(self) -> None:
+        """Hands it to the engine."""
+
+    async def answer(self) -> bytes:
+        """The answer's body."""
+
+    def close(self) -> None:
+        """Ends it there."""
+
+
+class BatchRunner:
+    """Answers requests of files.
+
+    Args:
+        engine: What answers them.
+        models: The names that requests may name.
+        text_work: Where text is tokenized.
+        prompts: Makes prompts of conversations.
+        max_concurrency: Most requests under way, and by that most lines in memory.
+        on_done: Called after each line.
+        unknown_fields: What is done about fields of bodies that are not known.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        models: ServedModels,
+        text_work: TextWork,
+        prompts: ChatPrompts,
+        *,
+        max_concurrency: int,
+        on_done: Callable[[], None] = lambda: None,
+        unknown_fields: UnknownFields | None = None,
+    ) -> None:
+        self._engine = engine
+        self._models = models
+        self._text_work = text_work
+        self._prompts = prompts
+        self._max_concurrency = max_concurrency
+        self._on_done = on_done
+        self._unknown_fields = unknown_fields or UnknownFields()
+        self._lines = msgspec.json.Decoder(Line)
+        self._chat = BodyDecoder(ChatCompletionRequest)
+        self._completion = BodyDecoder(CompletionRequest)
+        self._embedding = BodyDecoder(EmbeddingRequest)
+
+    async def run(self, source: IO[bytes], target: IO[bytes]) -> Tally:
+        """Answers every line of `source` in a line of `target`. Empty lines count as nothing.
+
+        Raises:
+            EngineDeadError: The engine stopped; requests under way have answers that say so, later ones have none.
+        """
+        tally = Tally()
+        room = asyncio.Semaphore(self._max_concurrency)
+        encode = msgspec.json.Encoder().encode
+
+        async def answer(data: bytes) -> None:
+            try:
+                found = await self._answer(data)
+            finally:
+                room.release()
+            tally.total += 1
+            tally.failed += found.response is None or found.response.status_code != 200
+            target.write(encode(found) + b"\n")
+            self._on_done()
+
+        async with asyncio.TaskGroup() as group:
+            while not self._engine.errored:
+                await room.acquire()
+                data = await asyncio.to_thread(_read_line, source)
+                if data is None:
+                    break
+                if data.strip():
+                    group.create_task(answer(data))
+                else:
+                    room.release()
+        target.flush()
+        if self._engine.dead_error is not None:
+            raise self._engine.dead_error
+        return tally
+
+    async def _answer(self, data: bytes) -> Answer:
+        answer_id = f"batch_req_{uuid.uuid4().hex}"
+        try:
+            if len(data) > MAX_LINE_BYTES:
+                raise ValueError(f"The line is longer than {MAX_LINE_BYTES} bytes")
+            line = self._lines.decode(data)
+        except (ValueError, RecursionError) as e:  # msgspec's errors are ValueErrors
+            failure = Failure("invalid_line", f"The line is no request: {str(e).replace('`', '')}.")
+            return Answer(answer_id, _custom_id(data), None, failure)
+        request_id = uuid.uuid4().hex
+        try:
+            status, body = 200, await self._respond(line)
+        except Exception as e:  # noqa: BLE001  (logged where it is not an answer)
+            error = as_api_error(e)
+            status = error.status
+            body = error_body(error.status, error.message, param=error.param, code=error.code)
+        return Answer(answer_id, line.custom_id, Response(status, request_id, msgspec.Raw(body)), None)
+
+    async def _respond(self, line: Line) -> bytes:
+        """The body of the answer to a request.
+
+        Raises:
+            APIError, RequestError, MvllmError: As the server's routes.
+        """
+        if line.method != "POST":
+            raise APIError(405, f"method is {line.method[:20]!a}; it must be 'POST'.", param="method")
+        while True:
+            call = self._call(line)
+            try:
+                await call.start()
+                return await call.answer()
+            except QueueFullError:  # which an engine at rest never is
+                await asyncio.sleep(_FULL_PAUSE)
+            finally:
+                call.close()
+
+    def _call(self, line: Line) -> Call | EmbeddingCall:
+        body = bytes(line.body)
+        if line.url == "/v1/chat/completions":
+            chat = self._chat.decode(body, self._unknown_fields)
+            return ChatCall(self._engine, self._prompts, self._checked(chat), chat)
+        if line.url == "/v1/completions":
+            completion = self._completion.decode(body, self._unknown_fields)
+            return CompletionCall(self._engine, self._text_work, self._checked(completion), completion)
+        if line.url == "/v1/embeddings":
+            embedding = self._embedding.decode(body, self._unknown_fields)
+            return EmbeddingCall(self._engine, self._text_work, self._models.check(embedding.model), embedding)
+        raise APIError(
+            404,
+            f"url is {line.url[:60]!a}; a batch may ask for '/v1/chat/completions', '/v1/completions' and "
+            "'/v1/embeddings'.",
+            param="url",
+            code="invalid_url",
+        )
+
+    def _checked(self, request: GenerationRequest) -> str:
+        """The model's name in the answer to a request that a batch may have."""
+        if request.stream:
+            raise RequestError("stream is not possible in a batch; leave it out.", parameter="stream")
+        refuse_unsupported(request)
+        return self._models.check(request.model)
+
+
+def _read_line(source: IO[bytes]) -> bytes | None:
+    """The next line, or more than MAX_LINE_BYTES of one that is longer; None at the end."""
+    data = source.readline(MAX_LINE_BYTES + 1)
+    if len(data) > MAX_LINE_BYTES and not data.endswith(b"\n"):
+        while (rest := source.readline(1 << 20)) and not rest.endswith(b"\n"):
+            pass
+    return data or None
+
+
+def _custom_id(data: bytes) -> str | None:
+    """The name of a line that is no request, if at least that can be read."""
+    try:
+        found = msgspec.json.decode(data)
+    except (ValueError, RecursionError):
+        return None
+    name = found.get("custom_id") if isinstance(found, dict) else None
+    return name if isinstance(name, str) else None

@@ -1,0 +1,187 @@
+"""One HTTP request's way through the engine: a request of its own for each prompt, and all of them end together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from mvllm.engine.async_llm import AsyncLLM
+from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
+from mvllm.engine.frontend.request_output_stream import RequestStream
+from mvllm.entrypoints.openai.common.errors import APIError
+from mvllm.entrypoints.openai.common.output_constraint import OutputForm
+from mvllm.errors import RequestError
+from mvllm.logging import get_logger
+from mvllm.messages.inputs import PromptType
+from mvllm.messages.lora import LoRARequest
+from mvllm.messages.sampling_params import MAX_ENTRIES, SamplingParams
+
+logger = get_logger(__name__)
+
+_Item = tuple[int, RequestOutput | Exception | None]
+
+
+class Generation:
+    """The engine's requests for one HTTP request. To be closed, however it ends.
+
+    Args:
+        streams: Their outputs, by prompt.
+        form: What the outputs must look like.
+    """
+
+    def __init__(self, streams: Sequence[RequestStream], form: OutputForm | None = None) -> None:
+        self._streams = streams
+        self._form = form
+        self._first: RequestOutput | None = None  # of the first prompt, taken and not shown yet
+
+    @classmethod
+    async def start(
+        cls,
+        engine: AsyncLLM,
+        call_id: str,
+        prompts: Sequence[PromptType],
+        params: SamplingParams,
+        priority: int | None,
+        form: OutputForm | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> Generation:
+        """Hands all prompts to the engine, or none.
+
+        With a form it returns when there is a first output: whether a form can be had shows when it is compiled, and
+        an answer that has begun cannot become an error.
+
+        Args:
+            call_id: What the engine's requests are called.
+            params: The same for all prompts.
+            form: Where `params.structured_outputs` comes from.
+            lora_request: The adapter for all of them.
+
+        Raises:
+            RequestError: A prompt, a setting or the form is not acceptable.
+            UnavailableError: The engine takes no more requests now.
+            APIError: A sequence failed in the engine.
+            EngineDeadError: The engine has stopped.
+        """
+        check_entries(params, len(prompts))
+        try:
+            streams = await engine.add_requests(
+                prompts, [params] * len(prompts), call_id, priority=priority or 0, lora_request=lora_request
+            )
+        except RequestError as e:
+            if form is not None and e.parameter == "structured_outputs":
+                raise RequestError(str(e), parameter=form.field) from e
+            raise
+        generation = cls(streams, form)
+        if form is not None:
+            try:
+                await generation._begin()
+            except BaseException:
+                generation.close()
+                raise
+        return generation
+
+    async def _begin(self) -> None:
+        """Takes the first output. All prompts have the same form, so one of them is enough."""
+        async for output in self._streams[0]:
+            self._first = output
+            for sequence in output.outputs:
+                if sequence.finish_reason == "error":
+                    raise self.failure(sequence)
+            return
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts there are."""
+        return len(self._streams)
+
+    async def collect(self) -> list[RequestOutput]:
+        """The final output of each prompt, in order.
+
+        Raises:
+            APIError: A sequence failed in the engine.
+            EngineDeadError: The engine has stopped.
+        """
+        outputs = []
+        for stream in self._streams:  # one after the other: what comes for the later ones is kept for us
+            output = self._take_first() if stream is self._streams[0] else None
+            async for latest in stream:
+                output = latest
+            if output is None:
+                raise APIError(503, "The request was dropped before it had begun.", code="aborted", retry_after=1)
+            for sequence in output.outputs:
+                if sequence.finish_reason == "error":
+                    raise self.failure(sequence)
+            outputs.append(output)
+        return outputs
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """What is new about each prompt, with the prompt's position, until all have ended."""
+        first = self._take_first()
+        if first is not None:
+            yield 0, first
+        if len(self._streams) == 1:
+            async for output in self._streams[0]:
+                yield 0, output
+            return
+        # Each of the tasks waits until its last piece has been taken; the engine joins what comes meanwhile.
+        queue: asyncio.Queue[_Item] = asyncio.Queue(1)
+        tasks = [asyncio.create_task(_feed(queue, i, stream)) for i, stream in enumerate(self._streams)]
+        num_open = len(tasks)
+        try:
+            while num_open:
+                position, item = await queue.get()
+                if item is None:
+                    num_open -= 1
+                elif isinstance(item, Exception):
+                    raise item
+                else:
+                    yield position, item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def failure(self, sequence: CompletionOutput) -> Exception:
+        """What a client is told about a sequence that failed."""
+        if sequence.error_parameter is not None:
+            ours = self._form is not None and sequence.error_parameter == "structured_outputs"
+            field = self._form.field if self._form is not None and ours else sequence.error_parameter
+            return RequestError(sequence.error or "", parameter=field)
+        logger.error("The engine could not finish a request: %s", sequence.error)
+        return APIError(
+            500, "The engine could not finish the request; the server's log tells more.", code="engine_error"
+        )
+
+    def _take_first(self) -> RequestOutput | None:
+        first, self._first = self._first, None
+        return first
+
+    def close(self) -> None:
+        """Drops what has not ended. Idempotent."""
+        for stream in self._streams:
+            stream.close()
+
+
+def check_entries(params: SamplingParams, num_prompts: int) -> None:
+    """Refuses settings whose lists are so long, and asked for so often, that checking them would hold up everybody.
+
+    Raises:
+        RequestError: They have too much in them.
+    """
+    num_sequences = num_prompts * (1 if params.use_beam_search else params.num_sequences)
+    if num_sequences > 1 and params.num_entries * num_sequences > MAX_ENTRIES:
+        raise RequestError(
+            f"The lists and texts among the settings of one request may have {MAX_ENTRIES} entries, counted once for "
+            f"each sequence; these have {params.num_entries} for each of {num_sequences}. Send several requests.",
+            parameter="prompt" if num_prompts > 1 else "n",
+        )
+
+
+async def _feed(queue: asyncio.Queue[_Item], position: int, stream: RequestStream) -> None:
+    try:
+        async for output in stream:
+            await queue.put((position, output))
+    except Exception as e:  # noqa: BLE001  (raised where the queue is read)
+        await queue.put((position, e))
+    else:
+        await queue.put((position, None))

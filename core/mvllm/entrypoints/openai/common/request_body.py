@@ -1,0 +1,198 @@
+"""Reads the body of a request: limits first, then bytes, then JSON, then types.
+
+Nothing is collected beyond the limit, whatever the headers claim, and a body that does not come in time is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Generic, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope
+
+from mvllm.entrypoints.openai.common.errors import APIError
+from mvllm.entrypoints.openai.server.settings import ServerSettings
+from mvllm.entrypoints.openai.common.streaming_response import ClientGone
+from mvllm.entrypoints.openai.common.unknown_fields import KnownFields, KnownNames, UnknownFields
+from mvllm.executor.process.process_utils import collector_paused
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+MAX_NODES = 1 << 18
+"""Lists and objects in a body, and fields of its objects: to make many, and to forget them, holds up everybody."""
+
+MAX_TEXTS = 1 << 20
+"""Texts in a body, names of fields among them; for the same reason."""
+
+MAX_VALUES = 1 << 22
+"""Values in a body, the entries of its lists among them; for the same reason."""
+
+TOTAL_TIMEOUTS = 10
+"""A whole body may take that many times as long as the next piece of it."""
+
+_PATH = re.compile(r" - at `\$((?:\.\w+|\[[.\w]*\])+)`$")
+
+
+class BodyReader:
+    """Reads bodies.
+
+    Args:
+        max_bytes: Longest body that is accepted.
+        timeout: Seconds between two pieces of one; a whole one may take TOTAL_TIMEOUTS times as long.
+        unknown_fields: What is done about fields that a request's type does not have.
+    """
+
+    def __init__(self, max_bytes: int, timeout: float, unknown_fields: UnknownFields | None = None) -> None:
+        self.max_bytes = max_bytes
+        self._timeout = timeout
+        self._unknown_fields = unknown_fields or UnknownFields()
+
+    @classmethod
+    def of(cls, settings: ServerSettings) -> BodyReader:
+        """With the limits of a server."""
+        return cls(settings.max_body_bytes, settings.body_timeout, UnknownFields(settings.unknown_fields))
+
+    async def decode(self, request: Request, decoder: BodyDecoder[T]) -> T:
+        """The body of a request as a struct. Unknown fields are reported.
+
+        Raises:
+            APIError: As `read` and `BodyDecoder.decode`, or a field is unknown and the server refuses these (400).
+            ClientGone: The client left.
+        """
+        return decoder.decode(await self.read(request), self._unknown_fields, request.scope)
+
+    async def read(self, request: Request) -> bytes:
+        """The whole body.
+
+        Raises:
+            APIError: It is too long (413), not JSON by its header (415), or does not come (408).
+            ClientGone: The client left.
+        """
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+            raise APIError(415, "Send the body as JSON, with the header Content-Type: application/json.")
+        claimed = request.headers.get("content-length", "")
+        if claimed.isdecimal() and (len(claimed) > 18 or int(claimed) > self.max_bytes):
+            raise self._too_long()
+        pieces: list[bytes] = []
+        receive = self.limited(request.receive)
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            pieces.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def check_query(self, request: Request, *known: str) -> None:
+        """Reports parameters of a request's query that are not among `known`.
+
+        Raises:
+            APIError: One is not, and the server refuses these (400).
+        """
+        unknown = [name for name in request.query_params if name not in known]
+        if unknown and self._unknown_fields.policy != "ignore":
+            self._unknown_fields.report(unknown, KnownNames(known), request.scope)
+
+    def limited(self, receive: Receive) -> Receive:
+        """`receive` of a request, within the limits: raises as `read` where its body is not."""
+        length, deadline = 0, 0.0
+        has_ended = False
+
+        async def receive_limited() -> Message:
+            nonlocal length, deadline, has_ended
+            if has_ended:
+                return await receive()  # until the client leaves
+            now = asyncio.get_running_loop().time()
+            deadline = deadline or now + self._timeout * TOTAL_TIMEOUTS
+            try:
+                message = await asyncio.wait_for(receive(), min(self._timeout, deadline - now))
+            except TimeoutError:
+                raise APIError(408, f"The body did not come within {self._timeout:g} s.", close=True) from None
+            length += len(message.get("body", b""))
+            if length > self.max_bytes:
+                raise self._too_long()
+            has_ended = not message.get("more_body", False)
+            return message
+
+        return receive_limited
+
+    def _too_long(self) -> APIError:
+        return APIError(413, f"The body is longer than the {self.max_bytes} bytes that are accepted.", close=True)
+
+
+class BodyDecoder(Generic[T]):
+    """Turns bodies into structs of one type."""
+
+    def __init__(self, kind: type[T]) -> None:
+        self._decoder = msgspec.json.Decoder(kind)
+        self._known_fields = KnownFields(kind)
+
+    def decode(self, body: bytes, unknown_fields: UnknownFields | None = None, scope: Scope | None = None) -> T:
+        """The body as a struct.
+
+        Args:
+            unknown_fields: Reports unknown fields; None ignores them.
+            scope: Of the request that the body belongs to.
+
+        Raises:
+            APIError: It is not JSON, a field has the wrong type, or one is unknown and these are refused (400). The
+                text repeats nothing of what was sent but the name of an unknown field.
+        """
+        _check_size(body)
+        reports = unknown_fields is not None and unknown_fields.policy != "ignore"
+        try:
+            with collector_paused():  # which would look through everything again and again
+                request = self._decoder.decode(body)
+            unknown = self._known_fields.unknown(body) if reports else []  # an unknown name may not be UTF-8
+        except msgspec.ValidationError as e:
+            raise _wrong_type(str(e)) from None
+        except RecursionError:
+            raise APIError(400, "The body is nested too deeply.") from None
+        except UnicodeDecodeError as e:
+            raise APIError(400, f"The body is not valid UTF-8: byte {e.object[e.start]}.") from None
+        except (msgspec.DecodeError, ValueError) as e:
+            reason = str(e) if isinstance(e, msgspec.DecodeError) else "a number is too long"
+            raise APIError(400, f"The body is not valid JSON: {reason}.") from None
+        if reports and unknown_fields is not None:
+            unknown += self._known_fields.unknown_in(request)
+            if unknown:
+                unknown_fields.report(unknown, self._known_fields, scope)
+        return request
+
+
+def _check_size(body: bytes) -> None:
+    """Refuses a body of too many values, without making any of them.
+
+    Raises:
+        APIError: It has too many (400).
+    """
+    if len(body) > MAX_VALUES and body.count(b",") > MAX_VALUES:
+        raise APIError(400, f"The body has more than {MAX_VALUES} values.")
+    if len(body) > MAX_TEXTS and body.count(b'"') - body.count(b'\\"') > 2 * MAX_TEXTS:
+        raise APIError(400, f"The body has more than {MAX_TEXTS} texts.")
+    if len(body) <= MAX_NODES or not _has_many_nodes(body):
+        return
+    if _has_many_nodes(_without_texts(body)):  # which may have any of these characters
+        raise APIError(400, f"The body has more than {MAX_NODES} lists, objects and fields.")
+
+
+def _has_many_nodes(body: bytes) -> bool:
+    return max(body.count(b"[") + body.count(b"{"), body.count(b":")) > MAX_NODES
+
+
+def _without_texts(body: bytes) -> bytes:
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    return b"".join(plain.split(b'"')[::2])
+
+
+def _wrong_type(text: str) -> APIError:
+    match = _PATH.search(text)
+    if match is None:
+        return APIError(400, f"The body is not acceptable: {text}.")
+    path = match[1].lstrip(".")
+    field = re.split(r"[.\[]", path)[0]
+    return APIError(400, f"{path}: {text[: match.start()].replace('`', '')}.", param=field)

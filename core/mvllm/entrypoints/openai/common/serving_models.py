@@ -1,0 +1,115 @@
+"""The names under which the server offers its model, alone and with LoRA adapters."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from mvllm.engine.async_llm import AsyncLLM
+from mvllm.entrypoints.openai.common.errors import APIError
+from mvllm.messages.lora import LoRARequest
+
+
+class ServedModels:
+    """One model and its names.
+
+    Args:
+        names: The first is the one that answers carry.
+        root: What the model was started from.
+    """
+
+    def __init__(self, names: Sequence[str], root: str) -> None:
+        self._names = list(dict.fromkeys(names))
+        self._root = root
+        self._created = int(time.time())
+        self._adapters: dict[str, LoRARequest] = {}
+        self._loading: set[str] = set()
+        self._adapter_ids = itertools.count(1)  # of none that was: what was computed with one is never another's
+
+    @property
+    def name(self) -> str:
+        """The name in answers to requests that name none."""
+        return self._names[0]
+
+    def check(self, name: str | None, *, with_adapters: bool = False) -> str:
+        """The name that the answer to a request for `name` carries.
+
+        Args:
+            with_adapters: Whether it may be an adapter's.
+
+        Raises:
+            APIError: No model is called so (404), or an adapter is, and none can be had (400).
+        """
+        if name is None or name in self._names:
+            return name or self.name
+        if name in self._adapters:
+            if with_adapters:
+                return name
+            raise APIError(400, "An adapter cannot be had here: name the model itself.", param="model")
+        raise APIError(
+            404,
+            f"The model `{ascii(name[:100])[1:-1]}` does not exist. There is: "
+            f"{', '.join([*self._names, *self._adapters])}.",
+            param="model",
+            code="model_not_found",
+        )
+
+    def adapter(self, name: str) -> LoRARequest | None:
+        """The adapter that is offered under a name; None for the model itself."""
+        return self._adapters.get(name)
+
+    async def load_adapter(self, engine: AsyncLLM, name: str, path: str) -> None:
+        """Has the engine load an adapter, and offers it.
+
+        Raises:
+            APIError: The name is taken (400).
+            RequestError: The adapter cannot be used.
+        """
+        if name in self._names or name in self._adapters or name in self._loading:
+            raise APIError(
+                400,
+                f"The name `{ascii(name[:100])[1:-1]}` is in use. Unload that adapter first, or choose another name.",
+                param="lora_name",
+            )
+        request = LoRARequest(name, next(self._adapter_ids), path)
+        self._loading.add(name)
+        try:
+            await engine.add_lora(request)
+        finally:
+            self._loading.remove(name)
+        self._adapters[name] = request
+
+    async def unload_adapter(self, engine: AsyncLLM, name: str) -> None:
+        """Offers an adapter no more.
+
+        Raises:
+            APIError: There is none of this name (404).
+        """
+        request = self._adapters.pop(name, None)
+        if request is None:
+            raise APIError(
+                404,
+                f"There is no adapter `{ascii(name[:100])[1:-1]}`.",
+                param="lora_name",
+                code="model_not_found",
+            )
+        await engine.remove_lora(request.lora_int_id)
+
+    def cards(self, max_model_len: int | None) -> list[dict[str, Any]]:
+        """An entry of `/v1/models` for each name."""
+        named = [(name, self._root, None) for name in self._names]
+        adapters = [(name, request.lora_path, self.name) for name, request in self._adapters.items()]
+        return [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._created,
+                "owned_by": "mvllm",
+                "root": root,
+                "parent": parent,
+                "max_model_len": max_model_len,
+            }
+            for name, root, parent in [*named, *adapters]
+        ]

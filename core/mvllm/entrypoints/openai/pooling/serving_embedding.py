@@ -1,0 +1,95 @@
+"""`POST /v1/embeddings` and `POST /pooling`: vectors of inputs, and whatever else a model says of them."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from mvllm.engine.async_llm import AsyncLLM
+from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
+from mvllm.entrypoints.openai.common.server_sent_events import encode
+from mvllm.entrypoints.openai.pooling.serving_base import InputsCall, usage_of
+from mvllm.entrypoints.openai.protocol import EmbeddingRequest, PoolingRequest
+from mvllm.entrypoints.openai.common.tokenizer_pool import TextWork
+from mvllm.errors import RequestError
+from mvllm.messages.pooling_params import PoolingParams, PoolingTask, PoolingType
+
+
+class EmbeddingCall(InputsCall[EmbeddingRequest]):
+    """One request for vectors.
+
+    Args:
+        engine, text_work, model: As PooledCall.
+        request: As it was sent.
+
+    Raises:
+        RequestError: On construction: a setting is not acceptable.
+    """
+
+    def __init__(self, engine: AsyncLLM, text_work: TextWork, model: str, request: EmbeddingRequest) -> None:
+        super().__init__(engine, text_work, model, "embd", request.priority)
+        _check_format(request)
+        self._request = request
+        self._params = PoolingParams(
+            dimensions=request.dimensions,
+            normalize=request.normalize,
+            truncate_prompt_tokens=request.truncate_prompt_tokens,
+            task=PoolingTask.EMBED,
+        )
+
+    def _write(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
+        data: list[msgspec.Raw] = []
+        for index, output in enumerate(outputs):  # one at a time: in between, others get their turn
+            shown = _shown(output, self._request.encoding_format)
+            data.append(msgspec.Raw(encode({"object": "embedding", "index": index, "embedding": shown})))
+        return encode({**self._head(), "data": data, "usage": usage_of(outputs)})
+
+
+class PoolingCall(InputsCall[PoolingRequest]):
+    """One request for whatever a model says of its inputs: vectors, vectors of each token, or scores.
+
+    Args:
+        engine, text_work, model: As PooledCall.
+        request: As it was sent.
+
+    Raises:
+        RequestError: On construction: a setting is not acceptable.
+    """
+
+    def __init__(self, engine: AsyncLLM, text_work: TextWork, model: str, request: PoolingRequest) -> None:
+        super().__init__(engine, text_work, model, "pool", request.priority)
+        _check_format(request)
+        self._request = request
+        kind: Any = request.pooling_type
+        task: Any = request.task
+        if task == "token_embed":  # another name for the same
+            kind, task = kind or PoolingType.ALL, PoolingTask.EMBED
+        self._params = PoolingParams(
+            pooling_type=kind,
+            dimensions=request.dimensions,
+            normalize=request.normalize,
+            use_activation=request.use_activation,
+            truncate_prompt_tokens=request.truncate_prompt_tokens,
+            task=task,
+        )
+
+    def _write(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
+        data: list[msgspec.Raw] = []
+        for index, output in enumerate(outputs):
+            shown = _shown(output, self._request.encoding_format)
+            data.append(msgspec.Raw(encode({"object": "pooling", "index": index, "data": shown})))
+        return encode({**self._head(), "data": data, "usage": usage_of(outputs)})
+
+
+def _check_format(request: EmbeddingRequest | PoolingRequest) -> None:
+    if request.encoding_format not in (None, "float", "base64"):
+        raise RequestError("encoding_format must be 'float' or 'base64'.", parameter="encoding_format")
+
+
+def _shown(output: PoolingRequestOutput, encoding_format: str | None) -> Any:
+    """The numbers, or the bytes of little-endian float32 as text."""
+    data = output.outputs.data
+    return base64.b64encode(data.tobytes()).decode() if encoding_format == "base64" else data.tolist()

@@ -1,0 +1,168 @@
+"""The items of a response, as they come to be: what is known of an answer becomes items, and events that tell of them.
+
+    deltas of an answer      item                events
+    ReasoningDelta           reasoning           output_item.added, content_part.added, reasoning_text.delta ... .done
+    ContentDelta             message             the same with output_text
+    ToolCallDelta            function_call       output_item.added, function_call_arguments.delta ... .done
+
+One item is open at a time; what is of another kind closes it. Whoever wants no events ignores them: the items are the
+same.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+from mvllm.entrypoints.openai.common.server_sent_events import encode
+from mvllm.entrypoints.parsers.interface import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
+
+_IDS = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
+_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+
+
+class EventWriter:
+    """Numbers the events of one stream."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def event(self, kind: str, **fields: Any) -> bytes:
+        """An event with these fields."""
+        return self.with_fields(kind, encode(fields)[1:-1])
+
+    def with_fields(self, kind: str, fields: bytes) -> bytes:
+        """An event whose fields are encoded already, without their braces."""
+        name = kind.encode()
+        number, self._next = self._next, self._next + 1
+        return b'event: %s\ndata: {"type":"%s","sequence_number":%d,%s}\n\n' % (name, name, number, fields)
+
+
+class OutputItems:
+    """The items of one response.
+
+    Args:
+        events: Makes the events that tell of them.
+    """
+
+    def __init__(self, events: EventWriter) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._events = events
+        self._open: dict[str, Any] | None = None  # the last item, while more may come
+        self._text: list[str] = []  # of the open item
+        self._frame = b""  # fields of its deltas, up to the new text
+        self._space = ""  # at the beginning of a message that may never come
+        self._call: int | None = None
+
+    def take(self, deltas: Iterable[Delta]) -> bytes:
+        """Adds what has become certain of the answer; returns the events that say so."""
+        written = b""
+        for delta in deltas:
+            if isinstance(delta, ContentDelta):
+                written += self._add_content(delta.text)
+            elif isinstance(delta, ReasoningDelta):
+                written += self._switch_to("reasoning") + self._add(delta.text)
+            elif isinstance(delta, ToolCallDelta):
+                if self._call != delta.index or self._kind != "function_call":
+                    written += self._close("completed")
+                    written += self._begin_call(delta)
+                if delta.arguments:
+                    written += self._add(delta.arguments)
+        return written
+
+    def finish(self, status: str) -> bytes:
+        """There is no more.
+
+        Args:
+            status: Of the item that was being written: `completed` or `incomplete`.
+        """
+        written = b""
+        if not self.items:  # an answer of nothing is an answer
+            written = self._switch_to("message")
+            if self._space:
+                written += self._add(self._space)
+        return written + self._close(status)
+
+    @property
+    def _kind(self) -> str | None:
+        return None if self._open is None else self._open["type"]
+
+    def _add_content(self, text: str) -> bytes:
+        if self._kind != "message":
+            text = self._space + text
+            if not text.strip():  # between calls, or before the first: layout, unless an answer follows
+                self._space = text
+                return b""
+            self._space = ""
+        return self._switch_to("message") + self._add(text)
+
+    def _switch_to(self, kind: str) -> bytes:
+        return b"" if self._kind == kind else self._close("completed") + self._begin(kind)
+
+    def _begin(self, kind: str) -> bytes:
+        item: dict[str, Any] = {"id": _new_id(kind), "type": kind, "status": "in_progress", "content": []}
+        if kind == "message":
+            item["role"] = "assistant"
+        else:
+            item["summary"] = []
+        written = self._push(item)
+        where = {"item_id": item["id"], "output_index": len(self.items) - 1, "content_index": 0}
+        self._frame = encode(where)[1:-1] + b',"delta":'
+        return written + self._events.event("response.content_part.added", **where, part=_part(kind, ""))
+
+    def _begin_call(self, delta: ToolCallDelta) -> bytes:
+        self._call = delta.index
+        item = {
+            "id": _new_id("function_call"),
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": delta.id,
+            "name": delta.name,
+            "arguments": "",
+        }
+        written = self._push(item)
+        self._frame = encode({"item_id": item["id"], "output_index": len(self.items) - 1})[1:-1] + b',"delta":'
+        return written
+
+    def _push(self, item: dict[str, Any]) -> bytes:
+        self._open, self._text = item, []
+        self.items.append(item)
+        return self._events.event("response.output_item.added", output_index=len(self.items) - 1, item=item)
+
+    def _add(self, text: str) -> bytes:
+        self._text.append(text)
+        fields = self._frame + encode(text)
+        if self._kind == "message":
+            return self._events.with_fields("response.output_text.delta", fields + b',"logprobs":[]')
+        if self._kind == "reasoning":
+            return self._events.with_fields("response.reasoning_text.delta", fields)
+        return self._events.with_fields("response.function_call_arguments.delta", fields)
+
+    def _close(self, status: str) -> bytes:
+        item, self._open = self._open, None
+        if item is None:
+            return b""
+        events, kind, text = self._events, item["type"], "".join(self._text)
+        index = len(self.items) - 1
+        where: dict[str, Any] = {"item_id": item["id"], "output_index": index}
+        if kind == "function_call":
+            item["arguments"] = text
+            written = events.event("response.function_call_arguments.done", **where, arguments=text)
+        else:
+            where["content_index"] = 0
+            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+            written = events.event(f"response.{_PARTS[kind]}.done", **where, text=text, **more)
+            item["content"] = [_part(kind, text)]
+            written += events.event("response.content_part.done", **where, part=item["content"][0])
+        item["status"] = status
+        return written + events.event("response.output_item.done", output_index=index, item=item)
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    part: dict[str, Any] = {"type": _PARTS[kind], "text": text}
+    return {**part, "annotations": [], "logprobs": []} if kind == "message" else part
+
+
+def _new_id(kind: str) -> str:
+    return f"{_IDS[kind]}{uuid.uuid4().hex}"

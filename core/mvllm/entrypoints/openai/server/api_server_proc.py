@@ -1,0 +1,234 @@
+"""One of several API servers: `python -m mvllm.entrypoints.openai.server.api_server_proc <name> <control socket> <parent pid>`.
+
+It listens at a socket that it shares with the others, and joins engine cores that their common parent has started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+
+import msgspec
+
+from mvllm.engine.async_llm import AsyncLLM
+from mvllm.engine.process.async_mp_client import AsyncMPClient
+from mvllm.engine.process.coordinator_client import Coordination
+from mvllm.engine.process.zmq_channel import ChannelAddress
+from mvllm.engine.process.remote_exceptions import describe_core_failure
+from mvllm.engine.process.launch import ChildProcess, CommonStart, CoreHandle
+from mvllm.engine.process.core_handshake import CoreHandshake
+from mvllm.engine.process.message_socket import DatagramDoor
+from mvllm.engine.process.dp_async_mp_client import DPAsyncMPClient
+from mvllm.engine.metrics.shared_metrics_pages import FiguresBoard
+from mvllm.engine.process.joined_core_connection import JoinedCore
+from mvllm.entrypoints.openai.server.process_messages import CoreHung, CoreStarted, EndServing, EngineDied, Order
+from mvllm.entrypoints.openai.server.api_server import Server, run_in_loop
+from mvllm.entrypoints.openai.server.settings import ServerSettings
+from mvllm.entrypoints.openai.server.shared_metrics import SharedFigures
+from mvllm.entrypoints.openai.tokenizer_trial import TokenizerTrial
+from mvllm.errors import EngineDeadError
+from mvllm.executor.process.child_startup import begin
+from mvllm.executor.config_codec import decode_config
+from mvllm.executor.process.handshake import send_message
+from mvllm.executor.process.process_utils import leave
+from mvllm.executor.process.activity_table import IDLE, StatusBoard
+
+
+class CoreAddress(msgspec.Struct, frozen=True):
+    """How one engine core is joined.
+
+    Attributes:
+        channel: Where this server and the core meet.
+        board_fd: The core's status board.
+    """
+
+    channel: ChannelAddress
+    board_fd: int
+
+
+class Place(msgspec.Struct, frozen=True):
+    """What an API server has of its own.
+
+    Attributes:
+        index: Which one it is, from 0.
+        cores: By rank.
+        orders_fd: The socket to its parent.
+        coordinator_fd: The socket to the coordinator.
+    """
+
+    index: int
+    cores: list[CoreAddress]
+    orders_fd: int
+    coordinator_fd: int
+
+
+class Common(msgspec.Struct, frozen=True):
+    """What all API servers are told alike.
+
+    Attributes:
+        model: The model as it was asked for.
+        config: The settled configuration, see config_codec.
+        platform_summary: The platform's name and the plugin it came from.
+        silence_limit: Seconds after which a core that has work and gives no sign of life is taken for hung.
+        settings: The server's.
+        listener_fd: Where it listens.
+        figures_fd: The board with everybody's figures.
+    """
+
+    model: str
+    config: bytes
+    platform_summary: str
+    silence_limit: float
+    settings: ServerSettings
+    listener_fd: int
+    figures_fd: int
+
+
+class ApiServerStart(msgspec.Struct, frozen=True):
+    """Everything an API server needs to know; the fields after `common` are as for a worker."""
+
+    name: str
+    place: Place
+    common: Common
+    board_fd: int
+    stack_fd: int
+    sys_path: list[str]
+    python_path: str | None
+    log_level: str
+
+    @property
+    def rank(self) -> int:
+        """Its line on the board."""
+        return 0
+
+
+class ApiServerHandle(CoreHandle):
+    """The process, as its parent sees it."""
+
+    module = "mvllm.entrypoints.openai.server.api_server_proc"
+
+
+class ApiServerProcess(ChildProcess):
+    """Starts an API server.
+
+    Args:
+        place, common: What it is told. All descriptors in them are inherited.
+    """
+
+    def __init__(self, place: Place, common: Common) -> None:
+        def make_start(own: CommonStart) -> ApiServerStart:
+            return ApiServerStart(f"ApiServer_{place.index}", place, common, **asdict(own))
+
+        fds = [place.orders_fd, place.coordinator_fd, common.listener_fd, common.figures_fd]
+        super().__init__(make_start, [*fds, *(core.board_fd for core in place.cores)], ApiServerHandle)
+
+
+class _Membership:
+    """This server's place among the processes: joins the cores, and does what the parent says."""
+
+    def __init__(self, start: ApiServerStart, control: socket.socket, board: StatusBoard) -> None:
+        self._place, self._common = place, common = start.place, start.common
+        self._control = control
+        self._board = board
+        self._orders = DatagramDoor(place.orders_fd)
+        self._decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+        self._coordination = Coordination(DatagramDoor(place.coordinator_fd), place.index + 1)
+        self.figures = SharedFigures(FiguresBoard(common.figures_fd), place.index)
+        self._links = [
+            JoinedCore(core.channel, core.board_fd, common.silence_limit, self._reporter(rank))
+            for rank, core in enumerate(place.cores)
+        ]
+        self.tokenizer_trial = TokenizerTrial() if place.index == 0 else None  # one for all
+        self._cores_ready = threading.Event()
+        self._failure: EngineDeadError | None = None
+        self._on_signal: Callable[[int], None] = lambda number: None
+        self._is_ready = False
+
+    def load(self) -> AsyncLLM:
+        """The engine, as soon as its cores are ready."""
+        config = decode_config(self._common.config)
+        if self.tokenizer_trial is not None:
+            self.tokenizer_trial.start(config.model.tokenizer)
+        self._board.write(0, "loading the tokenizer")
+        clients = [AsyncMPClient(config, link, self._common.platform_summary) for link in self._links]
+        engine = AsyncLLM(
+            config,
+            log_stats=self._place.index == 0,  # its line is about all of them
+            client=DPAsyncMPClient(config, clients, self._coordination),
+            name=f"{self._place.index}-",
+            elsewhere=self.figures.engine_elsewhere,
+        )
+        self._board.write(0, "waiting for the engine cores")
+        self._cores_ready.wait()
+        if self._failure is not None:
+            raise self._failure
+        self._board.write(0, "joining the engine cores")
+        for client in clients:
+            client.wait_ready()
+        return engine
+
+    def attach(self, loop: asyncio.AbstractEventLoop, on_signal: Callable[[int], None]) -> None:
+        """Does what the parent says, from now on."""
+        self._on_signal = on_signal
+        loop.add_reader(self._orders.fd, self._take_orders)
+        self._take_orders()
+
+    def note_ready(self) -> None:
+        """Requests are answered from now on."""
+        self._is_ready = True
+        self.beat()
+        send_message(self._control, CoreHandshake())
+
+    def beat(self) -> None:
+        """A sign of life for the parent, which looks for it as soon as requests are answered."""
+        if self._is_ready:
+            self._board.write(0, IDLE)
+
+    def _take_orders(self) -> None:
+        while (data := self._orders.receive()) is not None:
+            match self._decoder.decode(data):
+                case CoreStarted(rank=rank, ready=ready, pid=pid):
+                    self._links[rank].note_ready(ready, pid)
+                    if all(link.is_ready for link in self._links):
+                        self._cores_ready.set()
+                case EngineDied(message=message):
+                    self._failure = EngineDeadError(message)
+                    for link in self._links:
+                        link.note_death(self._failure)
+                    self._cores_ready.set()
+                case EndServing(signal=number):
+                    self._on_signal(number)
+
+    def _reporter(self, rank: int) -> Callable[[], None]:
+        def report() -> None:
+            self._orders.send(CoreHung(rank))
+
+        return report
+
+
+def serve(start: ApiServerStart, control: socket.socket, board: StatusBoard) -> int:
+    """Runs one API server; returns its exit status."""
+    membership = _Membership(start, control, board)
+    listener = socket.socket(fileno=start.common.listener_fd)
+    common = start.common
+    server = Server(membership.load, common.model, common.settings, listener, membership, membership.tokenizer_trial)
+    return run_in_loop(server)
+
+
+def main() -> None:
+    """The program. Never returns."""
+    start, control, board = begin(ApiServerStart)
+    try:
+        status = serve(start, control, board)
+    except BaseException as e:  # noqa: BLE001  (travels to the parent)
+        failure = describe_core_failure(e, name=start.name, activity=str(board.read(0)))
+        send_message(control, CoreHandshake(failure=failure))
+        leave(1)
+    leave(status)
+
+
+if __name__ == "__main__":
+    main()

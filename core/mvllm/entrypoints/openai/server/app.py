@@ -1,0 +1,129 @@
+"""Puts the server's application together: routes, errors, the gate around them."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.types import ASGIApp
+
+from mvllm.engine.metrics.tracing import Tracer
+from mvllm.entrypoints.openai.common.request_body import BodyReader
+from mvllm.entrypoints.openai.common.errors import APIError, as_api_error, error_response
+from mvllm.entrypoints.openai.server.middleware import Gate
+from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
+from mvllm.entrypoints.openai.server.http_plugins import HTTPServerHandle, load_http_plugins
+from mvllm.entrypoints.openai.server.authentication import Keys
+from mvllm.entrypoints.openai.common.openapi import describe
+from mvllm.entrypoints.openai.server.web_pages import docs_page, playground_page
+from mvllm.entrypoints.openai.server.routes import Routes
+from mvllm.entrypoints.openai.common.serving_models import ServedModels
+from mvllm.entrypoints.openai.server.server_state import ServerState
+from mvllm.entrypoints.openai.server.settings import ServerSettings
+from mvllm.entrypoints.openai.common.streaming_response import CLIENT_GONE, ClientGone
+from mvllm.entrypoints.openai.server.tracing_middleware import Traced
+from mvllm.entrypoints.openai.common.unknown_fields import HEADER
+from mvllm.errors import MvllmError
+from mvllm.version import __version__
+
+
+def build_app(
+    state: ServerState,
+    models: ServedModels,
+    metrics: HTTPMetrics,
+    settings: ServerSettings,
+    tracer: Tracer | None = None,
+) -> ASGIApp:
+    """The application, as a server runs it."""
+    app: ASGIApp = build_routes(state, models, metrics, settings)
+    if tracer is not None:
+        app = Traced(app, tracer)
+    keys = Keys(settings.api_keys, settings.admin_api_keys)
+    gate: ASGIApp = Gate(app, keys, metrics.observe, access_log=settings.access_log)
+    if settings.allowed_origins:
+        # Outermost: a browser asks whether it may send the key before it sends it.
+        gate = CORSMiddleware(
+            gate,
+            allow_origins=list(settings.allowed_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", HEADER],
+        )
+    return gate
+
+
+def build_routes(state: ServerState, models: ServedModels, metrics: HTTPMetrics, settings: ServerSettings) -> FastAPI:
+    """The application without the gate."""
+    app = FastAPI(
+        title="mvllm",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/openapi.json" if settings.docs else None,
+        redirect_slashes=False,  # a redirect would repeat the Host that the client claims
+    )
+    plugins = load_http_plugins(
+        settings.http_plugins,
+        lambda name: HTTPServerHandle(name, state, models, settings),
+        lambda: _add_handlers(FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)),
+    )
+    routes = Routes(state, models, metrics, settings)
+    app.router.routes[:0] = routes.short_cuts()
+    for router in routes.routers():
+        app.include_router(router)
+    bodies = BodyReader.of(settings)
+    for plugin in plugins:
+        app.mount(plugin.prefix, plugin.guarded(bodies))
+    parts = {plugin.prefix: plugin.app for plugin in plugins if plugin.app is not None}
+    app.openapi = lambda: describe(app, parts)  # type: ignore[method-assign]
+    if settings.docs:
+
+        async def docs() -> HTMLResponse:
+            return docs_page(app.openapi())
+
+        async def playground() -> HTMLResponse:
+            return playground_page()
+
+        app.add_api_route("/docs", docs, methods=["GET"], include_in_schema=False)
+        app.add_api_route("/", playground, methods=["GET"], include_in_schema=False)
+    return _add_handlers(app)
+
+
+def _add_handlers(app: FastAPI) -> FastAPI:
+    """Has an application's errors leave in the server's shape."""
+    app.add_exception_handler(ClientGone, _answer_nobody)
+    for kind in (APIError, MvllmError, Exception):
+        app.add_exception_handler(kind, _answer_error)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(RequestValidationError, _answer_wrong_query)
+    return app
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    return error_response(as_api_error(error))
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, APIError):  # which knows more, such as that the connection is of no further use
+        return error_response(error.__cause__)
+    if error.status_code == 404 and error.detail == "Not Found":  # not one that a plugin explains
+        return error_response(APIError(404, "There is nothing at this path.", code="unknown_path"))
+    if error.status_code == 405:
+        response = error_response(APIError(405, "This path does not take this method.", code="method_not_allowed"))
+        response.headers.update(error.headers or {})
+        return response
+    return error_response(APIError(error.status_code, str(error.detail)))
+
+
+async def _answer_wrong_query(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    name = str(error.errors()[0]["loc"][-1])
+    return error_response(APIError(400, f"The parameter {name[:40]!a} has no acceptable value.", param=name[:40]))

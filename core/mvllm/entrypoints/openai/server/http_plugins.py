@@ -1,0 +1,283 @@
+"""Routes that other packages add to the server, and all that these get to see of it.
+
+    mvllm.http      greeting = my_package.routes:make_router          make_router(server: HTTPServerHandle) -> APIRouter
+    --http-plugins greeting                                           its routes are under /plugins/greeting
+
+The idea: a plugin's routes are an application of their own, mounted under their own prefix, so they can shadow none of
+ours; the gate is around it as around everything (keys, ids, the log), bodies have the server's limits, and errors its
+shape. One that cannot be loaded costs its own routes and nothing else: they answer that it could not be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import APIRouter, FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mvllm.engine.frontend.outputs import RequestOutput
+from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
+from mvllm.entrypoints.openai.common.errors import APIError, as_api_error, error_response
+from mvllm.entrypoints.openai.common.server_sent_events import DONE, encode, error_event
+from mvllm.entrypoints.openai.common.engine_requests import Generation
+from mvllm.entrypoints.openai.common.serving_models import ServedModels
+from mvllm.entrypoints.openai.server.server_state import ServerState
+from mvllm.entrypoints.openai.server.settings import ServerSettings
+from mvllm.entrypoints.openai.common.streaming_response import EventStream, while_connected
+from mvllm.errors import ConfigError
+from mvllm.logging import get_logger
+from mvllm.messages.inputs import PromptType
+from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
+from mvllm.platform import plugin_groups
+from mvllm.platform.discovery import PluginSource
+
+logger = get_logger(__name__)
+
+PREFIX = "/plugins"
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class HTTPServerHandle:
+    """What a plugin gets of the server. Made before the model is loaded; until then, what needs it raises 503.
+
+    Args:
+        name: The plugin's.
+        state, models, settings: The server's.
+    """
+
+    def __init__(self, name: str, state: ServerState, models: ServedModels, settings: ServerSettings) -> None:
+        self._name = name
+        self._state = state
+        self._models = models
+        self._send_timeout = settings.send_timeout
+        self._bodies = BodyReader.of(settings)
+
+    @property
+    def model_name(self) -> str:
+        """What the model is called in answers."""
+        return self._models.name
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence of the model, in tokens.
+
+        Raises:
+            APIError: The server takes no requests now (503); so do the other methods.
+        """
+        return self._state.engine.model_config.max_model_len
+
+    async def read(self, request: Request, kind: type[T]) -> T:
+        """The body of a request, JSON, as a struct of type `kind`.
+
+        Raises:
+            APIError: It is too long, or not what it should be.
+        """
+        return await self._bodies.decode(request, BodyDecoder(kind))
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text.
+
+        Raises:
+            RequestError: It is far too long for the model.
+        """
+        return await self._state.text_work.encode(text, add_special_tokens=add_special_tokens)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
+        tokenizer, ids = self._state.engine.tokenizer, list(token_ids)
+        return await self._state.text_work.run(lambda: tokenizer.decode(ids, skip_special_tokens=False))
+
+    async def complete(
+        self, request: Request, prompts: Sequence[PromptType], params: SamplingParams | None = None
+    ) -> list[RequestOutput]:
+        """What the model makes of each prompt, when it is whole. Ends in the engine when the client leaves.
+
+        Args:
+            request: Whose answer it is for; its body has been read.
+            prompts: As for `LLM.generate`.
+            params: By default the model's.
+
+        Raises:
+            RequestError: A prompt or a setting is not acceptable.
+            UnavailableError: The engine takes no more requests now.
+        """
+        with self._in_flight():
+            generation: Generation | None = None
+            try:
+                async with while_connected(request.receive):
+                    generation = await self._start(prompts, params, RequestOutputKind.FINAL_ONLY)
+                    return await generation.collect()
+            finally:
+                if generation is not None:
+                    generation.close()
+
+    async def generate(
+        self, prompt: PromptType, params: SamplingParams | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """What is new about a prompt's outputs, piece by piece. Ends in the engine when it is closed.
+
+        Raises:
+            As `complete`.
+        """
+        with self._in_flight():
+            generation = await self._start([prompt], params, RequestOutputKind.DELTA)
+            try:
+                async for _, output in generation.outputs():
+                    for sequence in output.outputs:
+                        if sequence.finish_reason == "error":
+                            raise generation.failure(sequence)
+                    yield output
+            finally:
+                generation.close()
+
+    async def stream(self, request: Request, values: AsyncGenerator[Any, None]) -> Response:
+        """An answer of server-sent events: a value each, as JSON, and `[DONE]`.
+
+        Returns when there is a first value, so that what is refused at once is an error and no stream. `values` is
+        closed at the end, also where the client leaves.
+        """
+        try:
+            async with while_connected(request.receive):
+                first = [await anext(values)]
+        except StopAsyncIteration:
+            first = []
+        except BaseException:
+            await values.aclose()
+            raise
+        return EventStream(_events(first, values), self._send_timeout)
+
+    async def _start(
+        self, prompts: Sequence[PromptType], params: SamplingParams | None, kind: RequestOutputKind
+    ) -> Generation:
+        engine = self._state.engine
+        chosen = SamplingParams(**engine.model_config.generation_defaults) if params is None else params
+        chosen = msgspec.structs.replace(chosen, output_kind=kind)
+        return await Generation.start(engine, f"{self._name}-{uuid.uuid4().hex}", prompts, chosen, None)
+
+    @contextlib.contextmanager
+    def _in_flight(self) -> Any:
+        """Counts a request, so that the server's end waits for it."""
+        self._state.engine  # noqa: B018  (raises where no request is let in)
+        self._state.enter()
+        try:
+            yield
+        finally:
+            self._state.leave()
+
+
+@dataclass(frozen=True)
+class LoadedPlugin:
+    """A plugin's routes, or why there are none.
+
+    Attributes:
+        name: What users type.
+        source: Who offers it.
+        app: Its application, to be mounted at `prefix`.
+        error: Why it could not be loaded.
+    """
+
+    name: str
+    source: PluginSource
+    app: FastAPI | None
+    error: str | None = None
+
+    @property
+    def prefix(self) -> str:
+        """What its paths begin with."""
+        return f"{PREFIX}/{self.name}"
+
+    def guarded(self, bodies: BodyReader) -> ASGIApp:
+        """It as it is mounted: within the server's limits for bodies, however it reads them."""
+        return _unavailable(self.name) if self.app is None else _Guarded(self.app, self.prefix, bodies)
+
+
+def load_http_plugins(
+    names: Sequence[str], make_handle: Callable[[str], HTTPServerHandle], make_app: Callable[[], FastAPI]
+) -> list[LoadedPlugin]:
+    """Loads plugins; one that fails is logged, with who offers it, and is there without its routes.
+
+    Args:
+        make_app: An application without routes, whose errors have the server's shape.
+
+    Raises:
+        ConfigError: Nobody offers a name, or nobody who is let in does.
+    """
+    return [_load(name, make_handle, make_app) for name in dict.fromkeys(names)]
+
+
+def _load(name: str, make_handle: Callable[[str], HTTPServerHandle], make_app: Callable[[], FastAPI]) -> LoadedPlugin:
+    source = plugin_groups.require(plugin_groups.HTTP, name)
+    try:
+        make_router = plugin_groups.load(plugin_groups.HTTP, source)
+        router = make_router(make_handle(name))
+        if not isinstance(router, APIRouter):
+            raise ConfigError(f"it returned {type(router).__name__}, not fastapi.APIRouter")
+        app = make_app()
+        app.include_router(router)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:
+        error = f"{type(e).__name__}: {e}"
+        logger.error("The HTTP plugin %s of %s could not be loaded; its routes answer 503.", name, source, exc_info=e)
+        return LoadedPlugin(name, source, None, error)
+    return LoadedPlugin(name, source, app)
+
+
+class _Guarded:
+    def __init__(self, app: ASGIApp, prefix: str, bodies: BodyReader) -> None:
+        self._app = app
+        self._route = _Prefix(f"{prefix}/...")
+        self._bodies = bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limited = self._bodies.limited(receive)
+
+        async def receive_limited() -> Message:
+            try:
+                return await limited()
+            except APIError as e:  # FastAPI makes 400 of what it does not know
+                raise HTTPException(e.status, e.message) from e
+
+        try:
+            await self._app(scope, receive_limited, send)
+        finally:
+            scope["route"] = self._route  # metrics have one series per plugin
+
+
+class _Prefix:
+    """A route's path, as metrics show it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+
+def _unavailable(name: str) -> ASGIApp:
+    """What stands in for a plugin that could not be loaded."""
+    error = APIError(503, f"The plugin {name} could not be loaded; the server's log tells more.", code="plugin_failed")
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await error_response(error)(scope, receive, send)
+
+    return answer
+
+
+async def _events(first: Sequence[Any], values: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:
+    try:
+        for value in first:
+            yield b"data: " + encode(value) + b"\n\n"
+        async for value in values:
+            yield b"data: " + encode(value) + b"\n\n"
+    except Exception as e:  # noqa: BLE001  (logged where it is not an answer)
+        yield error_event(as_api_error(e))
+    else:
+        yield DONE
+    finally:
+        await values.aclose()

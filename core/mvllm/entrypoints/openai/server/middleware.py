@@ -1,0 +1,130 @@
+"""What every request passes on its way in and out: its path made plain, its id, its key, its line in the log.
+
+The idea: one ASGI layer around the application, and only one, since each costs every piece of every stream. A key is
+asked for unless the path is literally one of the few that are open, so a path that is odd in any way needs one.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Callable
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mvllm.entrypoints.openai.common.errors import APIError, as_api_error, error_response
+from mvllm.entrypoints.openai.server.authentication import Caller, Keys, Role
+from mvllm.entrypoints.openai.common.unknown_fields import SCOPE_KEY, header_of
+from mvllm.logging import get_logger
+
+logger = get_logger(__name__)
+
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
+_QUIET_PATHS = OPEN_PATHS | {"/metrics", "/ping", "/load"}
+_SLASHES = re.compile("/{2,}")
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+_NOBODY = Caller(Role.NOBODY)
+
+ObserveRequest = Callable[[str, str, int, float], None]
+"""Told of each answer: the route's path, the method, the status, and the seconds it took."""
+
+
+class Gate:
+    """The outermost layer of the server.
+
+    Args:
+        app: What is inside.
+        keys: Who may enter.
+        observe: Told of every answer.
+        access_log: Whether each answer gets a line: method, path, status, time and request id, never a content.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys, observe: ObserveRequest, *, access_log: bool = True) -> None:
+        self._app = app
+        self._keys = keys
+        self._observe = observe
+        self._access_log = access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            return  # lifespan and WebSockets are switched off
+        start = time.perf_counter()
+        path = scope["path"] = _plain(scope["path"])
+        request_id = _request_id(scope)
+        id_header = (b"x-request-id", request_id.encode())
+        status = 0
+        unknown_fields: list[str] = []
+        scope[SCOPE_KEY] = unknown_fields  # filled where the body is decoded
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), id_header]
+                if unknown_fields:
+                    message["headers"].append(header_of(unknown_fields))
+            await send(message)
+
+        try:
+            caller = scope["mvllm.caller"] = self._keys.caller(scope["headers"])
+            if caller.role == Role.NOBODY and path not in OPEN_PATHS:
+                raise APIError(401, "Send a valid API key: Authorization: Bearer <key>.", code="invalid_api_key")
+            await self._app(scope, receive, send_with_id)
+        except Exception as e:  # noqa: BLE001  (logged where it is not an answer)
+            error = as_api_error(e)
+            if status == 0:
+                await error_response(error)(scope, receive, send_with_id)
+        finally:
+            seconds = time.perf_counter() - start
+            route = getattr(scope.get("route"), "path", "other")
+            self._observe(route, _known_method(scope["method"]), status, seconds)
+            if self._access_log and path not in _QUIET_PATHS:
+                shown = status or "left"
+                logger.info('"%s %s" %s %.1f ms %s', scope["method"], _shown(path), shown, seconds * 1e3, request_id)
+
+
+def request_caller(scope: Scope) -> Caller:
+    """Who has sent a request, as the gate has found."""
+    caller: Caller = scope.get("mvllm.caller", _NOBODY)
+    return caller
+
+
+def require_admin(request: Request) -> None:
+    """Refuses a request without the key of an administrator.
+
+    Raises:
+        APIError: It has none (403).
+    """
+    if request_caller(request.scope).role < Role.ADMIN:
+        raise APIError(
+            403,
+            "This needs the key of an administrator (--admin-api-key).",
+            code="admin_key_required",
+        )
+
+
+def _plain(path: str) -> str:
+    """A path without double slashes and without one at its end: clients join base and path in every way."""
+    path = _SLASHES.sub("/", path)
+    return path.rstrip("/") or "/" if path.startswith("/") else "/" + path
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's own id where it is fit for a log, else a new one."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return str(value, "ascii")
+    return f"req-{uuid.uuid4().hex}"
+
+
+def _shown(path: str) -> str:
+    """A path that cannot disturb the log, whatever it holds."""
+    return ascii(path[:200])[1:-1]
+
+
+def _known_method(method: str) -> str:
+    return method if method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH") else "other"

@@ -1,0 +1,332 @@
+"""Several API servers on one socket, the engine cores that they share, and a coordinator between them: starts them,
+watches them, ends them.
+
+    mvllm serve ─┬─ ApiServer_0 ─┐ ROUTER/PULL       DEALER/PUSH ┌─ EngineCore_DP0 ── its workers
+                 ├─ ApiServer_1 ─┴──────── every one ────────────┴─ EngineCore_DP1 ── its workers
+                 └─ DPCoordinator   told by cores what they have to do, tells API servers
+
+This process answers no request: it waits in the kernel for a signal or for the end of one of the others, and looks now
+and then whether API servers and coordinator still give signs of life; one that does not is ended. The first that dies
+ends the server. Where an engine core or the coordinator has died, requests under way fail. Where an API server has, its
+own requests are dropped, and the others finish theirs, as after SIGTERM; the exit status is 1 all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from mvllm.config.engine_args import EngineArgs
+from mvllm.config.engine_config import EngineConfig, replace_field
+from mvllm.engine.process.async_core_client import settle_for_server
+from mvllm.engine.process.coordinator import CoordinatorProcess
+from mvllm.engine.process.zmq_channel import new_addresses
+from mvllm.engine.process.launch import ChildProcess, failing_together
+from mvllm.engine.process.launched_core_connection import CoreLink, as_death
+from mvllm.engine.process.message_socket import DatagramDoor, datagram_pair
+from mvllm.engine.process.dp_async_mp_client import replica_configs, replica_name
+from mvllm.engine.metrics.shared_metrics_pages import FiguresBoard
+from mvllm.engine.frontend.frontend_startup import check_config
+from mvllm.engine.metrics.startup_timer import StartPhases
+from mvllm.entrypoints.shutdown_signals import LAST_SECONDS, end_signals, end_within, ignore_signals
+from mvllm.entrypoints.openai.server.api_server_proc import ApiServerProcess, Common, CoreAddress, Place
+from mvllm.entrypoints.openai.server.heartbeat_monitor import Heartbeats
+from mvllm.entrypoints.openai.server.listener import url_of
+from mvllm.entrypoints.openai.server.process_messages import CoreHung, CoreStarted, EndServing, EngineDied
+from mvllm.entrypoints.openai.server.api_server import announce_listening
+from mvllm.entrypoints.openai.server.settings import ServerSettings
+from mvllm.executor.config_codec import encode_config
+from mvllm.logging import get_logger
+from mvllm.messages.core_protocol import DropFrontEnd
+from mvllm.platform.choose import choose_platform
+
+logger = get_logger(__name__)
+
+_LAST_ANSWERS_SECONDS = 15.0  # what an API server gets beyond the time for requests under way
+_LOOK_MS = 50  # at the end, for processes that have ended
+_LONGEST_MESSAGE = 16 << 10
+
+
+def run_servers(args: EngineArgs, settings: ServerSettings, listener: socket.socket, count: int) -> int:
+    """Serves until told to end.
+
+    Args:
+        listener: Where; closed at the end.
+        count: API servers.
+
+    Returns:
+        The exit status: 0 after an orderly end, 1 if a process died.
+
+    Raises:
+        PlatformError, ConfigError, ModelError: The engine cannot be started as asked.
+    """
+    announce_listening(listener, settings)
+    crew = _Crew(args, settings, listener, count)
+    try:
+        crew.start()
+        return crew.watch()
+    finally:
+        end_within(LAST_SECONDS)
+        crew.end()
+
+
+class _Crew:
+    """All processes of one server."""
+
+    def __init__(self, args: EngineArgs, settings: ServerSettings, listener: socket.socket, count: int) -> None:
+        self._settings = settings
+        self._listener = listener
+        self._model = args.model
+        self._phases = StartPhases()
+        config = args.create_engine_config()
+        check_config(config)
+        with self._phases.phase("platform"):
+            chosen = choose_platform(config.platform)
+        logger.info("Platform %s: %s.", chosen, chosen.reason)
+        self._config = settle_for_server(config, chosen)
+        self._platform, self._platform_summary = chosen.source.name, str(chosen)
+        self._count = count
+        self._links: list[CoreLink] = []
+        self._servers: list[ApiServerProcess] = []
+        self._orders: list[DatagramDoor] = []
+        self._coordinator: CoordinatorProcess | None = None
+        self._board = FiguresBoard.create(count)
+        self._status = 0
+        self._deadline = float("inf")  # not at infinity once the server ends
+
+    # --- its start
+
+    def start(self) -> None:
+        """Returns when requests are answered.
+
+        Raises:
+            Exception: What one of the processes could not be started for.
+        """
+        begun = time.monotonic()
+        passed: list[socket.socket] = []
+
+        def pair() -> tuple[socket.socket, int]:
+            """Two ends: one for a child, which inherits its descriptor, and one to keep."""
+            ours, theirs = datagram_pair()
+            passed.append(theirs)
+            return ours, theirs.fileno()
+
+        try:
+            self._make(pair, passed)
+            for process in (*self._servers, *self._links, self._coordinator):
+                if process is not None:
+                    process.launch()
+        finally:
+            for end in passed:
+                end.close()
+        self._wait_ready()
+        seconds = time.monotonic() - begun
+        name = (*self._settings.served_model_names, self._model)[0]
+        logger.info("Ready at %s after %.1f s, as model %s.", url_of(self._listener), seconds, name)
+
+    def _make(self, pair: Callable[[], tuple[socket.socket, int]], passed: list[socket.socket]) -> None:
+        def both() -> tuple[int, int]:
+            """Two ends, each for a child."""
+            one, other = pair()
+            passed.append(one)
+            return one.fileno(), other
+
+        configs = replica_configs(self._config)
+        meetings = [[new_addresses()[0] for _ in range(self._count)] for _ in configs]  # by rank, by server
+        core_ends, server_ends = [both() for _ in configs], [both() for _ in range(self._count)]
+        for rank, config in enumerate(configs):
+            name = replica_name(self._config, rank)
+            self._links.append(CoreLink(name, config, self._platform, meetings[rank], core_ends[rank][0]))
+        common = Common(
+            model=self._model,
+            config=encode_config(self._config_of_one()),
+            platform_summary=self._platform_summary,
+            silence_limit=self._links[0].silence_limit,
+            settings=self._settings,
+            listener_fd=self._listener.fileno(),
+            figures_fd=self._board.fd,
+        )
+        for index in range(self._count):
+            ours, theirs = pair()
+            self._orders.append(DatagramDoor(ours))
+            cores = [CoreAddress(meeting[index], link.process.board_fd) for meeting, link in zip(meetings, self._links)]
+            place = Place(index, cores, orders_fd=theirs, coordinator_fd=server_ends[index][0])
+            self._servers.append(ApiServerProcess(place, common))
+        self._coordinator = CoordinatorProcess([end for _, end in core_ends], [end for _, end in server_ends])
+
+    def _config_of_one(self) -> EngineConfig:
+        """What an API server is told: of a limit that it cannot know the others' part of, it has its share."""
+        limit = self._config.scheduler.max_queued_tokens
+        if not limit:
+            return self._config
+        return replace_field(self._config, "scheduler.max_queued_tokens", max(1, limit // self._count))
+
+    def _wait_ready(self) -> None:
+        assert self._coordinator is not None
+        with failing_together([*self._servers, *(link.process for link in self._links), self._coordinator]):
+            self._wait_for_each()
+
+    def _wait_for_each(self) -> None:
+        ready = [link.wait_ready() for link in self._links]
+        cores = [msgspec.structs.replace(core, start_seconds=seconds) for core, seconds in ready]
+        for server, door in zip(self._servers, self._orders):
+            for rank, (core, link) in enumerate(zip(cores, self._links)):
+                while not door.send(CoreStarted(rank, core, link.pid)):  # there is no room before it begins to read
+                    server.check()
+                    time.sleep(_LOOK_MS / 1e3)
+        timeout = self._config.parallel.start_timeout
+        assert self._coordinator is not None
+        self._coordinator.wait_handshake(timeout)
+        for server in self._servers:
+            server.begin_phase("joining the engine cores")
+            server.wait_handshake(timeout)
+        self._phases.end({phase: max(core.start_seconds[phase] for core in cores) for phase in cores[0].start_seconds})
+
+    # --- its life
+
+    def watch(self) -> int:
+        """Returns the exit status when all API servers have ended, for whatever reason."""
+        with _noted_signals() as signals:
+            poll = select.poll()
+            watched = self._descriptors()
+            for fd in (signals.fileno(), *watched):
+                poll.register(fd, select.POLLIN)
+            heartbeats = Heartbeats(self._settings.api_server_timeout, len(self._beating), time.monotonic())
+            while self._is_anybody_left():
+                for fd, _ in poll.poll(_LOOK_MS if self._is_ending else heartbeats.interval_ms):
+                    if fd == signals.fileno():
+                        for number in signals.recv(64):
+                            self._tell_end(number)
+                    elif watched[fd]():
+                        poll.unregister(fd)
+                signs = [process.last_sign for process in self._beating]
+                for index in heartbeats.silent(signs, time.monotonic()):
+                    self._end_silent(self._beating[index])
+        return self._status or int(any(server.exit_code != 0 for server in self._servers))
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._deadline != float("inf")
+
+    def _is_anybody_left(self) -> bool:
+        if not self._is_ending:
+            return True
+        return time.monotonic() < self._deadline and any(server.exit_code is None for server in self._servers)
+
+    def _descriptors(self) -> dict[int, Callable[[], bool]]:
+        """What is watched, and what is done when it becomes readable: returns whether that was its last news."""
+        assert self._coordinator is not None
+        watched: dict[int, Callable[[], bool]] = {}
+        for link in self._links:
+            watched[link.end_fd] = lambda link=link: self._note_engine_death(link.process)  # type: ignore[misc]
+        watched[self._coordinator.stop.fd] = lambda: self._note_engine_death(self._coordinator)
+        for index, (server, door) in enumerate(zip(self._servers, self._orders)):
+            watched[server.stop.fd] = lambda index=index: self._note_server_death(index)  # type: ignore[misc]
+            watched[door.fd] = lambda door=door: self._take_report(door)  # type: ignore[misc]
+        return watched
+
+    @property
+    def _beating(self) -> list[ChildProcess]:
+        """The processes that give signs of life whether or not they have something to do."""
+        assert self._coordinator is not None
+        return [*self._servers, self._coordinator]
+
+    def _end_silent(self, process: ChildProcess) -> None:
+        """Ends a process that does nothing any more; its death is then noticed as any other."""
+        if process.exit_code is not None or process.failure is not None:
+            return
+        error = process.stuck(self._settings.api_server_timeout, "has given no sign of life")
+        if self._is_ending:  # its end is expected, and so no failure
+            logger.error("%s", error)
+            process.end(told=False)
+        else:
+            process.settle(error)
+
+    def _take_report(self, door: DatagramDoor) -> bool:
+        data = door.receive()
+        if data is not None:
+            self._links[msgspec.msgpack.decode(data, type=CoreHung).rank].give_up()
+        return data is None
+
+    # --- its end
+
+    def _tell_end(self, number: int) -> None:
+        """A signal is for all API servers: they know best what they have under way."""
+        if number == signal.SIGHUP and self._is_ending:  # a terminal that closes sends several
+            return
+        if not self._is_ending:
+            name = signal.Signals(number).name
+            logger.info("%s: no new requests; those under way have %g s.", name, self._settings.shutdown_timeout)
+        self._drain(number)
+
+    def _drain(self, number: int) -> None:
+        self._begin_end(self._settings.shutdown_timeout)
+        for door in self._orders:
+            door.send(EndServing(number))
+
+    def _begin_end(self, seconds: float) -> None:
+        """From now on, API servers are expected to end."""
+        for server in self._servers:
+            server.expect_end()
+        self._deadline = min(self._deadline, time.monotonic() + seconds + _LAST_ANSWERS_SECONDS)
+
+    def _note_engine_death(self, process: ChildProcess | None) -> bool:
+        assert process is not None
+        error = as_death(process.failure) if process.failure is not None else None
+        message = str(error or "The engine has been shut down.")
+        logger.error("The engine has stopped: %s", message)
+        self._status = 1
+        self._begin_end(0.0)
+        for door in self._orders:
+            door.send(EngineDied(message[:_LONGEST_MESSAGE]))
+        return True
+
+    def _note_server_death(self, index: int) -> bool:
+        if self._servers[index].failure is None:
+            return True
+        self._status = 1
+        logger.error("%s The others finish what they have under way.", self._servers[index].failure)
+        for link in self._links:
+            with contextlib.suppress(Exception):  # a core that is gone has dropped them
+                link.send(DropFrontEnd(index + 1))
+        if not self._is_ending:  # those that end already would take it for a second signal, and abort what they have
+            self._drain(signal.SIGTERM)
+        return True
+
+    def end(self) -> None:
+        """Nothing is left when this returns. Idempotent."""
+        for server in self._servers:
+            server.close()
+        for link in self._links:
+            link.shutdown()
+        if self._coordinator is not None:
+            self._coordinator.close()
+        for door in self._orders:
+            door.close()
+        self._board.close()
+
+
+@contextlib.contextmanager
+def _noted_signals() -> Iterator[socket.socket]:
+    """The signals that end a server, as bytes that can be read from a socket."""
+    source, target = socket.socketpair()
+    target.setblocking(False)
+
+    def note(number: int, frame: object) -> None:
+        with contextlib.suppress(OSError):  # there is room for as many as anybody sends
+            os.write(target.fileno(), bytes([number]))
+
+    with source, target:
+        for number in end_signals():
+            signal.signal(number, note)
+        try:
+            yield source
+        finally:
+            ignore_signals()  # everything is being ended

@@ -1,0 +1,136 @@
+"""Where the server is in its life, and what it therefore answers.
+
+LOADING ── the engine is ready ──> READY ── SIGTERM ──> DRAINING ──> end, exit status 0
+   └─────────────── the engine fails ──> DEAD ──> end, exit status 1
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+
+from mvllm.engine.async_llm import AsyncLLM
+from mvllm.entrypoints.openai.chat.serving import ChatPrompts
+from mvllm.entrypoints.openai.common.errors import APIError
+from mvllm.entrypoints.openai.server.shared_metrics import SharedFigures
+from mvllm.entrypoints.openai.common.tokenizer_pool import TextWork
+
+
+class Phase(enum.Enum):
+    """The stations of a server's life."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class ServerState:
+    """What all routes share.
+
+    Args:
+        heartbeat_timeout: Seconds without a sign of life after which the engine is taken for hung.
+        figures: Where it is told to others how many requests there are, for a server of several processes.
+
+    Attributes:
+        phase: Where the server is.
+        started: Monotonic time of its start.
+        num_in_flight: Requests to the engine that this process has not answered to the end.
+        idle: Set while there are none.
+    """
+
+    def __init__(self, heartbeat_timeout: float, figures: SharedFigures | None = None) -> None:
+        self.phase = Phase.LOADING
+        self.started = time.monotonic()
+        self.num_in_flight = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._heartbeat_timeout = heartbeat_timeout
+        self._figures = figures
+        self._engine: AsyncLLM | None = None
+        self._text_work: TextWork | None = None
+        self._chat_prompts: ChatPrompts | None = None
+
+    def ready(self, engine: AsyncLLM, text_work: TextWork, chat_prompts: ChatPrompts) -> None:
+        """From now on requests are answered."""
+        self._engine, self._text_work, self._chat_prompts = engine, text_work, chat_prompts
+        self.phase = Phase.READY
+
+    @property
+    def loaded_engine(self) -> AsyncLLM | None:
+        """The engine, where it has been started."""
+        return self._engine
+
+    @property
+    def engine(self) -> AsyncLLM:
+        """The engine, for a request that is let in.
+
+        Raises:
+            APIError: There is none, or no more requests are let in (503).
+        """
+        if self.phase is Phase.READY and self._engine is not None:
+            return self._engine
+        if self.phase is Phase.LOADING:
+            raise APIError(503, "The model is being loaded; try again soon.", code="loading", retry_after=2)
+        if self.phase is Phase.DRAINING:
+            raise APIError(503, "The server is shutting down.", code="shutting_down", retry_after=5)
+        raise APIError(503, "The engine has stopped; the server is going down.", code="engine_dead", retry_after=30)
+
+    @property
+    def text_work(self) -> TextWork:
+        """The threads for text; as `engine`."""
+        assert self.engine is not None and self._text_work is not None
+        return self._text_work
+
+    @property
+    def chat_prompts(self) -> ChatPrompts:
+        """Where conversations become prompts; as `engine`."""
+        assert self.engine is not None and self._chat_prompts is not None
+        return self._chat_prompts
+
+    def enter(self) -> None:
+        """A request goes to the engine."""
+        self.num_in_flight += 1
+        self.idle.clear()
+        if self._figures is not None:
+            self._figures.touch()
+
+    def leave(self) -> None:
+        """It has been answered."""
+        self.num_in_flight -= 1
+        if self.num_in_flight == 0:
+            self.idle.set()
+        if self._figures is not None:
+            self._figures.touch()
+
+    @property
+    def total_in_flight(self) -> int:
+        """Requests to the engine that have not been answered to the end, by any process of this server."""
+        elsewhere = 0 if self._figures is None else self._figures.in_flight_elsewhere()
+        return self.num_in_flight + elsewhere
+
+    def liveness(self) -> str | None:
+        """Why the process should be started anew; None while it should not. From memory, at once."""
+        if self.phase is Phase.DEAD:
+            return "the engine has stopped"
+        engine = self._engine
+        if engine is None:
+            return None
+        if engine.errored:
+            return "the engine has stopped"
+        age = engine.heartbeat_age
+        if age > self._heartbeat_timeout:
+            return f"the engine has given no sign of life for {age:.0f} s"
+        return None
+
+    def readiness(self) -> str | None:
+        """Why requests should go elsewhere; None while they should not."""
+        dead = self.liveness()
+        if dead is not None:
+            return dead
+        if self.phase is not Phase.READY:
+            return f"the server is {self.phase.value}"
+        if self._engine is not None and self._engine.is_asleep:
+            return "the engine sleeps"
+        return None

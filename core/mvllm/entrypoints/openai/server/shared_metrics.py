@@ -1,0 +1,83 @@
+"""What one of several API servers counts, for the others to show: each of them answers for all.
+
+Figures go onto the board a moment after something has changed, and again and again while requests are under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from mvllm.engine.metrics.shared_metrics_pages import FiguresBoard
+from mvllm.engine.metrics.stats import EngineFigures
+from mvllm.entrypoints.openai.server.http_metrics import HTTPFigures
+
+_SOON_SECONDS = 0.02
+_BUSY_SECONDS = 0.25
+
+
+class ServerFigures(msgspec.Struct, array_like=True):
+    """Everything that one API server has counted.
+
+    Attributes:
+        in_flight: Requests to the engine that have not been answered to the end.
+        http: Of its answers.
+        engine: Of its part of the engine.
+    """
+
+    in_flight: int
+    http: HTTPFigures
+    engine: EngineFigures
+
+
+class SharedFigures:
+    """Used in the loop's thread.
+
+    Args:
+        board: Where the figures of all servers are.
+        page: This one's.
+    """
+
+    def __init__(self, board: FiguresBoard, page: int) -> None:
+        self._board = board
+        self._page = page
+        self._collect: Callable[[], ServerFigures] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._decoder = msgspec.msgpack.Decoder(ServerFigures)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def attach(self, collect: Callable[[], ServerFigures]) -> None:
+        """From now on, `touch` takes effect."""
+        self._collect = collect
+        self.touch()
+
+    def touch(self) -> None:
+        """Something has changed."""
+        if self._timer is None and self._collect is not None:
+            self._timer = asyncio.get_running_loop().call_later(_SOON_SECONDS, self._publish)
+
+    def elsewhere(self) -> list[ServerFigures]:
+        """What the other servers have counted."""
+        return [self._decoder.decode(data) for data in self._board.read_others(self._page)]
+
+    def engine_elsewhere(self) -> list[EngineFigures]:
+        """Of these, the engine's."""
+        return [figures.engine for figures in self.elsewhere()]
+
+    def http_elsewhere(self) -> list[HTTPFigures]:
+        """Of these, those of HTTP."""
+        return [figures.http for figures in self.elsewhere()]
+
+    def in_flight_elsewhere(self) -> int:
+        """Requests under way in the other servers."""
+        return sum(figures.in_flight for figures in self.elsewhere())
+
+    def _publish(self) -> None:
+        self._timer = None
+        assert self._collect is not None
+        figures = self._collect()
+        self._board.write(self._page, self._encoder.encode(figures))
+        if figures.in_flight:
+            self._timer = asyncio.get_running_loop().call_later(_BUSY_SECONDS, self._publish)

@@ -1,0 +1,198 @@
+"""Reads one call: an object with the function's name and its arguments, in any order and any layout.
+
+The idea: nothing is given out before it is certain that this is a call: its name is known and its arguments begin, or
+the object has ended. From then on each piece of the arguments is passed on as it comes. Who reads with this keeps the
+text until then, to give it out as content if it was no call after all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from mvllm.entrypoints.parsers.interface import Delta, ToolCallDelta, make_call_id
+from mvllm.entrypoints.parsers.json_stream import OPENING, QUOTES, JsonValue, can_begin_value, unquote
+
+NOT_SPACE = re.compile(r"\S")
+
+_ARGUMENTS = ("arguments", "parameters")
+_KNOWN_KEYS = frozenset({"name", *_ARGUMENTS, "type", "id"})
+
+_OBJECT, _KEY, _COLON, _VALUE, _MORE = "object", "key", "colon", "value", "more"
+
+
+class CallReader:
+    """Reads one call.
+
+    Args:
+        index: Its place among the answer's calls.
+        name: The function's name, where it stands elsewhere and all that comes is the arguments, an object; else None.
+        strict: Whether it must have a name and arguments and no key of other things: for a format without markers,
+            where an object may be an answer.
+        make_id: Makes the call's id.
+
+    Attributes:
+        index: As given.
+        begun: It is a call, and its first delta was given out.
+        done: Its end was seen.
+        broken: It cannot go on: what comes next is not part of it.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str | None = None,
+        *,
+        strict: bool = False,
+        make_id: Callable[[], str] = make_call_id,
+    ) -> None:
+        self.begun = False
+        self.done = False
+        self.broken = False
+        self.index = index
+        self._name = name
+        self._strict = strict
+        self._make_id = make_id
+        self._only_arguments = name is not None
+        self._expected = _OBJECT if name is None else _VALUE
+        self._key: str | None = _ARGUMENTS[0] if name is not None else None
+        self._value: JsonValue | None = None
+        self._value_text: list[str] = []  # of a key, a name, or arguments that cannot be passed on yet
+        self._passes_on = False  # whether the value that is read is arguments that can
+        self._arguments: list[str] | None = None  # arguments that came before the name
+
+    def feed(self, text: str, start: int, out: list[Delta]) -> int:
+        """Reads on from `start`, appends what is certain to `out`, and returns where it stopped."""
+        i = start
+        while i < len(text) and not (self.done or self.broken):
+            i = self._read_structure(text, i, out) if self._value is None else self._read_value(text, i, out)
+        return i
+
+    def finish(self, out: list[Delta]) -> None:
+        """There is no more of it: passes on the arguments so far, if it has begun."""
+        if self._value is not None:
+            held: list[str] = []
+            self._value.finish(held)
+            self._value_text += held
+            if self._key in _ARGUMENTS:
+                self._pass_on("".join(self._value_text), out)
+        self._value = None
+
+    def _read_structure(self, text: str, i: int, out: list[Delta]) -> int:
+        found = NOT_SPACE.search(text, i)
+        if found is None:
+            return len(text)
+        i, c = found.start(), found.group()
+        expected = self._expected
+        if expected == _OBJECT and c == "{":
+            self._expected = _KEY
+        elif expected == _KEY and c in QUOTES:
+            self._value, self._value_text, self._key = JsonValue(), [], None
+            self._passes_on = False
+            return i
+        elif expected == _COLON and c == ":":
+            self._expected = _VALUE
+        elif expected == _VALUE and can_begin_value(c):
+            return self._begin_value(i, c, out)
+        elif expected == _MORE and c == ",":
+            self._expected = _KEY
+        elif expected in (_KEY, _MORE) and c == "}":
+            self._end(out)
+        else:
+            self._break(out)
+            return i
+        return i if self.broken else i + 1
+
+    def _begin_value(self, i: int, c: str, out: list[Delta]) -> int:
+        misplaced = self._key == "name" and self._name is None and c not in QUOTES
+        if misplaced or (self._only_arguments and c != "{"):
+            self._break(out)
+            return i
+        self._value, self._value_text = JsonValue(), []
+        self._passes_on = False
+        if self._key in _ARGUMENTS:
+            self._passes_on = c in OPENING
+            if self._name is None:
+                self._arguments = []
+            else:
+                self._begin(out)
+        return i
+
+    def _read_value(self, text: str, i: int, out: list[Delta]) -> int:
+        assert self._value is not None
+        pieces: list[str] = []
+        i = self._value.feed(text, i, pieces)
+        if self._passes_on:
+            self._pass_on("".join(pieces), out)
+        else:
+            self._value_text += pieces
+        if self._value.broken:
+            self._break(out)
+        elif self._value.done:
+            self._value = None
+            self._end_value(out)
+        return i
+
+    def _end_value(self, out: list[Delta]) -> None:
+        text = "".join(self._value_text)
+        if self._expected == _KEY:
+            self._key = self._meaning(unquote(text))
+            self._expected = _COLON
+            if self._strict and self._key not in _KNOWN_KEYS:
+                self._break(out)
+            return
+        self._expected = _MORE
+        if self._key == "name" and self._name is None:
+            self._name = unquote(text)
+            if not self._name:
+                self._break(out)
+            elif self._arguments is not None:
+                self._begin(out)
+                self._pass_on("".join(self._arguments), out)
+        elif self._key in _ARGUMENTS:
+            if not self._passes_on:
+                self._pass_on(_as_arguments(text), out)
+            if self._only_arguments:
+                self.done = True
+
+    def _meaning(self, key: str) -> str:
+        """What a key is read as: arguments that come a second time are read over."""
+        return "type" if key in _ARGUMENTS and (self.begun or self._arguments is not None) else key
+
+    def _end(self, out: list[Delta]) -> None:
+        if not self.begun:
+            if self._name is None or self._strict:
+                self._break(out)
+                return
+            self._begin(out)
+            self._pass_on("{}", out)
+        self.done = True
+
+    def _break(self, out: list[Delta]) -> None:
+        self.finish(out)
+        self.broken = True
+
+    def _begin(self, out: list[Delta]) -> None:
+        self.begun = True
+        out.append(ToolCallDelta(self.index, self._make_id(), self._name))
+
+    def _pass_on(self, text: str, out: list[Delta]) -> None:
+        if not text:
+            return
+        if self.begun:
+            out.append(ToolCallDelta(self.index, arguments=text))
+        elif self._arguments is not None:
+            self._arguments.append(text)
+
+
+def _as_arguments(text: str) -> str:
+    """Arguments that were written as something else than an object: none at all, or an object as a string."""
+    if text == "null":
+        return "{}"
+    if text[:1] == '"':
+        inner = unquote(text)
+        if not inner.strip():
+            return "{}"
+        if inner.lstrip().startswith("{"):
+            return inner
+    return text

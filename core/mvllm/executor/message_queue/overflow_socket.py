@@ -1,0 +1,165 @@
+"""Messages too large for a slot, between processes of one machine: a ZeroMQ pipe per reader.
+
+The idea: the slot announces the message and is used up like any other, so back-pressure and order stay the ring's
+business and the socket needs no limit of its own. The reader's end binds and the writer's connects: a message can be
+sent before its reader has ever looked. Both open at the first such message; who never overflows never loads ZeroMQ.
+
+Names live in Linux' abstract namespace, so nothing is left behind. They are random, the reader's end turns away
+processes of other users (the kernel says who they are), and what does not begin with the queue's token is dropped.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import select
+import struct
+import sys
+import time
+from collections.abc import Sequence
+
+import zmq
+
+from mvllm.executor.message_queue.errors import PeerDiedError, QueueCorruptError, QueueTimeoutError
+from mvllm.executor.message_queue.notifier import StopSignal
+from mvllm.executor.message_queue.peers import Peer
+from mvllm.executor.message_queue.waiter import Waiter
+
+logger = logging.getLogger(__name__)
+
+LINGER_MS = 2000  # how long a closing writer waits for its readers to take the last large messages
+RECONNECT_MS, MAX_RECONNECT_MS = 2, 100
+GRACE_SECONDS = 0.2  # what a writer sent before it died may still be on its way through the kernel
+_IPC_FILTER_UID = 59  # a socket option that pyzmq has no name for
+
+
+class OverflowSender:
+    """The writer's end.
+
+    Args:
+        addresses: One per reader.
+        token: Shared by the queue's ends.
+    """
+
+    def __init__(self, addresses: Sequence[str], token: bytes) -> None:
+        self._token = token
+        self._context = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes] | None] = []
+        for address in addresses:
+            socket = self._context.socket(zmq.PUSH)
+            socket.setsockopt(zmq.SNDHWM, 0)  # the ring limits how much is on its way
+            socket.setsockopt(zmq.LINGER, LINGER_MS)
+            socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
+            socket.connect(address)
+            self._sockets.append(socket)
+
+    def send(self, sequence: int, frames: Sequence[bytes | memoryview]) -> None:
+        """Queues one message for every reader. Never blocks. Frames may be changed once this returns."""
+        header = self._token + struct.pack("!Q", sequence)
+        parts = [zmq.Frame(header), *shared_frames(frames)]
+        for socket in self._sockets:
+            if socket is not None:
+                socket.send_multipart(parts, copy=False)
+
+    def drop_reader(self, index: int) -> None:
+        socket = self._sockets[index]
+        if socket is not None:
+            socket.close(linger=0)
+            self._sockets[index] = None
+
+    def close(self) -> None:
+        """Idempotent; waits up to 2 s for what was not delivered yet."""
+        for socket in self._sockets:
+            if socket is not None:
+                socket.close()
+        self._sockets = []
+        self._context.term()
+
+
+class OverflowReceiver:
+    """A reader's end.
+
+    Args:
+        name: The queue's name, for errors.
+        address: Where to bind.
+        token: Shared by the queue's ends.
+        peer: The writer.
+        stop: Ends every wait, or None.
+    """
+
+    def __init__(self, name: str, address: str, token: bytes, peer: Peer, stop: StopSignal | None) -> None:
+        self._name = name
+        self._token = token
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._only_same_user()
+        self._socket.bind(address)
+        self._fd: int = self._socket.getsockopt(zmq.FD)  # type: ignore[assignment]
+        self._waiter = Waiter(name, [peer], stop)
+        self._waiter.add(self._fd)
+
+    def receive(self, sequence: int, deadline: float | None) -> list[memoryview]:
+        """The frames of message `sequence`, in memory of their own.
+
+        Raises:
+            QueueTimeoutError, PeerDiedError, QueueStoppedError: As every wait; the message can be asked for again.
+            QueueCorruptError: The socket has another message than the slot announced.
+        """
+        while True:
+            parts = self._receive_any()
+            if parts is not None:
+                return self._checked(parts, sequence)
+            try:
+                if not self._waiter.wait(deadline, f"the large message {sequence}"):
+                    raise QueueTimeoutError(f"Queue {self._name}: the large message {sequence} did not come in time.")
+            except PeerDiedError:
+                if not self._comes_within(GRACE_SECONDS):
+                    raise
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._socket.close()
+        self._context.term()
+
+    def _receive_any(self) -> list[memoryview] | None:
+        while True:
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return None
+            views = [part.buffer for part in parts]
+            if hmac.compare_digest(bytes(views[0][:-8]), self._token) and len(views) > 1:
+                return views
+            logger.warning("Queue %s: dropped a message that does not carry the queue's token", self._name)
+
+    def _checked(self, parts: list[memoryview], sequence: int) -> list[memoryview]:
+        (found,) = struct.unpack("!Q", parts[0][-8:])
+        if found != sequence:
+            raise QueueCorruptError(
+                f"Queue {self._name}: a slot announced the large message {sequence}, the socket has {found}."
+            )
+        return parts[1:]
+
+    def _comes_within(self, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        while (left := until - time.monotonic()) > 0:
+            poll.poll(left * 1e3)
+            if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return True
+        return False
+
+    def _only_same_user(self) -> None:
+        """The kernel tells the socket who connects; only our own user may."""
+        if sys.platform == "linux":
+            self._socket.setsockopt(_IPC_FILTER_UID, os.getuid())
+
+
+def shared_frames(frames: Sequence[bytes | memoryview]) -> list[zmq.Frame]:
+    """ZeroMQ frames that several sockets can send. Bytes cannot change, so they need no copy; others get one."""
+    return [zmq.Frame(frame, copy=not isinstance(frame, bytes)) for frame in frames]

@@ -1,0 +1,224 @@
+"""One process that works for this one, as its parent sees it: started, watched, asked for its stack, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Protocol, Self, cast
+
+import msgspec
+
+from mvllm.errors import WorkerDiedError, WorkerStuckError
+from mvllm.executor.process.handshake import receive_handshake, send_message
+from mvllm.executor.process.process_utils import STACK_SIGNAL, StackFile, is_stopped, open_pidfd
+from mvllm.executor.process.activity_table import STARTING, Activity, StatusBoard
+
+
+class RemoteFailure(Protocol):
+    """An exception that has travelled."""
+
+    def to_exception(self) -> Exception:
+        """The exception, as it is raised here."""
+
+
+class HandshakeLike(Protocol):
+    """An answer to being started."""
+
+    @property
+    def failure(self) -> RemoteFailure | None:
+        """Why it could not start, or None."""
+
+
+class ProcessStart(Protocol):
+    """What a process is told first, as far as the one who starts it must know. A msgspec struct."""
+
+    @property
+    def name(self) -> str:
+        """For logs, errors and the process list."""
+
+    @property
+    def rank(self) -> int:
+        """Its line on the status board."""
+
+    @property
+    def stack_fd(self) -> int:
+        """Where its stacks go."""
+
+    @property
+    def sys_path(self) -> list[str]:
+        """Where it finds modules."""
+
+
+class WorkerHandle:
+    """A running (or ended) worker process. Made with `launch`.
+
+    Attributes:
+        module: What the process runs: its `main`.
+        name, rank, pid: Who it is.
+        is_ready: It waits for requests.
+        exit_code: Its exit status, minus a signal's number, or None while it runs.
+    """
+
+    module: ClassVar[str] = "mvllm.executor.worker_main"
+
+    def __init__(
+        self, start: ProcessStart, process: subprocess.Popen[bytes], control: socket.socket, board: StatusBoard
+    ) -> None:
+        self.name = start.name
+        self.rank = start.rank
+        self.pid = process.pid
+        self.is_ready = False
+        self.exit_code: int | None = None
+        self.control = control
+        self._process = process
+        self._stacks = StackFile(start.stack_fd)
+        self._board = board
+        self.pidfd = open_pidfd(process.pid)
+
+    @classmethod
+    def launch(cls, start: ProcessStart, env: Mapping[str, str], pass_fds: Sequence[int], board: StatusBoard) -> Self:
+        """Starts the process. The calling thread must live as long as the worker: the kernel ties the two together.
+
+        Args:
+            start: What the worker is told.
+            env: Variables to set before its program starts.
+            pass_fds: The descriptors that `start` speaks of.
+            board: Where it will say what it does.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            own = [cls.module, start.name, str(theirs.fileno()), str(os.getpid())]
+            command = [sys.executable, "-P", "-m", "mvllm.executor.process.child_program", *own]
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(start.sys_path), **env},
+                pass_fds=(theirs.fileno(), *pass_fds),
+                stdin=subprocess.DEVNULL,
+                cwd=None if _has_working_directory() else os.sep,
+                # Ctrl-C in a terminal goes to the whole foreground group; workers hear of it from their parent. And
+                # whatever a worker starts can be ended with its group.
+                process_group=0,
+            )
+        handle = cls(start, process, ours, board)
+        with contextlib.suppress(BrokenPipeError, ConnectionError):  # its death is noticed where deaths are
+            send_message(ours, cast(msgspec.Struct, start))
+        return handle
+
+    @property
+    def is_running(self) -> bool:
+        return self.exit_code is None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the kernel lets it do nothing, after SIGSTOP or in a debugger."""
+        return is_stopped(self.pid)
+
+    @property
+    def activity(self) -> Activity:
+        """What it said last that it is doing."""
+        return self._board.read(self.rank)
+
+    def __str__(self) -> str:
+        return f"{self.name} (rank {self.rank}, pid {self.pid})"
+
+    def receive_handshake(self) -> HandshakeLike | None:
+        """Its answer to being started; None when it ended without one. Call when `control` is readable."""
+        return receive_handshake(self.control)
+
+    def reap(self) -> bool:
+        """Collects the exit status if the process has ended; returns whether it has.
+
+        Called by one thread only. Whatever the worker left running in its group is killed first, while its own number
+        cannot belong to anybody else yet.
+        """
+        if self.exit_code is not None:
+            return True
+        if not _has_ended(self.pid):
+            return False
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.exit_code = self._process.wait()
+        return True
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Does nothing when the process has ended."""
+        if self.exit_code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def close_death_pipe(self) -> None:
+        """Tells the worker that its parent has given it up."""
+        with contextlib.suppress(OSError):
+            self.control.shutdown(socket.SHUT_RDWR)
+
+    def dump_stack(self) -> str:
+        """The stacks of all its threads, most recent call first; what there is after half a second.
+
+        Empty while the interpreter starts: the signal would still kill it.
+        """
+        if self.activity.text == STARTING:
+            return ""
+        return self._stacks.after(lambda: self.send_signal(STACK_SIGNAL))
+
+    def death(self) -> Exception:
+        """The error that says how it ended and what it was doing."""
+        assert self.exit_code is not None
+        message, activity = self.describe_death(), str(self.activity)
+        return WorkerDiedError(message, rank=self.rank, pid=self.pid, activity=activity, exit_code=self.exit_code)
+
+    def stuck(self, message: str) -> Exception:
+        """The error for its not having done in time what `message` says."""
+        return WorkerStuckError(message, rank=self.rank, pid=self.pid, activity=str(self.activity))
+
+    def describe_death(self) -> str:
+        """How it ended and what it was doing, with its stack if it left one."""
+        assert self.exit_code is not None
+        activity = self.activity
+        reason, stack = self._stacks.last_words()
+        message = f"{self} {_describe_exit(self.exit_code)} {activity.during()}{f': {reason}' if reason else '.'}"
+        if stack:
+            message += f"\nIts stack:\n{stack.rstrip()}"
+        return message
+
+    def close(self) -> None:
+        """Gives back its descriptors, after its end. Idempotent."""
+        self.control.close()
+        self._stacks.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+        self.pidfd = -1
+
+
+def _has_working_directory() -> bool:
+    """Whether this process' working directory still exists: libraries cannot be loaded where it does not."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _has_ended(pid: int) -> bool:
+    """Without collecting the status: the process stays a zombie, and its number its own."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # somebody else has collected it
+        return True
+
+
+def _describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"exited with status {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    text = f"was killed by {name} (signal {-code})"
+    if -code == signal.SIGKILL:
+        text += ", likely because the machine was out of memory (see the kernel's log),"
+    return text

@@ -1,0 +1,67 @@
+"""How every process of an engine begins, a worker's and a core's alike: `... <name> <control socket> <parent pid>`.
+
+It names itself, promises to die with its parent, and reads from the control socket what it is.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from typing import Protocol, TypeVar
+
+from mvllm.executor.process.handshake import receive_message
+from mvllm.executor.process.process_utils import (
+    adopt_parent,
+    die_with_parent,
+    keep_standard_streams,
+    leave,
+    set_process_name,
+    watch_parent,
+)
+from mvllm.executor.process.activity_table import StatusBoard
+
+
+class StartMessage(Protocol):
+    """What the first message says, whatever the process is to be."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def board_fd(self) -> int: ...
+    @property
+    def stack_fd(self) -> int: ...
+    @property
+    def sys_path(self) -> list[str]: ...
+    @property
+    def python_path(self) -> str | None: ...
+    @property
+    def log_level(self) -> str: ...
+
+
+Start = TypeVar("Start", bound=StartMessage)
+
+
+def begin(kind: type[Start]) -> tuple[Start, socket.socket, StatusBoard]:
+    """Makes this interpreter the child that its arguments and the first message on the control socket describe.
+
+    Ends the process where the parent has ended or given up before it said what is wanted.
+
+    Returns:
+        The message, the control socket, and the board where the process says what it is doing.
+    """
+    keep_standard_streams()
+    for number in (signal.SIGINT, signal.SIGHUP):  # the parent decides what Ctrl-C and a closed terminal mean
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    name, control_fd, parent_pid = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    die_with_parent(parent_pid)
+    set_process_name(name)
+    control = socket.socket(fileno=control_fd)
+    try:
+        start = receive_message(control, kind)
+    except (EOFError, ConnectionError):
+        leave(1)
+    watch_parent(control)
+    adopt_parent(start.name, start.sys_path, start.python_path, start.stack_fd, start.log_level)
+    return start, control, StatusBoard(start.board_fd)

@@ -1,0 +1,381 @@
+"""Hands KV blocks to requests and finds prefixes that are there already.
+
+The idea: a block is *named* (see `block_hash.py`) as soon as a plan is made that fills it, not when the step has run. A
+request planned in the same step, or before its results are back, can then share it. That is sound because of two
+promises of those who execute plans: every plan made is executed, in order; and within a step the keys and values of all
+tokens are written before any are read. So a request that is aborted or preempted in between leaves blocks that its last
+plan still fills.
+
+A request that fails breaks the first promise: what its plan was to write may be missing or wrong. `discard` takes back
+all names of its chain of blocks, also of those that it found, since one of them may be what made it fail. It does the
+same for every request that shared a block which the failed one named in a plan whose results are not back, and for
+those that shared a block of such a request (see `unconfirmed_block_hashes.py`), and returns them: they have to begin again. Who
+shares blocks of earlier plans reads what was written.
+
+Layers that do not see alike have blocks of their own. They are dealt out into *groups* of about equally many layers, so
+that a block is as large in each and one pool serves all; a request has a list of blocks per group:
+
+    group 0, sees all         | 4 | 9 | 2 | 7 | 5 |
+    group 1, the last tokens  | . | . | . | 3 | 8 |      the first three have gone back to the pool: nobody sees them
+
+A block goes back when a step is planned whose first token does not see it any more. Steps under way may still read it;
+what it is written for next comes in a plan made later, and plans are executed in order. A prefix is found where all
+groups have what the tokens behind it see: in group 1 the last blocks will do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from mvllm.config.sliding_window_blocks import first_seen_block, most_blocks_held
+from mvllm.kv_cache.block_hash import BlockHash, cache_root, hash_block, request_root
+from mvllm.kv_cache.block_pool import BlockPool
+from mvllm.kv_cache.block_table import BlockTable
+from mvllm.kv_cache.unconfirmed_block_hashes import UnconfirmedNames
+
+_UNSEEN = -1
+"""In the place of a found block that no token to come sees."""
+
+
+class KVCacheManager:
+    """The owner of all block tables and of the pool behind them.
+
+    Args:
+        num_blocks: Size of the pool.
+        block_size: Tokens per block.
+        enable_caching: Let requests share equal prefixes. Without it only siblings share, and only their prompt.
+        hash_seed: Makes block names reproducible across runs; None draws them at random.
+        windows: For each group of layers how many tokens they see, or None for all.
+        max_step_tokens: Most tokens of one request in one step.
+
+    Attributes:
+        unconfirmed: Names given by plans whose results are not back. Who makes the plans says when they are.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        enable_caching: bool = True,
+        hash_seed: int | None = None,
+        windows: Sequence[int | None] = (None,),
+        max_step_tokens: int = sys.maxsize,
+    ) -> None:
+        if block_size < 1:
+            raise ValueError(f"A KV block needs at least one slot, got block_size={block_size}.")
+        if not windows or any(window is not None and window < 1 for window in windows):
+            raise ValueError(f"Each group of layers sees at least one token, got windows={windows}.")
+        self.block_size = block_size
+        self.enable_caching = enable_caching
+        self._windows = tuple(windows)
+        self._max_step_tokens = max_step_tokens
+        self._sees_everything = self._windows == (None,)
+        self._pool = BlockPool(num_blocks)
+        self._root = cache_root(hash_seed)
+        self._tables: set[BlockTable] = set()  # those that hold blocks
+        self.unconfirmed = UnconfirmedNames()
+
+    @property
+    def num_blocks(self) -> int:
+        """Size of the pool."""
+        return self._pool.num_blocks
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of layers, each with blocks of its own."""
+        return len(self._windows)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no request uses; some of them may still be hit."""
+        return self._pool.num_free
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that requests use, 0 to 1."""
+        return 1.0 - self._pool.num_free / self._pool.num_blocks
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """The most blocks that a request of `num_tokens` tokens holds at once, in all groups together."""
+        return sum(
+            most_blocks_held(num_tokens, window, self.block_size, self._max_step_tokens) for window in self._windows
+        )
+
+    def make_table(
+        self,
+        token_ids: list[int],
+        *,
+        cache_salt: str | None = None,
+        position_key: int = 0,
+        sibling_group: str | None = None,
+        adapter_keys: Sequence[tuple[str, str]] = (),
+    ) -> BlockTable:
+        """An empty table for a new request.
+
+        Args:
+            token_ids: The request's prompt; the table keeps the list and watches it grow.
+            cache_salt: Only requests of the same salt share blocks.
+            position_key: Likewise.
+            sibling_group: With caching switched off, only requests of the same group share blocks, and only the
+                prompt's.
+            adapter_keys: (kind, value) pairs that name the adapter which computes with the model; likewise.
+        """
+        keys = [] if cache_salt is None else [("cache_salt", cache_salt)]
+        if position_key:
+            keys.append(("position_key", str(position_key)))
+        keys.extend(adapter_keys)
+        if self.enable_caching:
+            return BlockTable(token_ids, request_root(self._root, keys), sys.maxsize, self.num_groups)
+        if sibling_group is not None:
+            keys.append(("sibling_group", sibling_group))
+            return BlockTable(token_ids, request_root(self._root, keys), len(token_ids), self.num_groups)
+        return BlockTable(token_ids, None, 0, self.num_groups)
+
+    def get_computed_blocks(self, table: BlockTable) -> list[int]:
+        """The longest prefix whose contents are there, as far as later tokens see them. A look: nothing is taken.
+
+        The last known token is never in it: something must be computed to get logits.
+
+        Returns:
+            Its blocks, for `allocate_slots`; with several groups those of one after those of the other, equally many.
+        """
+        if table.root is None:
+            return []
+        hashes = self._block_hashes(table, (len(table.token_ids) - 1) // self.block_size)
+        if self._sees_everything:
+            return self._leading_blocks(hashes, 0)
+        return self._agreed_blocks(hashes)
+
+    def allocate_slots(
+        self,
+        table: BlockTable,
+        num_tokens: int,
+        computed_blocks: Sequence[int] = (),
+        *,
+        num_spare: int = 0,
+        num_computed_tokens: int = 0,
+    ) -> list[int] | None:
+        """Gives a table enough blocks for its first `num_tokens` tokens, in each group.
+
+            table.block_ids afterwards (block_size 4, num_tokens 18)
+
+            | 0 1 2 3 | 4 5 6 7 | 8 9 . . | . . . . | 16 17     |
+            |<-- computed ----->|<------- new ----------------->|    empty table: shares what was found, takes the rest
+            |<-- held -------------------->|<------ new ------->|    later calls: takes what is missing
+
+        Where a group has a window, the blocks in front of it are given back first, and there are blocks for as many
+        tokens behind it as one step may have. A longer prompt takes more as it goes on, and gives back as many.
+
+        Args:
+            table: Whose.
+            num_tokens: How many tokens must have a slot, sooner or later.
+            computed_blocks: What `get_computed_blocks` found; only for an empty table.
+            num_spare: Blocks that must stay free.
+            num_computed_tokens: Where the next step of a table that has blocks begins. What the token there and those
+                behind it do not see is given back.
+
+        Returns:
+            The blocks added behind the computed ones (none, if those held suffice), those of one group after those of
+            the other; or None, with nothing taken, if the pool has not enough.
+        """
+        pool, size = self._pool, self.block_size
+        if self._sees_everything and not computed_blocks:  # the usual case, the short way
+            held = table.groups[0].block_ids
+            num_new = -(-num_tokens // size) - len(held)
+            if num_new <= 0:
+                return []
+            if num_new + num_spare > pool.num_free:
+                return None
+            new = pool.allocate(num_new)
+            held.extend(new)
+            self._tables.add(table)
+            table.num_slots = len(held) * size
+            return new
+        num_found = len(computed_blocks) // len(self._windows)
+        if computed_blocks:
+            assert not table.block_ids
+            num_computed_tokens = num_found * size
+        self._drop_unseen(table, num_computed_tokens)
+        wanted = -(-num_tokens // size)
+        missing = []
+        for blocks, window in zip(table.groups, self._windows):
+            end = wanted
+            if window is not None:
+                first = first_seen_block(num_computed_tokens, window, size)
+                end = min(wanted, first + most_blocks_held(num_tokens, window, size, self._max_step_tokens))
+            missing.append(max(0, end - len(blocks.block_ids) - num_found))
+        num_new = sum(missing)
+        if not num_new:
+            return []
+        found = [block for block in computed_blocks if block != _UNSEEN]
+        if num_new + num_spare > pool.num_free - pool.num_free_among(found):
+            return None
+        if computed_blocks:
+            pool.share(found)
+            self.unconfirmed.note_reader(table, found)
+            for i, blocks in enumerate(table.groups):
+                own = computed_blocks[i * num_found : (i + 1) * num_found]
+                blocks.num_dropped = own.count(_UNSEEN)
+                blocks.block_ids += [max(block, 0) for block in own]  # workers want a block there, any will do
+            table.num_named_blocks = num_found
+        new = pool.allocate(num_new)
+        start = 0
+        for blocks, count in zip(table.groups, missing):
+            blocks.block_ids += new[start : start + count]
+            start += count
+        self._tables.add(table)
+        table.num_slots = min(len(blocks.block_ids) for blocks in table.groups) * size
+        return new
+
+    def cache_blocks(self, table: BlockTable, num_computed_tokens: int) -> None:
+        """Names the full blocks among the first tokens of a table, so that others find them.
+
+        Args:
+            table: Whose.
+            num_computed_tokens: Tokens whose keys and values are written by the plans made so far and by the one being
+                made. Blocks with tokens that are not known yet get their name in a later call.
+        """
+        num_tokens = min(num_computed_tokens, len(table.token_ids), table.num_shareable_tokens, table.num_slots)
+        num_full = num_tokens // self.block_size
+        if num_full <= table.num_named_blocks:
+            return
+        hashes, unconfirmed = self._block_hashes(table, num_full), self.unconfirmed.names
+        if self._sees_everything:
+            block_ids = table.groups[0].block_ids
+            for i in range(table.num_named_blocks, num_full):
+                block = block_ids[i]
+                self._pool.name(block, hashes[i])
+                unconfirmed[block] = table
+            table.num_named_blocks = num_full
+            return
+        for group, blocks in enumerate(table.groups):
+            for i in range(max(table.num_named_blocks, blocks.num_dropped), num_full):
+                block = blocks.block_ids[i]
+                self._pool.name(block, _name(hashes[i], group))
+                unconfirmed[block] = table
+        table.num_named_blocks = num_full
+
+    def free(self, table: BlockTable, num_computed_tokens: int) -> None:
+        """Takes all blocks from a table; what is full stays to be found.
+
+        Args:
+            table: Whose. It can be given blocks again.
+            num_computed_tokens: As for `cache_blocks`.
+        """
+        self.cache_blocks(table, num_computed_tokens)
+        self._pool.release(table.held_blocks)
+        for blocks in table.groups:
+            blocks.block_ids.clear()
+            blocks.num_dropped = 0
+        table.num_slots = table.num_named_blocks = 0
+        self._tables.discard(table)
+
+    def discard(self, tables: Collection[BlockTable]) -> list[BlockTable]:
+        """Takes all blocks from the tables of requests that failed in the oldest plan whose results are not confirmed,
+        and from those that depend on what these should have written; nobody finds any of the blocks again.
+
+        It goes by name, so that it also reaches blocks that a request gave back before its failure was known.
+
+        Returns:
+            The tables that depend on `tables`. What has been computed with them since is not to be used.
+        """
+        dependents = self.unconfirmed.dependents(tables)
+        for table in (*tables, *dependents):
+            for block_hash in table.block_hashes:
+                for group in range(self.num_groups):
+                    block = self._pool.lookup(_name(block_hash, group))
+                    if block is not None:
+                        self._pool.forget(block)
+            self.free(table, 0)
+        return dependents
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all contents; False, with nothing changed, while requests hold blocks."""
+        if self._tables:
+            return False
+        self._pool.forget_all()
+        return True
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless tables, counts, free list and names agree."""
+        self._pool.check_integrity()
+        users = Counter(block for table in self._tables for block in table.held_blocks)
+        for block, count in enumerate(self._pool.ref_counts):
+            assert users[block] == count, f"Block {block} is in {users[block]} tables, its count says {count}"
+        for table in self._tables:
+            held = table.held_blocks
+            assert held, "A table without blocks is still listed"
+            assert len(held) == len(set(held)), f"A table lists a block twice: {held}"
+            lengths = [len(blocks.block_ids) for blocks in table.groups]
+            assert table.num_slots == min(lengths) * self.block_size
+            assert table.num_named_blocks <= min(lengths)
+            assert len(table.block_hashes) * self.block_size <= len(table.token_ids)
+            for blocks, window in zip(table.groups, self._windows, strict=True):
+                assert not blocks.num_dropped or window is not None, "A block was dropped that is seen"
+                assert all(0 <= block < self.num_blocks for block in blocks.block_ids)
+
+    def _drop_unseen(self, table: BlockTable, num_computed_tokens: int) -> None:
+        """Gives back what no token from position `num_computed_tokens` on sees."""
+        for blocks, window in zip(table.groups, self._windows):
+            if window is None or not blocks.block_ids:
+                continue
+            first = first_seen_block(num_computed_tokens, window, self.block_size)
+            if first > blocks.num_dropped:
+                self.cache_blocks(table, num_computed_tokens)
+                self._pool.release(blocks.block_ids[blocks.num_dropped : first])
+                blocks.num_dropped = first
+
+    def _leading_blocks(self, hashes: Sequence[BlockHash], group: int) -> list[int]:
+        """The longest run of leading blocks that the group has."""
+        found = []
+        lookup = self._pool.lookup
+        for block_hash in hashes:
+            block = lookup(_name(block_hash, group))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def _agreed_blocks(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The longest prefix that all groups have, each as far as it matters. As `get_computed_blocks` returns it."""
+        found = {g: self._leading_blocks(hashes, g) for g, window in enumerate(self._windows) if window is None}
+        length = min([len(hashes), *map(len, found.values())])
+        # Every shorter prefix that contains the missing block sees it, too: what is seen begins no later there.
+        while length and (missing := self._first_missing(hashes, length)) is not None:
+            length = missing
+        blocks: list[int] = []
+        for group, window in enumerate(self._windows):
+            if window is None:
+                blocks += found[group][:length]
+            else:
+                first = first_seen_block(length * self.block_size, window, self.block_size)
+                seen = [self._pool.lookup(_name(block_hash, group)) for block_hash in hashes[first:length]]
+                blocks += [_UNSEEN] * first + [block for block in seen if block is not None]
+        return blocks
+
+    def _first_missing(self, hashes: Sequence[BlockHash], length: int) -> int | None:
+        """The first of the blocks that tokens behind `length` blocks see and that a group with a window has not."""
+        for group, window in enumerate(self._windows):
+            if window is not None:
+                for i in range(first_seen_block(length * self.block_size, window, self.block_size), length):
+                    if self._pool.lookup(_name(hashes[i], group)) is None:
+                        return i
+        return None
+
+    def _block_hashes(self, table: BlockTable, num_blocks: int) -> list[BlockHash]:
+        """Names of the first `num_blocks` blocks, all of whose tokens are known; fewer, if not all may be shared."""
+        hashes, size = table.block_hashes, self.block_size
+        num_blocks = min(num_blocks, table.num_shareable_tokens // size)
+        assert table.root is not None
+        for i in range(len(hashes), num_blocks):
+            parent = hashes[i - 1] if i else table.root
+            hashes.append(hash_block(parent, table.token_ids[i * size : (i + 1) * size]))
+        return hashes if len(hashes) == num_blocks else hashes[:num_blocks]
+
+
+def _name(block_hash: BlockHash, group: int) -> BlockHash:
+    """The name of a block in one group of layers."""
+    return block_hash + group.to_bytes(2, "little") if group else block_hash

@@ -1,0 +1,170 @@
+"""Latent attention (MLA): keys and values of all heads are made of one short vector per token, which alone is kept.
+
+    x ─ kv_a ─┬─ norm ─> latent [rank] ──────┐                 key of head h    = [Kₕ · latent | rotated]
+              └─ rotate ─> rotated [rope] ───┴─ the cache      value of head h  = Vₕ · latent
+    x ─ q ────┬─ Kₕᵀ · plain ─> [rank] ──────┐
+              └─ rotate ─> [rope] ───────────┴─ query
+
+A score (plain · Kₕ latent + rotated parts) is the same as (Kₕᵀ plain) · latent + ..., so queries are brought to the
+latent's space (*absorbed*) and attend to the cache as it lies there: one key/value head of rank + rope elements, whose
+first `rank` are the value as well. What comes out is a latent for each head, which Vₕ turns into the head's result.
+
+Ranks share the heads; each keeps the whole latent.
+
+Sources: DeepSeek-V2, arXiv:2405.04434.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mvllm.config.rope_parameters import RopeParameters
+from mvllm.layers.attention import Attention
+from mvllm.layers.context import BuildContext, ForwardStep
+from mvllm.layers.fused_moe import stored_matrix
+from mvllm.layers.linear import ColumnParallelLinear, HeadShare, ReplicatedLinear, RowParallelLinear
+from mvllm.layers.matrix_layout import MatrixLayout, Part
+from mvllm.layers.norm import RMSNorm
+from mvllm.layers.quantization.rtn_matrix import float_targets
+from mvllm.layers.rotary import RotaryEmbedding, StepAngles
+from mvllm.layers.weight_target import WeightTarget
+
+_NORM_EPS = 1e-6  # of the norms on latents, whatever the model's other norms have
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Sizes of latent attention.
+
+    Attributes:
+        hidden_size, num_heads: Of the whole model.
+        query_rank: Size of the vector that queries are made of; None where they are made of the input.
+        rank: Size of the latent.
+        plain_size, rope_size: Elements of a query or key head that are not rotated, and those that are.
+        value_size: Elements of a value head.
+        bias: Whether the products that make latents, and the last one, have biases.
+    """
+
+    hidden_size: int
+    num_heads: int
+    query_rank: int | None
+    rank: int
+    plain_size: int
+    rope_size: int
+    value_size: int
+    bias: bool = False
+
+
+class LatentAttention(nn.Module):
+    """Self-attention over latents.
+
+    Args:
+        ctx: Build context.
+        name: The checkpoint module.
+        shape: Its sizes.
+        rotary: Rotates `rope_size` elements.
+    """
+
+    def __init__(self, ctx: BuildContext, name: str, shape: LatentShape, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        self.shape = shape
+        share = HeadShare.of(shape.num_heads, shape.num_heads, ctx.shares)
+        heads = HeadShare(share.num_heads, 1, share.first_head, 0)
+        query_size = shape.num_heads * (shape.plain_size + shape.rope_size)
+        hidden_size, bias = shape.hidden_size, shape.bias
+        self.query_latent = self.query_norm = None
+        query_name, query_input = f"{name}.q_proj", hidden_size
+        if shape.query_rank is not None:
+            self.query_latent = ReplicatedLinear(ctx, f"{name}.q_a_proj", hidden_size, shape.query_rank, bias=bias)
+            self.query_norm = RMSNorm(ctx, f"{name}.q_a_layernorm", shape.query_rank, _NORM_EPS)
+            query_name, query_input = f"{name}.q_b_proj", shape.query_rank
+        self.query = ColumnParallelLinear(ctx, [(query_name, query_size)], query_input, bias=False)
+        key_size = shape.rank + shape.rope_size
+        self.latent = ReplicatedLinear(ctx, f"{name}.kv_a_proj_with_mqa", hidden_size, key_size, bias=bias)
+        self.latent_norm = RMSNorm(ctx, f"{name}.kv_a_layernorm", shape.rank, _NORM_EPS)
+        self.heads = _HeadMatrices(ctx, f"{name}.kv_b_proj", shape, heads)
+        self.attention = Attention(ctx, heads, key_size, _scale(shape, rotary.rope), latent_size=shape.rank)
+        self.output = RowParallelLinear(
+            ctx, f"{name}.o_proj", shape.num_heads * shape.value_size, hidden_size, bias=bias
+        )
+        self._rotary = [rotary]  # in a list: it belongs to the model, not to every layer
+
+    def forward(self, x: torch.Tensor, angles: StepAngles, step: ForwardStep) -> torch.Tensor:
+        """[T, hidden_size] to [T, hidden_size]."""
+        shape = self.shape
+        made_of = x
+        if self.query_latent is not None and self.query_norm is not None:
+            made_of = self.query_norm(self.query_latent(x))
+        query = self.query(made_of).unflatten(-1, (-1, shape.plain_size + shape.rope_size))
+        plain, rotated = query.split((shape.plain_size, shape.rope_size), dim=-1)
+        latent, key_rotated = self.latent(x).split((shape.rank, shape.rope_size), dim=-1)
+        latent, key_rotated = self.latent_norm(latent).unsqueeze(1), key_rotated.unsqueeze(1)
+        rotated, key_rotated = self._rotary[0](angles, rotated, key_rotated)
+        key = torch.cat((latent, key_rotated), dim=-1)
+        query = torch.cat((self.heads.absorb(plain), rotated), dim=-1)
+        found = self.attention(query, key, key[..., : shape.rank], step)
+        return self.output(self.heads.expand(found.unflatten(-1, (-1, shape.rank))))
+
+
+class _HeadMatrices(nn.Module):
+    """K and V of this rank's heads: the checkpoint has them as one matrix, whose rows are each head's K, then its V.
+
+    Attributes:
+        weight: [heads · (plain_size + value_size), rank].
+    """
+
+    partitions: Mapping[str, int] = {"weight": 0}
+
+    def __init__(self, ctx: BuildContext, name: str, shape: LatentShape, heads: HeadShare) -> None:
+        super().__init__()
+        size = shape.plain_size + shape.value_size
+        rows, num_rows = (
+            slice(heads.first_head * size, (heads.first_head + heads.num_heads) * size),
+            heads.num_heads * size,
+        )
+        part = Part(name, shape.num_heads * size, rows, slice(0, num_rows))
+        self._layout = MatrixLayout((part,), shape.rank, slice(0, shape.rank), num_rows)
+        self._sizes = (shape.plain_size, shape.value_size)
+        self.stored = stored_matrix(ctx, self._layout)
+        weight = ctx.parameter(num_rows, shape.rank)
+        self.weight: torch.Tensor = weight if self.stored is None else weight.data
+        self._place = ctx.place
+
+    def absorb(self, plain: torch.Tensor) -> torch.Tensor:
+        """Query heads [T, heads, plain_size] in the latent's space, [T, heads, rank]."""
+        return torch.bmm(plain.transpose(0, 1), self._of_heads()[0]).transpose(0, 1)
+
+    def expand(self, latents: torch.Tensor) -> torch.Tensor:
+        """Each head's latent [T, heads, rank] as its result, [T, heads · value_size]."""
+        return torch.bmm(latents.transpose(0, 1), self._of_heads()[1].transpose(1, 2)).transpose(0, 1).flatten(1)
+
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        """Checkpoint tensor names and what this rank takes of them. Before `prepare_weights` only."""
+        if isinstance(self.weight, nn.Parameter):
+            yield from float_targets(self._layout, self.weight)
+        elif self.stored is not None:
+            yield from self.stored.targets()
+
+    def prepare_weights(self) -> None:
+        """Dequantizes the matrix, where the checkpoint has it quantized."""
+        if self.stored is not None:
+            self.weight.copy_(self.stored.dequantized(self.weight.shape[1], self.weight.dtype, self.weight.device))
+            self.stored = None
+            self.weight = self._place(self.weight, 0)
+
+    def _of_heads(self) -> tuple[torch.Tensor, ...]:
+        return self.weight.unflatten(0, (-1, sum(self._sizes))).split(self._sizes, dim=1)
+
+
+def _scale(shape: LatentShape, rope: RopeParameters) -> float:
+    """The usual scale of scores, sharpened where the rotation is stretched (`mscale_all_dim`)."""
+    scale = (shape.plain_size + shape.rope_size) ** -0.5
+    weight, factor = rope.values.get("mscale_all_dim"), rope.values.get("factor")
+    if rope.rope_type == "default" or not weight or not factor or factor <= 1:
+        return scale
+    return float(scale * (0.1 * weight * math.log(factor) + 1.0) ** 2)

@@ -1,0 +1,57 @@
+"""Quantizing a checkpoint of floats while it is loaded, layer by layer, by rounding to the nearest.
+
+`int8`: weights of 8 bits, a scale per row; inputs are rounded to int8, a scale per token. `int4`: weights of 4 bits in
+groups of 32 columns, each with a scale and a zero point; inputs likewise. Every linear layer is quantized, and the head
+with 8 bits, also where it is tied; the token embedding stays as it is: a step reads a few of its rows only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from mvllm.config.hf_config import HFConfig
+from mvllm.layers.matrix_layout import MatrixLayout
+from mvllm.layers.quantization.interface import IntegerFormat, QuantizationMethod
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mvllm.layers.context import BuildContext
+    from mvllm.layers.quantization.rtn_matrix import RoundedMatrix
+
+
+class OnLoad(QuantizationMethod):
+    """Rounds weights to the nearest integers.
+
+    Attributes:
+        format: Of all matrices but the head, which has 8 bits and a scale per row.
+    """
+
+    quantizes_on_load = True
+    format: ClassVar[IntegerFormat]
+
+    @classmethod
+    def of(cls, settings: HFConfig) -> OnLoad:
+        return cls()
+
+    def matrix(
+        self, ctx: BuildContext, layout: MatrixLayout, tied_to: nn.Parameter | None = None
+    ) -> RoundedMatrix | None:
+        from mvllm.layers.quantization.rtn_matrix import RoundedMatrix
+
+        format = self.format
+        if layout.is_head:
+            format = IntegerFormat(8, int8_activations=format.int8_activations)
+        return RoundedMatrix(ctx, layout, format, tied_to)
+
+
+class Int8(OnLoad):
+    """8-bit weights and inputs."""
+
+    format = IntegerFormat(8, int8_activations=True)
+
+
+class Int4(OnLoad):
+    """4-bit weights in groups, 8-bit inputs."""
+
+    format = IntegerFormat(4, 32, symmetric=False, int8_activations=True)

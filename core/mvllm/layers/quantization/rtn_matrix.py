@@ -1,0 +1,113 @@
+"""Floats of a checkpoint, rounded to integers once they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from mvllm.layers.context import BuildContext
+from mvllm.layers.matrix_layout import MatrixLayout
+from mvllm.layers.quantization.interface import IntegerFormat
+from mvllm.layers.quantization.quantized_matrix import IntegerMatrix, staging
+from mvllm.layers.weight_target import WeightTarget
+from mvllm.ops.quantized_linear import QuantizedWeight
+
+_BLOCK, _LARGEST_FACTOR = 256, 8
+_ELEMENTS_AT_ONCE = 1 << 20  # rounded at one time: the float32 copies of these are all the memory that rounding takes
+
+
+class RoundedMatrix(IntegerMatrix):
+    """Stages the layer's floats on the host, in the compute dtype.
+
+    Args:
+        ctx, layout, format: As in IntegerMatrix.
+        tied_to: Take this matrix instead of reading one.
+    """
+
+    def __init__(
+        self, ctx: BuildContext, layout: MatrixLayout, format: IntegerFormat, tied_to: nn.Parameter | None = None
+    ) -> None:
+        super().__init__(ctx, layout, format)
+        self._tied_to = [tied_to]  # in a list: it belongs to the embedding
+        self.floats = staging(layout.out_features, layout.num_columns, dtype=ctx.dtype) if tied_to is None else None
+
+    def targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        if self.floats is not None:
+            yield from float_targets(self.layout, self.floats)
+
+    def read(self) -> tuple[QuantizedWeight, torch.Tensor | None]:
+        floats = self._tied_to[0] if self.floats is None else self.floats
+        assert floats is not None
+        weight = self.empty_weight()
+        rows_at_once = max(1, _ELEMENTS_AT_ONCE // self.layout.num_columns)
+        for start in range(0, self.layout.out_features, rows_at_once):
+            rows = slice(start, start + rows_at_once)
+            piece = floats.detach()[rows].to(weight.scales.device).float()
+            round_rows(piece, weight, rows)
+        return weight, None
+
+
+def float_targets(layout: MatrixLayout, parameter: nn.Parameter) -> Iterator[tuple[str, WeightTarget]]:
+    """The floats of a layout's parts, and where they go in a parameter [out_features, num_columns]."""
+    for part in layout.parts:
+        shape = (part.num_rows, layout.in_features)
+        source = (part.source, layout.columns)
+        if layout.transposed:
+            shape, source = shape[::-1], source[::-1]
+        destination = (part.destination, slice(0, layout.num_columns))
+        yield f"{part.name}.weight", WeightTarget(parameter, shape, source, destination, layout.transposed)
+
+
+def round_rows(floats: torch.Tensor, weight: QuantizedWeight, rows: slice) -> None:
+    """Fills rows of `weight` with the nearest that it can hold to `floats` [rows, in_features], float32.
+
+    Without zero points a group's scale is its largest magnitude over the largest integer, with them the span from its
+    smallest to its largest value (zero between them, so that it stays exact) over the number of steps. The scale of a
+    group with a NaN is NaN, so that a damaged checkpoint is told by its logits, as without rounding.
+
+    Scales of groups of 4 bits are made larger, by at most an eighth of the largest of their neighbours, so that those
+    of every 256 columns are 1 to 8 times one number in bfloat16: they can be kept in a few bits, and multiplied with
+    as integers.
+    """
+    largest = 2 ** (weight.bits - 1) - 1
+    groups = [slice(start, start + weight.group_size) for start in range(0, floats.shape[1], weight.group_size)]
+    scales = torch.empty(floats.shape[0], len(groups))
+    for group, columns in enumerate(groups):
+        values = floats[:, columns]
+        if weight.zero_points is None:
+            scales[:, group] = values.abs().amax(dim=1) / largest
+        else:
+            low, high = values.amin(dim=1).clamp(max=0), values.amax(dim=1).clamp(min=0)
+            scales[:, group] = (high - low) / (2 * largest + 1)
+    scales = _kept(scales, weight.group_size) if len(groups) > 1 and weight.bits == 4 else scales
+    scales = scales.where(scales != 0, 1.0)
+    for group, columns in enumerate(groups):
+        values, scale = floats[:, columns], scales[:, group, None]
+        if weight.zero_points is None:
+            zeros, lowest = torch.zeros(values.shape[0], 1), -largest
+        else:
+            low, lowest = values.amin(dim=1, keepdim=True).clamp(max=0), -largest - 1
+            zeros = (lowest - low / scale).round().clamp(lowest, largest)
+            weight.zero_points[rows, group] = zeros[:, 0].to(torch.int8)
+        weight.values[rows, columns] = (values / scale + zeros).round().clamp(lowest, largest).to(torch.int8)
+    weight.scales[rows] = scales
+
+
+def _kept(scales: torch.Tensor, group_size: int) -> torch.Tensor:
+    """The scales made larger until those of every 256 columns are 1 to 8 times one number in bfloat16."""
+    if _BLOCK % group_size:
+        return scales
+    kept = torch.empty_like(scales)
+    for start in range(0, scales.shape[1], _BLOCK // group_size):
+        block = scales[:, start : start + _BLOCK // group_size]
+        unit = _upwards_to_bfloat16(block.amax(dim=1, keepdim=True) / _LARGEST_FACTOR)
+        unit = unit.where(unit != 0, 1.0)
+        kept[:, start : start + block.shape[1]] = (block / unit).ceil().clamp(1, _LARGEST_FACTOR) * unit
+    return kept
+
+
+def _upwards_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
+    near = x.bfloat16()
+    return torch.where(near < x, torch.nextafter(near, torch.full_like(near, torch.inf)), near).float()

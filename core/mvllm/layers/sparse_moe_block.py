@@ -1,0 +1,73 @@
+"""Mixture of experts: a router picks a few of many MLPs for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from mvllm.layers.gpt_oss_experts import ClampedExperts
+from mvllm.layers.context import BuildContext
+from mvllm.layers.fused_moe import GatedExperts
+from mvllm.layers.linear import ReplicatedLinear
+from mvllm.layers.norm import whole
+from mvllm.layers.routing import Routing
+from mvllm.layers.weight_target import WeightTarget
+
+
+class MoE(nn.Module):
+    """Router and experts.
+
+    Args:
+        ctx: Build context.
+        router: The checkpoint module of the router. It stays as the checkpoint has it, however the rest is quantized.
+        experts: The experts.
+        hidden_size, num_experts: Elements per token, and experts in all.
+        routing: How the router's logits become experts.
+        bias: Whether the router has biases.
+        correction: The checkpoint's tensor that corrects the router's choice, where there is one.
+        router_dtype: What the router computes in, if not in the compute dtype.
+        beside: What every token visits as well; its result is added.
+
+    Raises:
+        ModelError: The routing does not fit the experts.
+    """
+
+    def __init__(
+        self,
+        ctx: BuildContext,
+        router: str,
+        experts: GatedExperts | ClampedExperts,
+        hidden_size: int,
+        num_experts: int,
+        routing: Routing,
+        *,
+        bias: bool = False,
+        correction: str | None = None,
+        router_dtype: torch.dtype | None = None,
+        beside: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        routing.check(num_experts)
+        floats = ctx.floats(router_dtype)
+        self.router = ReplicatedLinear(floats, router, hidden_size, num_experts, bias=bias)
+        self.experts = experts
+        self.beside = beside
+        self.routing = routing
+        # In float32: biases that decide between near neighbours are not to be rounded.
+        self.correction = None if correction is None else ctx.floats(torch.float32).parameter(num_experts)
+        self._correction_name = correction
+        self._router_dtype = floats.dtype
+        self._tp = ctx.tp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] to [T, hidden_size]."""
+        weights, ids = self.routing(self.router(x.to(self._router_dtype)), self.correction)
+        routed = self._tp.all_reduce(self.experts(x, weights, ids))
+        return routed if self.beside is None else routed + self.beside(x)
+
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        """The correction's; router and experts have their own."""
+        if self.correction is not None and self._correction_name is not None:
+            yield whole(self._correction_name, self.correction)

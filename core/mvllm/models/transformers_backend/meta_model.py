@@ -1,0 +1,284 @@
+"""transformers' model on the meta device, looked at before anything of it is read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from mvllm.config.model import ModelConfig
+from mvllm.distributed.group_coordinator import GroupCoordinator
+from mvllm.errors import ConfigError, ModelError, MvllmError
+from mvllm.layers.context import Share
+from mvllm.layers.linear import share
+from mvllm.logging import get_logger
+from mvllm.models.transformers_backend.supported_classes import model_class
+from mvllm.models.transformers_backend.tp_plan import Cut, CutPlan
+from mvllm.models.transformers_backend.dry_run import NAME, AttentionFacts, DryRun, NotServable, Watch, register
+from mvllm.models.transformers_backend.weight_conversion import Renaming
+from mvllm.models.transformers_backend.replacement_modules import DryLinear, Given, Probe, ProbeCalled
+
+# What says nothing about the model: how it is stored, which code runs it, and what calls of it return.
+_NOT_MODEL_SETTINGS = (
+    "architectures",
+    "auto_map",
+    "quantization_config",
+    "compression_config",
+    "attn_implementation",
+    "_attn_implementation",
+    "experts_implementation",
+    "_experts_implementation",
+    "gradient_checkpointing",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "use_cache",
+)
+_NUMBERS_OF_TOKENS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069)  # primes
+
+logger = get_logger(__name__)
+
+_building = threading.Lock()
+"""transformers sets defaults of the whole process while it builds."""
+
+
+class Skeleton:
+    """A model of transformers without weights, in two parts, with dry linear layers in it.
+
+    Args:
+        config: The checkpoint.
+        dtype: Compute dtype.
+        tp: The ranks that share each layer.
+
+    Attributes:
+        causal: The language model; in the place of its layers stands a Given.
+        layers: What was there: everything up to the last hidden state.
+        layers_name: Under which name.
+        cuts: How ranks share it.
+        head_name, embedding_name: Modules that make logits, and that embed tokens.
+        is_tied: Whether the two share their weight.
+        renaming: What the checkpoint's names are here.
+        attention: What its attention modules ask for.
+
+    Raises:
+        ModelError: It cannot be built, or does what a paged KV cache cannot serve.
+        ConfigError: It cannot be shared by so many ranks, or be run with such long sequences.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, tp: GroupCoordinator) -> None:
+        self._config, self._tp = config, tp
+        self._shares = [Share(tp.rank_in_group, tp.world_size)]
+        self._where = f"{config.hf_config.source}: {config.architecture}, run through transformers,"
+        chosen = model_class(config.architecture)
+        register()
+        with _building:
+            self.causal = self._built(chosen, dtype)
+            self._check_modules()
+            self._check_rope()
+            self.renaming = self._renaming()
+            self._split()
+            self.cuts = self._cuts()
+            self._replace_linear()
+            self.attention = self._run_dry()
+
+    def refusal(self, reason: str) -> ModelError:
+        """A model that cannot be served."""
+        return ModelError(f"{self._where} is not supported: {reason}. Take an architecture that is supported natively.")
+
+    def _built(self, chosen: Any, dtype: torch.dtype) -> Any:
+        values = self._config.hf_config.as_dict()
+        for key in _NOT_MODEL_SETTINGS:
+            values.pop(key, None)
+        try:
+            with torch.device("meta"):
+                config = chosen.config_class.from_dict(values)
+                built = chosen._from_config(config, attn_implementation=NAME, dtype=dtype)
+        except Exception as e:
+            raise ModelError(f"{self._where} cannot be built: {type(e).__name__}: {e}") from e
+        return built.eval()
+
+    def _check_modules(self) -> None:
+        for name, module in self.causal.named_modules():
+            if isinstance(module, nn.RNNBase | nn.modules.conv._ConvNd):
+                raise self.refusal(f"{name} is a {type(module).__name__}, which keeps more than keys and values")
+            loose = [key for key, value in vars(module).items() if isinstance(value, torch.Tensor) and value.is_meta]
+            if loose:
+                raise self.refusal(f"{name} keeps a tensor ({', '.join(loose)}) that is neither weight nor buffer")
+
+    def _check_rope(self) -> None:
+        for module, rope_type in _scaled_ropes(self.causal):
+            native = _native_len(getattr(module, "config", self.causal.config), rope_type)
+            if self._config.max_model_len > native:
+                raise ConfigError(
+                    f"{self._where} rotates all tokens of a step by the longest sequence in it, by its RoPE scaling "
+                    f"{rope_type!r}. Set max_model_len to {native} (it is {self._config.max_model_len}), up to which "
+                    "every sequence rotates alike."
+                )
+
+    def _renaming(self) -> Renaming:
+        renaming = Renaming.of(self.causal)
+        try:
+            for name, parameter in self.causal.named_parameters():
+                renaming.pieces(name, tuple(parameter.shape))
+        except ValueError as e:
+            raise self.refusal(str(e)) from e
+        return renaming
+
+    def _split(self) -> None:
+        causal = self.causal
+        head, embedding = causal.get_output_embeddings(), causal.get_input_embeddings()
+        self.layers_name = self._find_layers()
+        if not self.layers_name or not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding):
+            raise self.refusal("its layers, embedding and head cannot be told apart")
+        self.layers: nn.Module = causal.get_submodule(self.layers_name)
+        names = {id(module): name for name, module in causal.named_modules()}
+        self.head_name, self.embedding_name = names[id(head)], names[id(embedding)]
+        if self.head_name.startswith(f"{self.layers_name}."):
+            raise self.refusal("its head is a part of its layers")
+        self.is_tied = head.weight is embedding.weight
+
+    def _find_layers(self) -> str:
+        """The part of the model that makes the hidden states, by name: the one that its head calls.
+
+        Most call all but the head; some reach into that for a part of it, `model.decoder` for instance.
+        """
+        causal, prefix = self.causal, self.causal.base_model_prefix
+        base = causal._modules.get(prefix)
+        if base is None:
+            return ""
+        causal._modules[prefix] = Probe(base, prefix)
+        try:
+            with torch.inference_mode():
+                causal(input_ids=torch.zeros((1, 1), dtype=torch.int32, device="meta"), use_cache=False)
+        except ProbeCalled as called:
+            return called.name
+        except Exception as e:  # noqa: BLE001  (told by the run without data, which meets it again)
+            logger.debug("%s: the head does not call its layers: %s: %s", self._where, type(e).__name__, e)
+        finally:
+            causal._modules[prefix] = base
+        return str(prefix)
+
+    def _cuts(self) -> CutPlan:
+        """The plan for the layers; how the head is shared, our own head knows."""
+        plan = getattr(self.causal, "_tp_plan", None) or {}
+        layers = {name: style for name, style in plan.items() if name.startswith(f"{self.layers_name}.")}
+        return CutPlan(layers, self._tp.world_size, self._config.architecture)
+
+    def _replace_linear(self) -> None:
+        for name, module in list(self.causal.named_modules()):
+            if type(module) is nn.Linear and name != self.head_name:
+                set_module(self.causal, name, self._dry_linear(name, module))
+        for module_name, module in self.causal.named_modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                cut = self.cuts.of(f"{module_name}.{name}" if module_name else name)
+                if cut is Cut.OUTPUTS and parameter.dim() == 1:
+                    size = parameter.shape[0] // self._tp.world_size
+                    setattr(module, name, nn.Parameter(parameter.new_empty(size), requires_grad=False))
+                elif cut is not Cut.WHOLE:
+                    raise ConfigError(
+                        f"{self._where} cannot be shared by {self._tp.world_size} ranks: {module_name}.{name} is no "
+                        "linear layer. Use tensor_parallel_size=1."
+                    )
+
+    def _dry_linear(self, name: str, linear: nn.Linear) -> DryLinear:
+        cut, in_width, out_width = self.cuts.of(name), linear.in_features, linear.out_features
+        if cut in (Cut.OUTPUTS, Cut.OUTPUTS_GATHERED):
+            band = share(out_width, self._shares, f"output features of {name}")
+            out_width = out_width if cut is Cut.OUTPUTS_GATHERED else band.stop - band.start
+        elif cut in (Cut.INPUTS, Cut.INPUTS_SPLIT):
+            band = share(in_width, self._shares, f"input features of {name}")
+            in_width = in_width if cut is Cut.INPUTS_SPLIT else band.stop - band.start
+        return DryLinear(linear, in_width, out_width)
+
+    def _run_dry(self) -> dict[nn.Module, AttentionFacts]:
+        taken = {size for p in self.causal.parameters() for size in p.shape} | {self._config.max_model_len}
+        num_tokens = next(number for number in _NUMBERS_OF_TOKENS if number not in taken)
+        run = DryRun(num_tokens, self._config.max_model_len)
+        inputs = torch.zeros((1, num_tokens), dtype=torch.int32, device="meta")
+        positions = torch.zeros((1, num_tokens), dtype=torch.int32, device="meta")
+        watch = Watch(num_tokens, positions)
+        try:
+            with torch.inference_mode(), run.going(self.causal.config), _plain_rope(self.layers):
+                ones = torch.ones((1, num_tokens), dtype=torch.bool, device="meta")
+                with watch:
+                    hidden = self.layers(
+                        input_ids=inputs, position_ids=positions, attention_mask=ones, use_cache=False
+                    ).last_hidden_state
+                given = Given()
+                set_module(self.causal, self.layers_name, given)
+                given.hidden = hidden
+                logits = self.causal(input_ids=inputs, attention_mask=ones, use_cache=False).logits
+        except NotServable as e:
+            raise self._not_servable(str(e)) from e
+        except MvllmError:
+            raise
+        except Exception as e:
+            if "meta tensor" in str(e):  # of torch's: somebody wanted to know a number
+                raise self._not_servable(
+                    "what it computes depends on the values of its tensors, not shapes alone"
+                ) from e
+            raise self._not_servable(f"a run without data fails ({type(e).__name__}: {e})") from e
+        width = self.causal.get_submodule(self.head_name).in_features
+        if tuple(hidden.shape) != (1, num_tokens, width) or logits.shape[:2] != (1, num_tokens):
+            raise self.refusal("its results have unexpected shapes")
+        if len(run.attention) != self._config.num_layers:
+            found, expected = len(run.attention), self._config.num_layers
+            raise self.refusal(f"{found} of its {expected} layers call transformers' attention interface")
+        if not watch.reads_positions:
+            raise self.refusal("it does not use the positions that it is given")
+        return run.attention
+
+    def _not_servable(self, reason: str) -> MvllmError:
+        ranks = self._tp.world_size
+        if ranks == 1:
+            return self.refusal(reason)
+        return ConfigError(
+            f"{self._where} cannot be shared by {ranks} ranks: {reason}. Use tensor_parallel_size=1, with "
+            "data_parallel_size for more devices."
+        )
+
+
+def set_module(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Puts `module` in the place of the one of that name."""
+    parent, _, attribute = name.rpartition(".")
+    root.get_submodule(parent)._modules[attribute] = module
+
+
+def _scaled_ropes(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Modules that rotate all tokens of a call by its longest sequence, where that exceeds a length, and how."""
+    for module in root.modules():
+        types = getattr(module, "rope_type", None)
+        for rope_type in types.values() if isinstance(types, dict) else (types,):
+            if isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope"):
+                yield module, rope_type
+
+
+def _native_len(config: Any, rope_type: str) -> int:
+    """The length up to which sequences rotate alike."""
+    if rope_type == "longrope":
+        settings = getattr(config, "rope_parameters", None) or {}
+        nested = [value for value in settings.values() if isinstance(value, dict)]
+        originals = [one.get("original_max_position_embeddings") for one in (settings, *nested)]
+        found = [length for length in originals if length]
+        if found:
+            return int(min(found))
+    return int(config.max_position_embeddings)
+
+
+@contextmanager
+def _plain_rope(layers: nn.Module) -> Iterator[None]:
+    """While nobody looks whether positions, which have no values here, exceed what a RoPE scaling was made for."""
+    scaled = {module: module.rope_type for module, _ in _scaled_ropes(layers)}
+    for module, types in scaled.items():
+        plain = dict.fromkeys(types, "default") if isinstance(types, dict) else "default"
+        module.rope_type = plain  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module, types in scaled.items():
+            module.rope_type = types

@@ -1,0 +1,248 @@
+"""A language model made of transformers' modules, with our embedding, linear layers, attention and head in them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from mvllm.config.model import ModelConfig
+from mvllm.errors import ConfigError
+from mvllm.layers.attention import Attention
+from mvllm.layers.context import BuildContext, ForwardStep
+from mvllm.layers.embedding import LMHead, VocabEmbedding
+from mvllm.layers.linear import ColumnParallelLinear, HeadShare, Linear, ReplicatedLinear, RowParallelLinear, share
+from mvllm.layers.weight_target import WeightTarget
+from mvllm.models.causal_lm import CausalLM
+from mvllm.models.transformers_backend.tp_plan import Cut
+from mvllm.models.transformers_backend.meta_model import Skeleton, set_module
+from mvllm.models.transformers_backend.replacement_modules import (
+    DryLinear,
+    EmbeddingInPlace,
+    Given,
+    HeadInPlace,
+    LinearInPlace,
+    Now,
+    PagedAttention,
+)
+
+_UNSET = -(2**31) + 7
+"""Fills buffers of integers before transformers computes them; NaN fills those of floats."""
+
+
+class TransformersForCausalLM(CausalLM):
+    """Any causal language model of transformers whose attention goes through its attention interface.
+
+    Args:
+        config: The checkpoint; its architecture names transformers' class.
+        ctx: Build context.
+
+    Raises:
+        ModelError, ConfigError: The model does not qualify, see `Skeleton`.
+    """
+
+    def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
+        super().__init__(config, ctx)
+        if ctx.pp.world_size > 1:
+            raise ConfigError(
+                f"{config.architecture} runs through transformers, whose models are not cut into stages here. Use "
+                f"pipeline_parallel_size=1 (it is {ctx.pp.world_size}), with tensor_parallel_size for more devices."
+            )
+        if ctx.num_devices > 1:
+            raise ConfigError(
+                f"{config.architecture} runs through transformers, whose models are not cut for the {ctx.num_devices} "
+                "devices that one worker drives here. Use tensor_parallel_size=1, with data_parallel_size for more "
+                "devices."
+            )
+        skeleton = Skeleton(config, ctx.dtype, ctx.tp)
+        given = skeleton.causal.get_submodule(skeleton.layers_name)
+        assert isinstance(given, Given), "the dry run leaves it there"
+        self._given = [given]  # in a list: it belongs to the head
+        self._now = Now()
+        self._renaming = skeleton.renaming
+        self._unexpected = [re.compile(p) for p in skeleton.causal._keys_to_ignore_on_load_unexpected or ()]
+        self._own_targets: list[tuple[str, WeightTarget]] = []
+        self._aliases: set[str] = set()
+        self.layers, self.head = skeleton.layers, skeleton.causal
+        roots = ((f"{skeleton.layers_name}.", self.layers), ("", self.head))
+        _place_ends(skeleton, ctx)
+        for prefix, root in roots:
+            _place_linear(skeleton, ctx, prefix, root)
+        made: dict[int, nn.Parameter] = {}
+        for prefix, root in roots:
+            self._make_weights(skeleton, ctx, prefix, root, made)
+            _make_buffers(skeleton, root, ctx.device)
+        self._place_attention(skeleton, ctx)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: ForwardStep,
+        intermediate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self._now.step = step
+        output = self.layers(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        given = self._given[0]
+        given.hidden = hidden[None]
+        ids = torch.zeros((1, len(hidden)), dtype=torch.int32, device=hidden.device)  # nobody reads them
+        logits: torch.Tensor = self.head(input_ids=ids, use_cache=False).logits[0]
+        given.hidden = None
+        return logits
+
+    def weight_targets(self) -> dict[str, list[WeightTarget]]:
+        targets = super().weight_targets()
+        for name, target in self._own_targets:
+            targets.setdefault(name, []).append(target)
+        return targets
+
+    def ignores(self, name: str) -> bool:
+        if name in self._aliases or any(pattern.search(name) for pattern in self._unexpected):
+            return True
+        return super().ignores(name)
+
+    def given_name(self, name: str) -> str:
+        return super().given_name(self._renaming.new_name(name))
+
+    def _make_weights(
+        self, skeleton: Skeleton, ctx: BuildContext, prefix: str, root: nn.Module, made: dict[int, nn.Parameter]
+    ) -> None:
+        """Gives memory to what transformers' own modules hold: weights, and buffers that checkpoints store."""
+        for module_name, module in root.named_modules():
+            stored = {**module._parameters, **_stored_buffers(module)}
+            for name, tensor in stored.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                whole = prefix + (f"{module_name}.{name}" if module_name else name)
+                if id(tensor) in made:
+                    self._aliases.add(whole)
+                else:
+                    parameter = torch.empty(tensor.shape, dtype=tensor.dtype, device=ctx.device)
+                    made[id(tensor)] = nn.Parameter(parameter, requires_grad=False)
+                    self._own_targets += _targets(whole, made[id(tensor)], skeleton, ctx)
+                module._buffers.pop(name, None)
+                module.register_parameter(name, made[id(tensor)])
+        if skeleton.is_tied:
+            self._aliases.add(f"{skeleton.head_name}.weight")
+
+    def _place_attention(self, skeleton: Skeleton, ctx: BuildContext) -> None:
+        for module, facts in skeleton.attention.items():
+            attention = Attention(
+                ctx,
+                HeadShare(facts.num_heads, facts.num_kv_heads, 0, 0),
+                max(facts.head_size, facts.value_size),
+                facts.scale,
+                sliding_window=facts.window,
+                soft_cap=facts.soft_cap,
+                sinks=None if facts.sinks is None else module.get_parameter(facts.sinks),
+            )
+            module.paged_attention = PagedAttention(attention, facts, self._now)
+
+
+def _place_ends(skeleton: Skeleton, ctx: BuildContext) -> None:
+    """Puts our token embedding and head where transformers' are plain ones."""
+    causal, prefix = skeleton.causal, f"{skeleton.layers_name}."
+    head: Any = causal.get_submodule(skeleton.head_name)  # its bias may be None
+    name = skeleton.embedding_name
+    assert name.startswith(prefix), "what embeds is a part of the layers"
+    original: nn.Embedding = skeleton.layers.get_submodule(name.removeprefix(prefix))  # type: ignore[assignment]
+    table = None
+    if type(original) is nn.Embedding and not (skeleton.is_tied and head.bias is not None):
+        table = VocabEmbedding(ctx, name, original.num_embeddings, original.embedding_dim)
+        set_module(skeleton.layers, name.removeprefix(prefix), EmbeddingInPlace(table))
+    if head.bias is not None and not skeleton.is_tied:
+        whole = ReplicatedLinear(ctx, skeleton.head_name, head.in_features, head.out_features, bias=True)
+        set_module(causal, skeleton.head_name, LinearInPlace(whole, head, ctx.tp))
+    elif head.bias is None and not (skeleton.is_tied and table is None):
+        where = name if skeleton.is_tied else skeleton.head_name
+        placed = LMHead(
+            ctx,
+            where,
+            head.out_features,
+            head.in_features,
+            tied=skeleton.is_tied,
+            tied_to=table if skeleton.is_tied else None,
+        )
+        set_module(causal, skeleton.head_name, HeadInPlace(placed))
+
+
+def _place_linear(skeleton: Skeleton, ctx: BuildContext, prefix: str, root: nn.Module) -> None:
+    """Puts our linear layers in the places of transformers', where these are called and nothing else."""
+    for local, dry in [(name, m) for name, m in root.named_modules() if isinstance(m, DryLinear)]:
+        name, original, cut = prefix + local, dry.original, skeleton.cuts.of(prefix + local)
+        if dry.is_called and not dry.is_read and original.weight.dtype == ctx.dtype:
+            set_module(root, local, _linear(ctx, name, original, cut))
+        elif cut is Cut.WHOLE:
+            set_module(root, local, original)
+        else:
+            raise ConfigError(
+                f"{skeleton.causal.__class__.__name__} runs through transformers, which does more with the weight of "
+                f"{name} than multiply by it: it cannot be shared by ranks. Use tensor_parallel_size=1."
+            )
+
+
+def _linear(ctx: BuildContext, name: str, original: nn.Linear, cut: Cut) -> LinearInPlace:
+    size_in, size_out, bias = original.in_features, original.out_features, original.bias is not None
+    linear: Linear
+    if cut in (Cut.OUTPUTS, Cut.OUTPUTS_GATHERED):
+        linear = ColumnParallelLinear(ctx, [(name, size_out)], size_in, bias=bias)
+    elif cut in (Cut.INPUTS, Cut.INPUTS_SPLIT):
+        linear = RowParallelLinear(ctx, name, size_in, size_out, bias=bias)
+    else:
+        linear = ReplicatedLinear(ctx, name, size_in, size_out, bias=bias)
+    columns = share(size_in, ctx.shares, f"input features of {name}") if cut is Cut.INPUTS_SPLIT else None
+    return LinearInPlace(linear, original, ctx.tp, columns=columns, gathers=cut is Cut.OUTPUTS_GATHERED)
+
+
+def _targets(
+    name: str, parameter: nn.Parameter, skeleton: Skeleton, ctx: BuildContext
+) -> list[tuple[str, WeightTarget]]:
+    """Where the checkpoint has a parameter of transformers' own, in one piece or in several."""
+    pieces = skeleton.renaming.pieces(name, tuple(parameter.shape))
+    if pieces is not None:
+        return [
+            (piece.name, WeightTarget(parameter, piece.shape, tuple(slice(0, n) for n in piece.shape), piece.place))
+            for piece in pieces
+        ]
+    everything = tuple(slice(0, size) for size in parameter.shape)
+    if skeleton.cuts.of(name) is Cut.WHOLE:
+        return [(name, WeightTarget(parameter, tuple(parameter.shape), everything, everything))]
+    size = parameter.shape[0] * ctx.tp.world_size  # a vector with an element per output, see Skeleton
+    return [(name, WeightTarget(parameter, (size,), (share(size, ctx.shares, "elements"),), everything))]
+
+
+def _stored_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    kept = module._non_persistent_buffers_set
+    return {name: buffer for name, buffer in module._buffers.items() if name not in kept}
+
+
+def _make_buffers(skeleton: Skeleton, root: nn.Module, device: torch.device) -> None:
+    """Has transformers compute the buffers that checkpoints do not store, angles for instance.
+
+    Raises:
+        ModelError: It does not know how.
+    """
+    for module_name, module in root.named_modules():
+        names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        if not names:
+            continue
+        for parameter in module.parameters(recurse=False):
+            parameter._is_hf_initialized = True  # the checkpoint's to fill
+        for name in names:
+            buffer = module._buffers[name]
+            assert buffer is not None
+            unset = float("nan") if buffer.is_floating_point() else _UNSET
+            module._buffers[name] = torch.full(buffer.shape, unset, dtype=buffer.dtype, device=device)
+        with torch.no_grad():
+            skeleton.causal._init_weights(module)
+        for name in names:
+            buffer = module._buffers[name]
+            assert buffer is not None
+            if bool((buffer.isnan() if buffer.is_floating_point() else buffer == _UNSET).any()):
+                raise skeleton.refusal(f"nothing tells what the buffer {module_name}.{name} holds")

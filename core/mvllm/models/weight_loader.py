@@ -1,0 +1,341 @@
+"""Fills a model's parameters from a checkpoint.
+
+The model says, for each tensor name of its checkpoint, which rectangle it wants and where that goes (`WeightTarget`);
+the checkpoint says what it has. The two are compared in full before a byte of data is read. Then each rectangle is
+read into its place, by way of a small buffer where it has to be converted or cut. The caller hears of each tensor when
+it is there, so that a layer can take its final form while it is still in the caches: memory peaks at the weights plus
+that buffer plus one layer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from mvllm.config.tokenizer_check import check_tokenizer
+from mvllm.errors import ConfigError, ModelError
+from mvllm.layers.weight_target import WeightTarget
+from mvllm.models.checkpoint import read_checkpoint
+from mvllm.models.dummy_weights import DummyTensors
+from mvllm.models.safetensors_file import MOST_TENSORS, SafetensorsReader, TensorEntry
+from mvllm.progress import show_progress
+
+__all__ = ["LoadableModel", "check_tokenizer", "load_weights"]
+
+BUFFER_BYTES = 1 << 20
+"""Fits a second-level cache, which makes the copy out of it next to free."""
+
+# What can be converted to a model's floating-point dtype without knowing scales.
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# What is taken as it is, for quantized weights.
+_INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+# Likewise; they mean little without their scales.
+_EIGHT_BIT_FLOATS = {"F8_E4M3": torch.float8_e4m3fn}
+_DTYPES = _FLOATS | _INTEGERS | _EIGHT_BIT_FLOATS
+
+
+class LoadableModel(Protocol):
+    """What the loader needs of a model."""
+
+    def weight_targets(self) -> Mapping[str, list[WeightTarget]]:
+        """Where each checkpoint tensor goes on this rank."""
+
+    def ignores(self, name: str) -> bool:
+        """Whether a checkpoint tensor may be left unread."""
+
+    def given_name(self, name: str) -> str:
+        """What `weight_targets` calls a tensor that a checkpoint has under this name."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """As nn.Module's."""
+
+
+def load_weights(
+    model: LoadableModel,
+    folder: Path,
+    *,
+    load_format: str = "auto",
+    use_tqdm: bool = True,
+    seed: int = 0,
+    on_loaded: Callable[[str], None] = lambda name: None,
+) -> None:
+    """Fills every parameter of `model`; values are converted to each parameter's dtype and device on the way.
+
+    What no tensor reaches of a parameter, padding, becomes zero. `after_load` is the caller's to call.
+
+    Args:
+        folder: The model folder. `dummy` reads nothing from it.
+        load_format: `auto` or `safetensors` reads the checkpoint; `dummy` draws small random values that depend only on
+            `seed` and each tensor's name, whatever the number of ranks.
+        use_tqdm: Show progress on stderr.
+        seed: For `dummy`.
+        on_loaded: Called with a checkpoint tensor's name when all its targets are filled.
+
+    Raises:
+        ModelError: The checkpoint is not the model's; names file, tensor, what was expected and found.
+        ConfigError: There is no such load format.
+    """
+    targets = dict(model.weight_targets())  # what has been filled is dropped from it, so that its memory may be freed
+    _check_every_parameter_is_targeted(model, targets)
+    if load_format == "dummy":
+        _zero_padding(targets)
+        _fill_dummy(targets, seed, on_loaded)
+        return
+    if load_format not in ("auto", "safetensors"):
+        raise ConfigError(f"load_format must be one of 'auto', 'safetensors', 'dummy', found {load_format!r}.")
+    entries = match_names(read_checkpoint(folder, _most_tensors(len(targets))), model, targets, folder)
+    check_tensors(entries, targets, _vocab_size(model))
+    _zero_padding(targets)
+    _copy_all(entries, targets, use_tqdm, on_loaded)
+
+
+# ---------------------------------------------------------------------------------------------- before any data is read
+
+
+def _most_tensors(num_targets: int) -> int:
+    """How many tensors a checkpoint may have of which a rank fills so many: other ranks fill others, and some are not
+    used at all. Far too many are a mistake or an attack, and take minutes and gigabytes to list.
+    """
+    return min(MOST_TENSORS, 64 * num_targets + 4096)
+
+
+def match_names(
+    checkpoint: Mapping[str, TensorEntry], model: LoadableModel, targets: Mapping[str, list[WeightTarget]], folder: Path
+) -> dict[str, TensorEntry]:
+    """Checkpoint entries under the names that the model uses, without those it ignores.
+
+    Some checkpoints were saved from the part below the head and leave out the first component of every name
+    (`h.0.ln_1.weight` for `transformer.h.0.ln_1.weight`); it is added where only then the name is known.
+
+    Raises:
+        ModelError: A tensor is unknown, missing, or there twice.
+    """
+    prefixes = _prefixes(targets)
+    matched: dict[str, TensorEntry] = {}
+    unknown: list[TensorEntry] = []
+    for name, entry in checkpoint.items():
+        own = model.given_name(name)
+        candidates = [own, *(prefix + own for prefix in prefixes)]
+        known = next((c for c in candidates if c in targets), None)
+        if known is None:
+            if not any(model.ignores(candidate) for candidate in candidates):
+                unknown.append(entry)
+        elif known in matched:
+            raise ModelError(f"{entry.file}: tensors {matched[known].name!r} and {name!r} are both for {known!r}.")
+        else:
+            matched[known] = entry
+    missing = [name for name in targets if name not in matched]
+    if unknown or missing:
+        raise ModelError(_mismatch(type(model).__name__, unknown, missing, targets, folder))
+    return matched
+
+
+def _prefixes(targets: Iterable[str]) -> list[str]:
+    """First components under which modules stand (`model.`), not those that are a module themselves (`lm_head.`)."""
+    return sorted({name.split(".", 1)[0] + "." for name in targets if name.count(".") >= 2})
+
+
+def _mismatch(
+    model: str, unknown: list[TensorEntry], missing: list[str], targets: Iterable[str], folder: Path, most: int = 5
+) -> str:
+    lines = [f"The weights in {folder} are not those of {model}:"]
+    for entry in unknown[:most]:
+        nearest = difflib.get_close_matches(entry.name[:200], missing or list(targets), n=1, cutoff=0.6)
+        hint = f"; the nearest that it has is {nearest[0]!r}" if nearest else ""
+        lines.append(
+            f"  unknown tensor {entry.name[:200]!r} in {entry.file.name}, which the model has no place for{hint}"
+        )
+    if len(unknown) > most:
+        lines.append(f"  and {len(unknown) - most} more unknown tensors")
+    lines.extend(f"  missing tensor {name!r}, which no file holds" for name in missing[:most])
+    if len(missing) > most:
+        lines.append(f"  and {len(missing) - most} more missing tensors")
+    lines.append("Check that config.json and the weights belong together, or download the model again.")
+    return "\n".join(lines)
+
+
+def check_tensors(
+    entries: Mapping[str, TensorEntry], targets: Mapping[str, list[WeightTarget]], vocab_size: int | None
+) -> None:
+    """Compares shapes and dtypes.
+
+    Raises:
+        ModelError: Names file, tensor, expected and found.
+    """
+    for name, entry in entries.items():
+        for target in targets[name]:
+            if entry.shape != tuple(target.source_shape) and not _both_one_element(entry.shape, target.source_shape):
+                raise ModelError(_wrong_shape(entry, target, vocab_size))
+            fitting = _fitting(target.parameter.dtype)
+            if entry.dtype not in fitting:
+                raise ModelError(
+                    f"{entry.file}: tensor {entry.name!r} has dtype {entry.dtype}, expected one of "
+                    f"{', '.join(fitting)}. If the checkpoint is quantized, its config.json should say how "
+                    "(quantization_config)."
+                )
+
+
+def _both_one_element(found: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    """One scale for a whole matrix is written as a scalar, as a vector and as a matrix."""
+    return math.prod(found) == math.prod(expected) == 1
+
+
+def _fitting(wanted: torch.dtype) -> list[str]:
+    """The dtypes of a checkpoint that fill a parameter of `wanted`."""
+    if wanted in _FLOATS.values():
+        return list(_FLOATS)
+    return [name for name, dtype in _DTYPES.items() if dtype == wanted]
+
+
+def _wrong_shape(entry: TensorEntry, target: WeightTarget, vocab_size: int | None) -> str:
+    expected = tuple(target.source_shape)
+    text = f"{entry.file}: tensor {entry.name!r} has shape {list(entry.shape)}, expected {list(expected)}"
+    if vocab_size is not None and expected[:1] == (vocab_size,) and entry.shape[1:] == expected[1:]:
+        return (
+            f"{text}: it has rows for {entry.shape[0]} tokens, but vocab_size in config.json is {vocab_size}. Check "
+            "that both come from the same model."
+        )
+    return f"{text} according to config.json. Check that config.json and the weights belong together."
+
+
+def _check_every_parameter_is_targeted(model: LoadableModel, targets: Mapping[str, list[WeightTarget]]) -> None:
+    """A model file that forgets one of its own parameters is a mistake of its author."""
+    targeted = {id(target.parameter) for of_name in targets.values() for target in of_name}
+    forgotten = [name for name, parameter in model.named_parameters() if id(parameter) not in targeted]
+    if forgotten:
+        raise TypeError(f"{type(model).__name__}.weight_targets() leaves out the parameters {', '.join(forgotten)}.")
+
+
+def _vocab_size(model: LoadableModel) -> int | None:
+    return getattr(getattr(model, "config", None), "vocab_size", None)
+
+
+# -------------------------------------------------------------------------------------------------------------- copying
+
+
+def _zero_padding(targets: Mapping[str, list[WeightTarget]]) -> None:
+    """Parameters come uninitialised: those that the checkpoint does not fill to the last element begin as zero."""
+    unfilled: dict[int, tuple[nn.Parameter, int]] = {}
+    for of_name in targets.values():
+        for target in of_name:
+            parameter, missing = unfilled.get(id(target.parameter), (target.parameter, target.parameter.numel()))
+            unfilled[id(parameter)] = parameter, missing - _rectangle(target)[2].numel()
+    for parameter, missing in unfilled.values():
+        if missing > 0:
+            parameter.detach().zero_()
+
+
+def _copy_all(
+    entries: Mapping[str, TensorEntry],
+    targets: dict[str, list[WeightTarget]],
+    use_tqdm: bool,
+    on_loaded: Callable[[str], None],
+) -> None:
+    """File by file, in the order in which the data lies there."""
+    buffer = bytearray(BUFFER_BYTES)
+    ordered = sorted(entries.items(), key=lambda item: (item[1].file, item[1].start))
+    with ExitStack() as stack:
+        progress = stack.enter_context(_progress(sum(e.num_bytes for e in entries.values()), use_tqdm))
+        reader, open_file = None, None
+        with ExitStack() as files:
+            for name, entry in ordered:
+                if entry.file != open_file:
+                    files.close()
+                    reader, open_file = files.enter_context(SafetensorsReader(entry.file)), entry.file
+                    progress.set_postfix_str(entry.file.name, refresh=False)
+                assert reader is not None
+                for target in targets.pop(name):
+                    buffer = _copy(reader, entry, target, buffer)
+                del target
+                on_loaded(name)
+                progress.update(entry.num_bytes)
+
+
+def _copy(reader: SafetensorsReader, entry: TensorEntry, target: WeightTarget, buffer: bytearray) -> bytearray:
+    """Streams one rectangle, a few rows at a time; returns the buffer, which grows if one row needs it.
+
+    Of each row only the columns that the rectangle spans are read: a rank reads its share and nothing else.
+    """
+    dtype = _DTYPES[entry.dtype]
+    shape, source, destination = _rectangle(target)
+    if destination.numel() == 0:
+        return buffer
+    place = _bytes_of(destination) if destination.dtype == dtype and _takes_whole_rows(target) else None
+    if place is not None:
+        reader.read_into(place, entry, source[0].start * math.prod(shape[1:]) * dtype.itemsize)
+        return buffer
+    if len(shape) == 1:
+        shape, source, destination = (*shape, 1), (*source, slice(0, 1)), destination.unsqueeze(1)
+    rows, columns = source[:2]
+    every_one = slice(None, None, columns.step)
+    column_bytes = math.prod(shape[2:]) * dtype.itemsize  # what lies below the second dimension is read whole
+    row_bytes, part_bytes = shape[1] * column_bytes, (columns.stop - columns.start) * column_bytes
+    if part_bytes > len(buffer):
+        buffer = bytearray(part_bytes)
+    rows_at_once = len(buffer) // part_bytes
+    for start in range(rows.start, rows.stop, rows_at_once):
+        stop = min(start + rows_at_once, rows.stop)
+        view = memoryview(buffer)[: (stop - start) * part_bytes]
+        offset = start * row_bytes + columns.start * column_bytes
+        reader.read_strips(view, entry, offset, part_bytes, row_bytes)
+        chunk = torch.frombuffer(view, dtype=dtype).view(stop - start, columns.stop - columns.start, *shape[2:])
+        destination[start - rows.start : stop - rows.start].copy_(chunk[(slice(None), every_one, *source[2:])])
+    return buffer
+
+
+def _fill_dummy(targets: dict[str, list[WeightTarget]], seed: int, on_loaded: Callable[[str], None]) -> None:
+    tensors = DummyTensors(seed)
+    for name in list(targets):
+        for target in targets.pop(name):
+            _draw(tensors, name, target)
+        del target
+        on_loaded(name)
+
+
+def _draw(tensors: DummyTensors, name: str, target: WeightTarget) -> None:
+    shape, source, destination = _rectangle(target)
+    rows = source[0]
+    for start, values in tensors.rows(name, shape, rows.start, rows.stop):
+        chunk = torch.from_numpy(values)[(slice(None), *source[1:])]
+        destination[start - rows.start : start - rows.start + len(values)].copy_(chunk)
+
+
+def _rectangle(target: WeightTarget) -> tuple[tuple[int, ...], tuple[slice, ...], torch.Tensor]:
+    """The checkpoint tensor's shape, what is read of it, and the place it goes to, viewed with the same dimensions.
+
+    A scalar counts as a tensor of one row.
+    """
+    if not target.source_shape:
+        return (1,), (slice(0, 1),), target.parameter.detach().view(1)
+    destination = target.parameter.detach()[target.destination]
+    if target.transpose:
+        destination = destination.transpose(-2, -1)
+    return tuple(target.source_shape), target.source, destination
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview | None:
+    """The memory of `tensor`, where it lies in one piece of the host's."""
+    if not tensor.is_contiguous():
+        return None
+    try:
+        return tensor.view(-1).view(torch.uint8).numpy().data
+    except (TypeError, RuntimeError):  # it has none that the host could write to
+        return None
+
+
+def _takes_whole_rows(target: WeightTarget) -> bool:
+    """Whether what is read lies in one piece, in the order in which it is wanted."""
+    columns = zip(target.source[1:], target.source_shape[1:], strict=True)
+    return not target.transpose and all(part == slice(0, size) for part, size in columns)
+
+
+def _progress(total: int, use_tqdm: bool) -> Any:
+    settings: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+    return show_progress(total, "Loading weights", disable=not use_tqdm, **settings)

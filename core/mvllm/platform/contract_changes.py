@@ -1,0 +1,146 @@
+"""What changed between two states of the contract, and how large a step of its version that takes.
+
+One question decides: does a plugin that was written for the old state still work with the new one, unchanged? If so the
+step is *minor*, otherwise *major*. What core adds for plugins to use, or to offer if they like, is minor. What a plugin
+would have to be changed for is major: something gone, renamed, of another type, called in another phase, or needed now
+and not before; and a parameter more in a method that plugins write, since core would pass it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from mvllm.platform.contract_operations import Operation
+from mvllm.platform.contract_surface import Member, Name, Surface
+
+MINOR = "minor"
+MAJOR = "major"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One difference.
+
+    Attributes:
+        step: MINOR or MAJOR.
+        text: What was changed, by name.
+    """
+
+    step: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.step}: {self.text}"
+
+
+def changes(old: Surface, new: Surface) -> list[Change]:
+    """The differences, in the order of the names; those of the version itself are none."""
+    return list(_changes(old, new))
+
+
+def needed_version(old: tuple[int, int], found: list[Change]) -> tuple[int, int]:
+    """The lowest version of the contract that may have `found`, counted from the one that they were found against."""
+    if any(change.step == MAJOR for change in found):
+        return (old[0] + 1, 0)
+    return (old[0], old[1] + 1) if found else old
+
+
+def _changes(old: Surface, new: Surface) -> Iterator[Change]:
+    if old.entry_points != new.entry_points:
+        yield Change(MAJOR, f"the entry points' group was {old.entry_points}, is {new.entry_points}")
+    yield from _members("hook ", old.hooks, new.hooks, written_by_plugins=True)
+    for name in sorted(old.names.keys() | new.names.keys()):
+        before, after = old.names.get(name), new.names.get(name)
+        if before is None:
+            yield Change(MINOR, f"{name} was added")
+        elif after is None:
+            yield Change(MAJOR, f"{name} was removed")
+        else:
+            yield from _name(name, before, after)
+    for name in sorted(old.operations.keys() | new.operations.keys()):
+        is_, was = new.operations.get(name), old.operations.get(name)
+        if was is None:
+            yield Change(MINOR, f"operation {name} was added")
+        elif is_ is None:
+            yield Change(MAJOR, f"operation {name} was removed")
+        else:
+            yield from _operation(f"operation {name}", was, is_)
+
+
+def _operation(name: str, old: Operation, new: Operation) -> Iterator[Change]:
+    """Core calls what providers wrote, so another parameter is major. Descriptions may be worded anew."""
+    if (old.parameters, old.type) != (new.parameters, new.type):
+        before, after = (f"({', '.join(one.parameters)}) -> {one.type}" for one in (old, new))
+        yield Change(MAJOR, f"{name}: its signature was {before}, is {after}")
+    kinds: tuple[tuple[str, Iterable[str], Iterable[str]], ...] = (
+        ("fact", old.facts, new.facts),
+        ("right to overwrite", old.may_overwrite, new.may_overwrite),
+    )
+    for what, had, has in kinds:
+        yield from (Change(MAJOR, f"{name}: its {what} {one} was removed") for one in had if one not in set(has))
+        yield from (Change(MINOR, f"{name}: its {what} {one} was added") for one in has if one not in set(had))
+
+
+def _name(name: str, old: Name, new: Name) -> Iterator[Change]:
+    for what in ("kind", "bases", "phase"):
+        before, after = getattr(old, what), getattr(new, what)
+        if before != after:
+            yield Change(MAJOR, f"{name}: its {what} was {_shown(before)}, is {_shown(after)}")
+    if new.keyword_only and not old.keyword_only:
+        yield Change(MAJOR, f"{name}: its fields are given by keyword now")
+    if old.itself is not None and new.itself is not None:
+        yield from _member(name, old.itself, new.itself, written_by_plugins=False)
+    yield from _members(f"{name}.", old.members, new.members, written_by_plugins=new.written_by_plugins)
+    yield from _order(name, old, new)
+
+
+def _members(
+    prefix: str, old: dict[str, Member], new: dict[str, Member], *, written_by_plugins: bool
+) -> Iterator[Change]:
+    for name in [*old, *(name for name in new if name not in old)]:
+        before, after = old.get(name), new.get(name)
+        if before is None:
+            assert after is not None
+            needed = ", and is required" if after.required else ""
+            yield Change(MAJOR if after.required else MINOR, f"{prefix}{name} was added{needed}")
+        elif after is None:
+            yield Change(MAJOR, f"{prefix}{name} was removed")
+        else:
+            yield from _member(f"{prefix}{name}", before, after, written_by_plugins=written_by_plugins)
+
+
+def _member(name: str, old: Member, new: Member, *, written_by_plugins: bool) -> Iterator[Change]:
+    for what in ("kind", "type", "default", "phase"):
+        before, after = getattr(old, what), getattr(new, what)
+        # A default where there was none asks less; that it is not required any more is said below.
+        if before != after and not (what == "default" and before is None and not new.required and old.required):
+            yield Change(MAJOR, f"{name}: its {what} was {_shown(before)}, is {_shown(after)}")
+    if old.required != new.required:
+        yield Change(MAJOR if new.required else MINOR, f"{name} is {'now' if new.required else 'no longer'} required")
+    if old.parameters != new.parameters:
+        only_more = _adds_only_optional(old.parameters, new.parameters) and not written_by_plugins
+        before, after = ", ".join(old.parameters), ", ".join(new.parameters)
+        yield Change(MINOR if only_more else MAJOR, f"{name}: its parameters were ({before}), are ({after})")
+
+
+def _adds_only_optional(old: list[str], new: list[str]) -> bool:
+    """Every call that suited the old parameters suits the new ones."""
+    more = [parameter for parameter in new[len(old) :] if parameter != "*"]
+    return new[: len(old)] == old and all(" = " in parameter or parameter.startswith("**") for parameter in more)
+
+
+def _order(name: str, old: Name, new: Name) -> Iterator[Change]:
+    """Values are given by position, too: fields keep their order, and new ones come last."""
+    if old.keyword_only:
+        return
+    before = [member for member, facts in old.members.items() if facts.kind == "field" and member in new.members]
+    after = [member for member, facts in new.members.items() if facts.kind == "field"]
+    if before != after[: len(before)] and set(before) <= set(after):
+        moved = next(member for member, kept in zip(after, before) if member != kept)
+        yield Change(MAJOR, f"{name}: {moved} stands where {before[after.index(moved)]} stood; new fields come last")
+
+
+def _shown(value: object) -> str:
+    text = ", ".join(value) if isinstance(value, list) else value
+    return str(text) if text not in (None, "") else "none"

@@ -1,0 +1,273 @@
+"""The contract as data: every name that a plugin may import, with what a plugin can rely on about it.
+
+The source is read, not imported. So the answer needs no torch, is the same under every Python, and shows types and
+defaults as they were written. What the result leaves out (bodies, prose, private members) may change freely.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from mvllm.platform.contract_operations import Operation, operation_lines, read_operations
+from mvllm.platform.spec import CONTRACT, ENTRY_POINT_GROUP
+from mvllm.platform.source_parsing import function_parameters, parse_module
+
+DOOR = "mvllm.plugin_api"
+HOOKS = "mvllm.platform.hookspecs"
+
+_OPEN_BASES = {"ABC", "Protocol"}
+"""Classes with one of these bases are written by the plugin; of others core makes the objects, or both do."""
+
+
+@dataclass
+class Member:
+    """One member of a class, or a function.
+
+    Attributes:
+        kind: `method`, `classmethod`, `staticmethod`, `property`, `field`, `value` (of an enumeration), `attribute`,
+            `function` or `constant`.
+        parameters: As written, `self` and `cls` left out: `name: type = default`, with `*` before those by keyword.
+        type: The type of a field or property, or what a method returns; empty where none is written.
+        default: Of a field, or the value of a constant or an enumeration's member; None where there is none.
+        required: A plugin's class must have it, or a caller must give it.
+        phase: When core calls it, as its docstring (or that of its class) says; empty where neither does.
+    """
+
+    kind: str
+    parameters: list[str] = field(default_factory=list)
+    type: str = ""
+    default: str | None = None
+    required: bool = False
+    phase: str = ""
+
+
+@dataclass
+class Name:
+    """One name of the contract.
+
+    Attributes:
+        kind: `class`, `dataclass`, `struct`, `enumeration`, `error`, `function` or `constant`.
+        bases: As written.
+        written_by_plugins: Its methods are called by core and implemented by plugins.
+        phase: What the class's docstring says.
+        keyword_only: Fields are given by keyword, so their order means nothing.
+        itself: A function's signature, or a constant's type and value.
+        members: By name, in the order of the source; fields first come in the order of the constructor.
+    """
+
+    kind: str
+    bases: list[str] = field(default_factory=list)
+    written_by_plugins: bool = False
+    phase: str = ""
+    keyword_only: bool = False
+    itself: Member | None = None
+    members: dict[str, Member] = field(default_factory=dict)
+
+
+@dataclass
+class Surface:
+    """The whole contract.
+
+    Attributes:
+        contract: Its version.
+        entry_points: The group in which plugins are found.
+        hooks: What a plugin's hook module implements.
+        names: All of `mvllm.plugin_api`, sorted.
+        operations: What `OpProvider`s replace, sorted; empty in a contract kept by a core that did not list them.
+    """
+
+    contract: tuple[int, int]
+    entry_points: str
+    hooks: dict[str, Member]
+    names: dict[str, Name]
+    operations: dict[str, Operation] = field(default_factory=dict)
+
+
+def read_surface() -> Surface:
+    """The contract of this core, from its source."""
+    door = parse_module(DOOR)
+    origins = {
+        alias.asname or alias.name: (node.module or "", alias.name)
+        for node in ast.walk(door)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    modules: dict[str, ast.Module] = {}
+    names = {}
+    for exported in sorted(_exported(door)):
+        module, original = origins[exported]
+        tree = modules.setdefault(module, parse_module(module))
+        names[exported] = _name(original, tree)
+    # The version is what the rest is measured by; as a part of the rest it would always have changed with it.
+    names["CONTRACT"] = Name("constant", itself=Member("constant", type="tuple[int, int]"))
+    hooks = {
+        node.name: _function(node, "function", "")
+        for node in parse_module(HOOKS).body
+        if isinstance(node, ast.FunctionDef) and "hookspec" in _decorators(node)
+    }
+    return Surface(CONTRACT, ENTRY_POINT_GROUP, hooks, names, read_operations())
+
+
+def as_text(surface: Surface) -> str:
+    """The contract for reading: a line per member, in the order of the source."""
+    lines = [f"contract {surface.contract[0]}.{surface.contract[1]}", f"entry points {surface.entry_points}"]
+    lines += ["", *(f"hook {name}{_signature(hook)}" for name, hook in surface.hooks.items())]
+    for name, entry in surface.names.items():
+        if entry.itself is not None:
+            lines += ["", f"{entry.kind} {name}{_signature(entry.itself)}"]
+            continue
+        bases = f"({', '.join(entry.bases)})" if entry.bases else ""
+        by_plugins = ", written by plugins" if entry.written_by_plugins else ""
+        phase = f"  # {entry.phase}{by_plugins}" if entry.phase else ""
+        lines += ["", f"{entry.kind} {name}{bases}{phase}"]
+        for member, facts in entry.members.items():
+            needed = "required " if facts.required else ""
+            when = f"  # {facts.phase}" if facts.phase and facts.phase != entry.phase else ""
+            lines.append(f"    {needed}{facts.kind} {member}{_signature(facts)}{when}")
+    for name, operation in surface.operations.items():
+        lines += ["", *operation_lines(name, operation)]
+    return "\n".join(lines)
+
+
+def as_data(surface: Surface) -> dict[str, Any]:
+    """The contract as JSON can carry it; what is empty is left out."""
+    return {
+        "contract": f"{surface.contract[0]}.{surface.contract[1]}",
+        "entry_points": surface.entry_points,
+        "hooks": {name: _member_data(hook) for name, hook in surface.hooks.items()},
+        "names": {name: _name_data(entry) for name, entry in surface.names.items()},
+        "operations": {name: _filled(operation) for name, operation in surface.operations.items()},
+    }
+
+
+def from_data(data: dict[str, Any]) -> Surface:
+    """The contract that `as_data` wrote.
+
+    Raises:
+        KeyError, TypeError, ValueError: The data are something else.
+    """
+    major, minor = (int(part) for part in data["contract"].split("."))
+    names = {}
+    for name, facts in data["names"].items():
+        members = {member: Member(**values) for member, values in facts.get("members", {}).items()}
+        itself = Member(**facts["itself"]) if "itself" in facts else None
+        names[name] = Name(**{**facts, "itself": itself, "members": members})
+    hooks = {name: Member(**values) for name, values in data["hooks"].items()}
+    operations = {name: Operation(**facts) for name, facts in data.get("operations", {}).items()}
+    return Surface((major, minor), data["entry_points"], hooks, names, operations)
+
+
+def _member_data(member: Member) -> dict[str, Any]:
+    return _filled(member)
+
+
+def _name_data(entry: Name) -> dict[str, Any]:
+    data = _filled(entry)
+    if entry.itself is not None:
+        data["itself"] = _member_data(entry.itself)
+    if entry.members:
+        data["members"] = {name: _member_data(member) for name, member in entry.members.items()}
+    return data
+
+
+def _filled(entry: Member | Name | Operation) -> dict[str, Any]:
+    return {key: value for key, value in vars(entry).items() if value not in (None, "", [], {}, False)}
+
+
+def _signature(member: Member) -> str:
+    if member.kind in ("method", "classmethod", "staticmethod", "function"):
+        return f"({', '.join(member.parameters)})" + (f" -> {member.type}" if member.type else "")
+    text = f": {member.type}" if member.type else ""
+    return text + (f" = {member.default}" if member.default is not None else "")
+
+
+# --- reading the source
+
+
+def _exported(door: ast.Module) -> list[str]:
+    for node in door.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                names: list[str] = ast.literal_eval(value)
+                return names
+    raise AssertionError(f"{DOOR} has no __all__")
+
+
+def _name(name: str, tree: ast.Module) -> Name:
+    for node in tree.body:
+        match node:
+            case ast.ClassDef() if node.name == name:
+                return _class(node)
+            case ast.FunctionDef() if node.name == name:
+                return Name("function", itself=_function(node, "function", ""))
+            case ast.Assign(targets=[ast.Name(id=target)], value=value) if target == name:
+                return Name("constant", itself=Member("constant", default=ast.unparse(value)))
+            case ast.AnnAssign(target=ast.Name(id=target), annotation=annotation, value=ast.expr() as value):
+                if target == name:
+                    return Name("constant", itself=Member("constant", [], ast.unparse(annotation), ast.unparse(value)))
+    raise AssertionError(f"{name} is neither a class, a function nor a value of its module")
+
+
+def _class(node: ast.ClassDef) -> Name:
+    bases = [ast.unparse(base) for base in node.bases]
+    kind = _kind(node, bases)
+    keyword_only = any(word.arg == "kw_only" and ast.unparse(word.value) == "True" for word in node.keywords)
+    entry = Name(kind, bases, bool(_OPEN_BASES & set(bases)), _phase(node), keyword_only)
+    fields = kind in ("dataclass", "struct")
+    for item in node.body:
+        match item:
+            case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation, value=value) if not _private(name):
+                default = None if value is None else ast.unparse(value)
+                needed = default is None and (fields or entry.written_by_plugins)
+                member = "field" if fields else "attribute"
+                entry.members[name] = Member(member, [], ast.unparse(annotation), default, needed)
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if not _private(name):
+                member = "value" if kind == "enumeration" else "attribute"
+                entry.members[name] = Member(member, default=ast.unparse(value))
+            case ast.FunctionDef(name=name) if name == "__init__" or not _private(name):
+                entry.members[name] = _function(item, "method", entry.phase)
+                # A protocol gives nobody a default; an abstract base does, where it is not abstract.
+                dispensable = "may leave this method out" in " ".join((ast.get_docstring(item) or "").split())
+                entry.members[name].required |= "Protocol" in bases and not dispensable
+            case _:
+                pass
+    return entry
+
+
+def _kind(node: ast.ClassDef, bases: list[str]) -> str:
+    if any("dataclass" in decorator for decorator in _decorators(node)):
+        return "dataclass"
+    if any(base.endswith("Struct") for base in bases):
+        return "struct"
+    if any(re.search(r"Enum$", base) for base in bases):
+        return "enumeration"
+    return "error" if any(re.search(r"(Error|Exception)$", base) for base in bases) else "class"
+
+
+def _function(node: ast.FunctionDef, kind: str, phase: str) -> Member:
+    decorators = _decorators(node)
+    for special in ("classmethod", "staticmethod", "property"):
+        if special in decorators:
+            kind = special
+    parameters = function_parameters(node.args)
+    if kind in ("method", "classmethod", "property"):
+        parameters = parameters[1:]
+    returns = ast.unparse(node.returns) if node.returns is not None else ""
+    return Member(kind, parameters, returns, None, "abstractmethod" in decorators, _phase(node) or phase)
+
+
+def _decorators(node: ast.ClassDef | ast.FunctionDef) -> list[str]:
+    return [ast.unparse(decorator) for decorator in node.decorator_list]
+
+
+def _phase(node: ast.ClassDef | ast.FunctionDef) -> str:
+    """`Phase: worker; once per worker.` -> `worker`."""
+    found = re.search(r"\bPhase: ([\w, ]+?)(?=[.;,]|$| and| as | returned| made| the )", ast.get_docstring(node) or "")
+    return found[1].strip() if found else ""
+
+
+def _private(name: str) -> bool:
+    return name.startswith("_")

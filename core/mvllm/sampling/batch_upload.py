@@ -1,0 +1,103 @@
+"""Small host arrays on their way to the device, all in one copy."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from mvllm.platform.staging_buffers import StepStaging
+
+
+class Upload:
+    """Collects arrays of numbers, sends them as one float32 tensor, and hands out the parts.
+
+    float32 holds integers exactly up to 2**24, which is enough for rows and token ids. One dtype keeps it to one copy
+    without reinterpreting bits, which not every device can.
+
+    Args:
+        staging: Buffers to copy from without waiting for the device; None where an ordinary copy is as good.
+    """
+
+    def __init__(self, staging: StepStaging | None = None) -> None:
+        self._staging = staging
+        self._parts: list[np.ndarray] = []
+        self._tensors: tuple[torch.Tensor, ...] = ()
+
+    def add(self, values: np.ndarray) -> int:
+        """Adds a one-dimensional array before `send`; returns its key for `get` after it."""
+        self._parts.append(values)
+        return len(self._parts) - 1
+
+    def select(self, chosen: np.ndarray) -> Selection:
+        """Turns a boolean array over a batch into a selection of its rows that works on device tensors."""
+        indices = np.flatnonzero(chosen)
+        whole = len(indices) == len(chosen)
+        return Selection(self, None if whole else self.add(indices), indices)
+
+    def mask(self, chosen: np.ndarray) -> MaskedSelection:
+        """The same in a form whose shapes do not depend on how many rows are chosen."""
+        return MaskedSelection(self, self.add(chosen), np.arange(len(chosen)))
+
+    def send(self, device: torch.device) -> None:
+        """Copies everything to `device`."""
+        if not self._parts:
+            return
+        sizes = [len(part) for part in self._parts]
+        if self._staging is None:
+            flat = np.concatenate(self._parts, dtype=np.float32, casting="unsafe")
+            self._tensors = torch.from_numpy(flat).to(device, non_blocking=True).split(sizes)
+        elif total := sum(sizes):
+            host = self._staging.buffer(total, torch.float32)[:total]
+            np.concatenate(self._parts, out=host.numpy(), casting="unsafe")
+            self._tensors = self._staging.send(host).split(sizes)
+        else:
+            self._tensors = torch.empty(0, dtype=torch.float32, device=device).split(sizes)
+
+    def get(self, key: int) -> torch.Tensor:
+        """Returns the array added under `key`: float32 [m] on the device."""
+        return self._tensors[key]
+
+    def get_ids(self, key: int) -> torch.Tensor:
+        """Returns the array added under `key` as int64 [m]."""
+        return self._tensors[key].long()
+
+
+class Selection:
+    """Some rows of a batch; all of them costs nothing to take.
+
+    Attributes:
+        indices: int64 [m]: the rows chosen, rising.
+    """
+
+    def __init__(self, upload: Upload, key: int | None, indices: np.ndarray) -> None:
+        self._upload = upload
+        self._key = key
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the chosen rows of `tensor`: a copy, or `tensor` itself if that is all of them."""
+        return tensor if self._key is None else tensor.index_select(0, self._upload.get_ids(self._key))
+
+    def put(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """Writes `source` into the chosen rows of `target`; returns the result, which may be `source` itself."""
+        return source if self._key is None else target.index_copy_(0, self._upload.get_ids(self._key), source)
+
+
+class MaskedSelection(Selection):
+    """Some rows of a batch, of which all are computed and the chosen ones kept.
+
+    Attributes:
+        indices: int64 [n]: all rows, since `take` gives all.
+    """
+
+    def __init__(self, upload: Upload, key: int, indices: np.ndarray) -> None:
+        super().__init__(upload, None, indices)
+        self._mask = key
+
+    def put(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """Returns `target` with the chosen rows of `source`, which has all of them."""
+        chosen = self._upload.get(self._mask) > 0
+        return torch.where(chosen.view(-1, *[1] * (target.dim() - 1)), source, target)

@@ -1,0 +1,163 @@
+"""From a wish to something that sequences can begin from; and the ones compiled before."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mvllm.errors import RequestError
+from mvllm.messages.requests import EngineCoreRequest
+from mvllm.messages.structured_outputs import StructuredOutputsParams
+from mvllm.structured_output import llguidance_library
+from mvllm.structured_output.mask_worker import MaskWorker, WorkBudget
+from mvllm.structured_output.sequence_grammar import SequenceGrammar
+from mvllm.structured_output.sandbox_main import TrialJob
+from mvllm.structured_output.sandbox import GrammarTrial
+from mvllm.structured_output.vocabulary import Vocabulary
+
+CACHE_BYTES = 256 << 20
+CACHE_ENTRIES = 256
+_OVERHEAD_BYTES = 64 << 10
+
+
+class PassingRefusal(RequestError):
+    """A refusal for reasons that are not the grammar's: whoever asks again may get another answer."""
+
+
+@dataclass(frozen=True)
+class CompiledGrammar:
+    """A grammar at its beginning.
+
+    Attributes:
+        matcher: The library's; copied for each sequence.
+        first_bits: Tokens that it allows there, a bit for each.
+        special_ids: Tokens that the library takes for the end of a text.
+        memory: Bytes that it takes, roughly.
+    """
+
+    matcher: Any
+    special_ids: list[int]
+    memory: int
+    first_bits: bytes = b""
+
+    def begin(
+        self, request: EngineCoreRequest, worker: MaskWorker | None = None, budget: WorkBudget | None = None
+    ) -> SequenceGrammar:
+        """A sequence at its beginning. See SequenceGrammar for `worker` and `budget`."""
+        params = request.sampling_params
+        ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else request.eos_token_ids)}
+        return SequenceGrammar(
+            request.request_id,
+            self.matcher.deep_copy(),
+            first_bits=self.first_bits,
+            end_ids=sorted(ends),
+            special_ids=self.special_ids,
+            min_tokens=params.min_tokens,
+            worker=worker,
+            budget=budget,
+        )
+
+
+def job_of(params: StructuredOutputsParams) -> TrialJob:
+    """What is to be compiled; equal ones need be compiled once."""
+    whitespace = "" if params.disable_any_whitespace else params.whitespace_pattern
+    thoughts = (params.thoughts_start, params.thoughts_end)
+    match params.form:
+        case "json":
+            return TrialJob("json", str(params.json), whitespace, *thoughts)
+        case "json_object":
+            return TrialJob("json", '{"type":"object"}', whitespace, *thoughts)
+        case "choice":
+            return TrialJob("choice", json.dumps(params.choice), None, *thoughts)
+        case form:
+            return TrialJob(form, str(getattr(params, form)), None, *thoughts)
+
+
+class GrammarCompiler:
+    """What the compiling threads share.
+
+    Args:
+        load_vocabulary: Called once, when the first grammar is to be compiled.
+    """
+
+    def __init__(self, load_vocabulary: Callable[[], Vocabulary]) -> None:
+        self._load_vocabulary = load_vocabulary
+        self._loading = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._tokenizer: Any = None
+
+    def vocabulary(self) -> Vocabulary:
+        """The tokens.
+
+        Raises:
+            RequestError: The model's tokenizer cannot be used.
+        """
+        with self._loading:
+            if self._vocabulary is None:
+                vocabulary = self._load_vocabulary()
+                self._tokenizer = vocabulary.build()
+                self._vocabulary = vocabulary
+            return self._vocabulary
+
+    def compile(self, job: TrialJob, trial: GrammarTrial) -> CompiledGrammar:
+        """Compiles a grammar, once `trial` has survived it.
+
+        Raises:
+            RequestError: It cannot be compiled, or not within the limits.
+        """
+        verdict = trial.run(job)
+        if verdict.grammar is None:
+            raise _refusal(job, verdict.error or "", RequestError if verdict.lasts else PassingRefusal)
+        api = llguidance_library.load()
+        matcher = api.LLMatcher(self._tokenizer, verdict.grammar, log_level=0, limits=llguidance_library.limits(api))
+        first_bits = matcher.compute_bitmask()
+        if matcher.is_error():
+            raise _refusal(job, str(matcher.get_error()))
+        special_ids = [int(token) for token in self._tokenizer.eos_tokens]
+        memory = verdict.memory + len(verdict.grammar) + len(first_bits) + _OVERHEAD_BYTES
+        return CompiledGrammar(matcher, special_ids, memory, first_bits)
+
+
+class GrammarCache:
+    """The grammars used last, as many as fit; and the refusals. Used from one thread."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[TrialJob, CompiledGrammar | RequestError] = OrderedDict()
+        self._sizes: dict[TrialJob, int] = {}
+        self.memory = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, job: TrialJob) -> CompiledGrammar | RequestError | None:
+        """What became of `job`, if it is known."""
+        found = self._entries.get(job)
+        if found is not None:
+            self._entries.move_to_end(job)
+        return found
+
+    def put(self, job: TrialJob, result: CompiledGrammar | RequestError) -> None:
+        """Keeps a result, and drops those used longest ago while there are too many."""
+        size = len(job.text) + (result.memory if isinstance(result, CompiledGrammar) else _OVERHEAD_BYTES)
+        self.memory += size - self._sizes.get(job, 0)
+        self._entries[job], self._sizes[job] = result, size
+        while len(self._entries) > CACHE_ENTRIES or self.memory > CACHE_BYTES:
+            oldest, _ = self._entries.popitem(last=False)
+            self.memory -= self._sizes.pop(oldest)
+
+
+def _refusal(job: TrialJob, reason: str, kind: type[RequestError] = RequestError) -> RequestError:
+    return kind(f"structured_outputs: the {_WORDS[job.form]} cannot be used: {reason}", parameter="structured_outputs")
+
+
+_WORDS = {
+    "json": "JSON schema",
+    "regex": "regular expression",
+    "choice": "list of choices",
+    "grammar": "grammar",
+    "structural_tag": "structural tag",
+}

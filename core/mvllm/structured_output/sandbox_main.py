@@ -1,0 +1,272 @@
+"""Tries grammars out, in a process that may be killed: `python -m mvllm.structured_output.sandbox_main <parent pid>`.
+
+The idea: some of what looks harmless takes minutes or gigabytes to compile, and some ends the process that compiles it,
+and no list of such things is complete. So each grammar is compiled here first, under limits that the kernel enforces:
+SECONDS of processor time and MEMORY_BYTES. What survives costs the engine as much again, and no more.
+
+    stdin   Vocabulary, then TrialJobs        each: 4 bytes of length, little-endian, then msgpack
+    stdout  a Verdict per job
+
+The process ends with its parent, or when stdin does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import sys
+import time
+from typing import Any
+
+import msgspec
+import psutil  # type: ignore[import-untyped]
+
+from mvllm.executor.process.pipe_process import read_message, write_message
+from mvllm.executor.process.process_utils import die_with_parent, limit_memory, limit_processor_time, set_process_name
+from mvllm.structured_output import llguidance_library
+from mvllm.structured_output.vocabulary import Vocabulary, one_line
+
+SECONDS = 3
+MEMORY_BYTES = 384 << 20
+"""Address space beyond what the process has when it is ready."""
+
+DEFAULT_WHITESPACE = r"(\n[ \t]{0,32}|[ ]{1,4})"
+"""Between the parts of JSON: a line break and what follows it, or a few spaces. Not without end: a model that has lost
+its thread would write nothing else."""
+
+_LOCATE_SECONDS = 0.5
+_WALK_SECONDS = 0.25
+_NUM_WALKS = 3
+_WALK_TOKENS = 32
+
+
+class TrialJob(msgspec.Struct, array_like=True, frozen=True):
+    """One wish, see StructuredOutputsParams.
+
+    Attributes:
+        form: `json`, `regex`, `choice`, `grammar` or `structural_tag`.
+        text: Of the schema, the pattern or the grammar; of the choices and of the tag, as JSON.
+        whitespace: None for the default, empty for none.
+        thoughts_start, thoughts_end: What frames thoughts that come before it.
+    """
+
+    form: str
+    text: str
+    whitespace: str | None = None
+    thoughts_start: str | None = None
+    thoughts_end: str | None = None
+
+
+class Verdict(msgspec.Struct, array_like=True, frozen=True):
+    """What became of a job.
+
+    Attributes:
+        grammar: In the library's own form, if it can be compiled.
+        error: Otherwise, why not.
+        memory: Bytes that it took.
+        lasts: Whether the next attempt would come to the same. Not where the error is about the machine's state.
+    """
+
+    grammar: str | None
+    error: str | None = None
+    memory: int = 0
+    lasts: bool = True
+
+
+def main() -> None:
+    """The program."""
+    die_with_parent(int(sys.argv[1]))
+    set_process_name("GrammarTrial")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    jobs, verdicts = sys.stdin.buffer, sys.stdout.buffer
+    try:
+        tokenizer = read_message(jobs, Vocabulary).build()
+        process = psutil.Process()
+        limit_memory(MEMORY_BYTES)
+        while True:
+            job = read_message(jobs, TrialJob)
+            limit_processor_time(SECONDS)
+            before = process.memory_info().rss
+            grammar, error = try_out(tokenizer, job)
+            memory = max(0, process.memory_info().rss - before)
+            write_message(verdicts, Verdict(grammar, error, memory))
+    except (EOFError, BrokenPipeError):
+        pass
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def try_out(tokenizer: Any, job: TrialJob) -> tuple[str | None, str | None]:
+    """The grammar that a job means, or why there is none."""
+    started = time.monotonic()
+    try:
+        grammar = structural_tags(tokenizer, job.text) if job.form == "structural_tag" else to_grammar(job)
+        error = find_error(tokenizer, grammar)
+        if error is None and job.thoughts_end is not None:
+            grammar = behind_thoughts(tokenizer, job.thoughts_start, job.thoughts_end, grammar)
+            error = find_error(tokenizer, grammar)
+    except Exception as e:  # noqa: BLE001  (told to whoever asked)
+        error = one_line(e) or type(e).__name__
+    if error is None:
+        return grammar, None
+    if job.form == "json" and time.monotonic() - started < _LOCATE_SECONDS:
+        error = f"{error} (at {_locate(tokenizer, job, error)})"
+    return None, error
+
+
+def to_grammar(job: TrialJob) -> str:
+    """In the library's own form.
+
+    Raises:
+        Exception: The text is not what the form says.
+    """
+    matcher = llguidance_library.load().LLMatcher
+    grammar: str
+    match job.form:
+        case "json":
+            grammar = matcher.grammar_from_json_schema(job.text, overrides=_options(job.whitespace))
+        case "regex":
+            # Classes as in JSON schemas: with Unicode's, what matches would depend on the year of whoever looks.
+            pattern = llguidance_library.load().regex_to_lark(job.text, use_ascii="dws")
+            grammar = matcher.grammar_from_lark(f"start: /{pattern}/")
+        case "choice":
+            texts = json.loads(job.text)
+            # One terminal: as alternatives of a rule, they would all be open at once, of which a parser has its limit.
+            grammar = matcher.grammar_from_lark("start: C\nC: " + " | ".join(json.dumps(text) for text in texts))
+        case _:
+            from llguidance.gbnf_to_lark import any_to_lark  # type: ignore[import-not-found, unused-ignore]
+
+            grammar = matcher.grammar_from_lark(any_to_lark(job.text))
+    return grammar
+
+
+def structural_tags(tokenizer: Any, text: str) -> str:
+    """The grammar of a structural tag: free text up to a trigger, then what one of its structures says, and so on."""
+    described = json.loads(text)
+    tags = described["structures"]
+    # The longest trigger, so that no other cuts in before it.
+    triggers = sorted(described["triggers"], key=len, reverse=True)
+    rules = [f"start: ({' | '.join(f'tag_{i}' for i in range(len(tags)))})* FREE", "FREE: /(?s:.*)/"]
+    for i, tag in enumerate(tags):
+        trigger = next(trigger for trigger in triggers if tag["begin"].startswith(trigger))
+        terminal = _as_terminal(tokenizer, trigger)
+        begin, end = (json.dumps(part) if part else "" for part in (tag["begin"][len(trigger) :], tag["end"]))
+        schema = {"x-guidance": _options(None), **tag["schema"]}
+        rules += [
+            f"head_{i}{'' if terminal.startswith('<') else '[lazy]'}: FREE {terminal}",
+            f"tag_{i}: head_{i} {begin} body_{i} {end}",
+            f"body_{i}: %json {json.dumps(schema)}",
+        ]
+    return "\n".join(rules)
+
+
+def behind_thoughts(tokenizer: Any, start: str | None, end: str, grammar: str) -> str:
+    """A grammar of thoughts, and then of what `grammar` says, with a little white space between the two.
+
+    The thoughts are any text up to the first `end`. With `start` they begin with it, or there are none; without it, the
+    text begins within them. Where one of the two is a token of its own that no text stands for, it is that token.
+    """
+    close = _as_terminal(tokenizer, end)
+    top = "start: thoughts gap @form"
+    if start is not None:
+        top = f"start: (begin thoughts gap)? @form\nbegin: {_as_terminal(tokenizer, start)}"
+    lazy = "" if close.startswith("<") else "[lazy]"
+    lark = f"{top}\nthoughts{lazy}: FREE {close}\nFREE: /(?s:.*)/\ngap: /[ \\t\\r\\n]{{0,8}}/\n"
+    form = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
+    return json.dumps({"grammars": [{"lark_grammar": lark}, {**form, "name": "form"}]})
+
+
+def _as_terminal(tokenizer: Any, text: str) -> str:
+    ids = tokenizer.tokenize_str(text, parse_special=True)
+    return f"<[{ids[0]}]>" if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else json.dumps(text)
+
+
+def _options(whitespace: str | None) -> dict[str, Any]:
+    if whitespace == "":
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": DEFAULT_WHITESPACE if whitespace is None else whitespace}
+
+
+def find_error(tokenizer: Any, grammar: str) -> str | None:
+    """Why there is no first token, if there is none, or why outputs would break off."""
+    api = llguidance_library.load()
+    matcher = api.LLMatcher(tokenizer, grammar, log_level=0, limits=llguidance_library.limits(api))
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if not matcher.is_error():
+        return _find_limit(matcher)
+    reason = one_line(matcher.get_error())
+    return "no text can match it" if reason.startswith("NoExtension") else reason
+
+
+def _find_limit(beginning: Any) -> str | None:
+    """Goes a few random ways through a grammar: one that is open in too many places at once shows it soon.
+
+    What does not show here ends the request that it happens to, with the same words.
+    """
+    deadline = time.monotonic() + _WALK_SECONDS
+    for seed in range(_NUM_WALKS):
+        rng, matcher = random.Random(seed), beginning.deep_copy()
+        for _ in range(_WALK_TOKENS):
+            mask = matcher.compute_bitmask()
+            token = None if matcher.is_error() else _some_bit(rng, mask)
+            if token is None or matcher.is_stopped() or time.monotonic() > deadline:
+                break  # a dead end for want of tokens is not the grammar's fault
+            if not matcher.consume_token(token):
+                return one_line(matcher.get_error())
+    return None
+
+
+def _some_bit(rng: random.Random, bits: bytes) -> int | None:
+    """The position of a bit that is set, if one is."""
+    start = rng.randrange(len(bits))
+    for i in range(len(bits)):
+        at = (start + i) % len(bits)
+        if bits[at]:
+            return at * 8 + rng.choice([bit for bit in range(8) if bits[at] >> bit & 1])
+    return None
+
+
+def _locate(tokenizer: Any, job: TrialJob, error: str) -> str:
+    """The smallest part of a schema that fails as the whole does, as a JSON pointer."""
+    root = json.loads(job.text)
+    definitions = {key: root[key] for key in ("$defs", "definitions") if isinstance(root, dict) and key in root}
+    deadline = time.monotonic() + _LOCATE_SECONDS
+    place, part = "#", root
+    while True:
+        for path, child in _parts(part):
+            if time.monotonic() > deadline:
+                return place
+            text = json.dumps({**definitions, **child})
+            try:
+                found = find_error(tokenizer, to_grammar(TrialJob("json", text, job.whitespace)))
+            except Exception as e:  # noqa: BLE001  (compared)
+                found = one_line(e)
+            if found == error:
+                place, part = f"{place}/{path}", child
+                break
+        else:
+            return place
+
+
+def _parts(schema: object) -> list[tuple[str, dict[str, Any]]]:
+    """The schemas directly within a schema, with their places."""
+    found: list[tuple[str, object]] = []
+    if isinstance(schema, dict):
+        for key in ("properties", "patternProperties", "$defs", "definitions"):
+            inner = schema.get(key)
+            if isinstance(inner, dict):
+                found += [(f"{key}/{name}", part) for name, part in inner.items()]
+        for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+            inner = schema.get(key)
+            if isinstance(inner, list):
+                found += [(f"{key}/{i}", part) for i, part in enumerate(inner)]
+        found += [(key, schema.get(key)) for key in ("items", "additionalProperties", "not")]
+    return [(path, part) for path, part in found if isinstance(part, dict)]
+
+
+if __name__ == "__main__":
+    main()

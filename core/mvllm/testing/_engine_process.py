@@ -1,0 +1,18 @@
+"""An engine with worker processes in a process of its own, to be killed: `python -m mvllm.testing._engine_process SETTINGS`."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from mvllm.testing.subprocess_checks import say
+from mvllm.testing.platform_under_test import Examinee
+from mvllm.testing.zoo import generate, make_llm
+
+if __name__ == "__main__":
+    order = json.loads(sys.argv[1])
+    with make_llm(Examinee(order.pop("name")), order.pop("folder"), **order) as llm:
+        generate(llm, [[5, 6, 7]])
+        say({"ready": True})
+        while True:
+            generate(llm, [[5, 6, 7]], max_tokens=500)

@@ -1,0 +1,132 @@
+"""In a process of its own: imports a plugin's entry point, probes it, and says what that cost and left behind."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from mvllm.platform.discovery import load_attribute
+from mvllm.platform.phases import Phase, enter_phase
+from mvllm.plugin_api import PlatformSpec, ProbeResult, WorkerContext
+from mvllm.testing.subprocess_checks import say
+
+HEAVY = ("torch", "transformers", "jax", "tensorflow")
+ORDINARY_LIBRARIES = tuple(
+    f"lib{name}"
+    for name in "c m dl rt pthread gcc_s stdc++ z bz2 lzma ffi ssl crypto expat uuid sqlite3 util".split()  # noqa: SIM905
+)
+
+
+def mapped_libraries() -> set[str]:
+    """Shared libraries in this process that are neither Python modules nor what those are linked with by habit."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    paths = {line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6}
+    modules = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    found = set()
+    for path in paths - modules:
+        name = os.path.basename(path)
+        bundled = os.path.basename(os.path.dirname(path)).endswith(".libs")  # beside a module of some wheel
+        if ".so" in name and not bundled and not name.startswith(ORDINARY_LIBRARIES):
+            found.add(path)
+    return found
+
+
+def look(order: dict[str, Any]) -> dict[str, Any]:
+    """Imports the module that the entry point names, then probes twice."""
+    before = mapped_libraries()
+    started = time.process_time()
+    with enter_phase(Phase.PROBE):
+        module = importlib.import_module(order["module"])
+        facts: dict[str, Any] = {"import_seconds": time.process_time() - started}
+        facts["imported"] = sorted({name.partition(".")[0] for name in sys.modules} & set(HEAVY))
+        facts["libraries"] = sorted(mapped_libraries() - before)
+        spec = module.mvllm_platform()
+    facts["is_spec"] = isinstance(spec, PlatformSpec)
+    if facts["is_spec"]:
+        facts["name"], facts["contract"] = spec.name, list(spec.contract)
+        facts.update(probe(spec))
+        facts["fork"] = fork(lambda: load_attribute(spec.probe)())
+        if order["bind_after_fork"]:
+            facts["bind_after_fork"] = fork(lambda: bind(spec))
+    return facts
+
+
+def probe(spec: PlatformSpec) -> dict[str, Any]:
+    """Two probes, what they say, and what is different afterwards."""
+    environment, threads = dict(os.environ), threading.active_count()
+    me = psutil.Process()
+    native, children = me.num_threads(), len(me.children())
+    facts: dict[str, Any] = {"error": "", "cpu_seconds": []}
+    results = []
+    for _ in range(2):
+        started = time.process_time()
+        try:
+            with enter_phase(Phase.PROBE):
+                results.append(load_attribute(spec.probe)())
+        except BaseException:  # noqa: BLE001  (told to whoever asked)
+            facts["error"] = traceback.format_exc()
+            return facts
+        facts["cpu_seconds"].append(time.process_time() - started)
+    first = results[0]
+    facts["is_result"] = isinstance(first, ProbeResult)
+    facts["same"] = results[0] == results[1]
+    if facts["is_result"]:
+        facts["available"], facts["reason"], facts["remedy"] = first.available, first.reason, first.remedy
+        facts["indices"] = [device.index for device in first.devices]
+    facts["loaded"] = sorted({name.partition(".")[0] for name in sys.modules} & set(HEAVY))
+    facts["new_threads"] = max(threading.active_count() - threads, me.num_threads() - native)
+    facts["new_children"] = len(me.children()) - children
+    changed = {k for k in environment.keys() | os.environ.keys() if environment.get(k) != os.environ.get(k)}
+    facts["changed_variables"] = sorted(changed)
+    return facts
+
+
+def fork(action: Callable[[], object]) -> str:
+    """Runs `action` in a forked child; says what went wrong, or nothing."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            action()
+            status = 0
+        except BaseException:  # noqa: BLE001  (shown on stderr)
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return "" if status == 0 else f"the child ended with status {os.waitstatus_to_exitcode(status)}"
+        time.sleep(0.01)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    return "the child hung"
+
+
+def bind(spec: PlatformSpec) -> None:
+    """The device can be used in this process, which was forked from one that has probed."""
+    import torch
+
+    with enter_phase(Phase.FRONTEND):
+        platform = load_attribute(spec.factory)()
+    with enter_phase(Phase.WORKER):
+        runtime = platform.init_device(WorkerContext())
+        assert runtime.to_host(runtime.to_device(torch.arange(4))).wait().tolist() == [0, 1, 2, 3]
+
+
+if __name__ == "__main__":
+    say(look(json.loads(sys.argv[1])))

@@ -1,0 +1,377 @@
+"""One rank of a world: binds its device, then tries what its only argument (JSON) names, a line of answer each.
+
+Every rank knows what every other rank brings, so each checks its own results; that ranks agree, bit for bit, is for the
+caller to see from the digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mvllm.config.engine_args import EngineArgs
+from mvllm.engine.core.config_resolution import settle_config
+from mvllm.ops.dtypes import torch_dtype
+from mvllm.platform.choose import choose_platform
+from mvllm.platform.phases import Phase, enter_phase
+from mvllm.plugin_api import Communicator, DeviceRuntime, GroupSpec, Platform, WorkerContext
+from mvllm.testing.attention_cases import make_spec
+from mvllm.worker.worker import Worker
+
+SIGN = "@mvllm-rank "
+SHAPES = ((6, 8), (1, 4096), (3, 4, 12))
+"""Each has dimensions that 4 divides, small and large."""
+
+
+@dataclass
+class World:
+    """What a trial has at hand."""
+
+    platform: Platform
+    context: WorkerContext
+    dtypes: list[str]
+    folder: str = ""
+    total: int = 0
+    runtime: DeviceRuntime | None = None
+    communicator: Communicator | None = None
+
+    @property
+    def device(self) -> DeviceRuntime:
+        assert self.runtime is not None, "bind comes first"
+        return self.runtime
+
+    @property
+    def group(self) -> Communicator:
+        assert self.communicator is not None, "join comes first"
+        return self.communicator
+
+    def mine(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """What `rank` brings, on the host: small integers, so that sums are exact in every dtype."""
+        count = 1
+        for size in shape:
+            count *= size
+        return ((torch.arange(count) * (rank + 3) + rank) % 13 - 6).view(shape).to(dtype)
+
+    def on_device(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self.device.to_device(self.mine(rank, shape, dtype).clone())
+
+    def host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.device.to_host(tensor).wait()
+
+
+def bind(world: World) -> str:
+    world.runtime = world.platform.init_device(world.context)
+    world.runtime.health()
+    tensor = world.runtime.to_device(torch.arange(7))
+    return "" if world.host(tensor).tolist() == list(range(7)) else "the device does not give back what it was given"
+
+
+def join(world: World) -> str:
+    context = world.context
+    if context.world_size > 1:
+        ranks = tuple(range(context.world_size))
+        spec = GroupSpec("tp", ranks, context.rank, context.init_method, context.world_size)
+        world.communicator = world.platform.communicator(spec, world.device.device)
+        place = (world.communicator.rank, world.communicator.world_size)
+        if place != (context.rank, context.world_size):
+            return f"the communicator says rank and world_size {place}, not {(context.rank, context.world_size)}"
+    return ""
+
+
+def _each(world: World, check: Callable[[World, tuple[int, ...], torch.dtype], list[str]], *further: str) -> str:
+    """The first problem. Goes on after one all the same: the other ranks make every call, and wait for this one."""
+    problems = []
+    for name in [*world.dtypes, *further]:
+        for shape in SHAPES:
+            found = check(world, shape, torch_dtype(name))
+            problems += [f"{name} {shape}: {problem}" for problem in found if problem]
+    return problems[0] if problems else ""
+
+
+def _differs(found: torch.Tensor | None, expected: torch.Tensor, world: World) -> str:
+    if found is None:
+        return "found None instead of a tensor"
+    if found.device.type != world.device.device.type:
+        return f"the result is on {found.device}, not on the device"
+    host = world.host(found)
+    if host.shape != expected.shape or host.dtype != expected.dtype:
+        return f"shape {tuple(host.shape)} and {host.dtype}, expected {tuple(expected.shape)} and {expected.dtype}"
+    _digest.update(host.contiguous().view(torch.uint8).numpy().tobytes())
+    return "" if torch.equal(host, expected) else f"wrong values, for instance {host.flatten()[:4].tolist()}"
+
+
+def all_reduce(world: World) -> str:
+    def check(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+        found = world.group.all_reduce(world.on_device(world.context.rank, shape, dtype))
+        expected = torch.stack([world.mine(r, shape, dtype) for r in range(world.context.world_size)]).sum(0).to(dtype)
+        return [_differs(found, expected, world)]
+
+    exact, rounded = _each(world, check), _rounding_agrees(world)
+    return exact or rounded
+
+
+def _rounding_agrees(world: World) -> str:
+    """Sums that round: their bits go into the digest, and must be near the exact sum."""
+    problem = ""
+    for name in world.dtypes:
+        dtype = torch_dtype(name)
+        parts = [
+            torch.randn(3, 301, generator=torch.Generator().manual_seed(r)).to(dtype)
+            for r in range(world.context.world_size)
+        ]
+        found = world.host(world.group.all_reduce(world.device.to_device(parts[world.context.rank].clone())))
+        _digest.update(found.contiguous().view(torch.uint8).numpy().tobytes())
+        exact = torch.stack([part.double() for part in parts]).sum(0)
+        allowed = 4 * torch.finfo(dtype).eps * torch.stack([part.double().abs() for part in parts]).sum(0)
+        if bool(((found.double() - exact).abs() > allowed).any()):
+            problem = f"{name}: a sum is off by {float((found.double() - exact).abs().max())}"
+    return problem
+
+
+def all_gather(world: World) -> str:
+    def check(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+        parts = [world.mine(r, shape, dtype) for r in range(world.context.world_size)]
+        problems = []
+        for dim in (-1, 0):
+            found = world.group.all_gather(world.on_device(world.context.rank, shape, dtype), dim)
+            problems.append(_differs(found, torch.cat(parts, dim), world))
+        return problems
+
+    return _each(world, check, "int32")
+
+
+def reduce_scatter(world: World) -> str:
+    def check(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+        size, rank = world.context.world_size, world.context.rank
+        total = torch.stack([world.mine(r, shape, dtype) for r in range(size)]).sum(0).to(dtype)
+        found = world.group.reduce_scatter(world.on_device(rank, shape, dtype), -1)
+        return [_differs(found, total.chunk(size, -1)[rank].contiguous(), world)]
+
+    return _each(world, check)
+
+
+def broadcast(world: World) -> str:
+    def check(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+        problems = []
+        for source in (0, world.context.world_size - 1):
+            tensor = world.on_device(world.context.rank, shape, dtype)
+            found = world.group.broadcast(tensor, source)
+            expected = world.mine(source, shape, dtype)
+            problems += [_differs(found, expected, world), _differs(tensor, expected, world)]
+        return problems
+
+    return _each(world, check, "int32")
+
+
+def send_recv(world: World) -> str:
+    """Everyone sends to everyone before anyone receives, twice, and the order is kept."""
+
+    def check(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+        rank, others = world.context.rank, [r for r in range(world.context.world_size) if r != world.context.rank]
+        for other in others:
+            for turn in (0, 1):
+                world.group.send(world.on_device(rank + 10 * turn, shape, dtype), other)
+        problems = []
+        for other in others:
+            for turn in (0, 1):
+                found = world.group.recv(shape, dtype, other)
+                problems.append(_differs(found, world.mine(other + 10 * turn, shape, dtype), world))
+        return problems
+
+    return _each(world, check, "uint8")
+
+
+def gather(world: World) -> str:
+    def check(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+        size, rank = world.context.world_size, world.context.rank
+        expected = torch.cat([world.mine(r, shape, dtype) for r in range(size)], 0)
+        problems = []
+        for destination in (0, size - 1):
+            found = world.group.gather(world.on_device(rank, shape, dtype), destination, 0)
+            if rank == destination:
+                problems.append(_differs(found, expected, world))
+            elif found is not None:
+                problems.append(f"to {destination}: rank {rank} got a tensor instead of None")
+        return problems
+
+    return _each(world, check, "int32")
+
+
+def all_to_all(world: World) -> str:
+    def check(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+        size, rank = world.context.world_size, world.context.rank
+        found = world.group.all_to_all([world.on_device(rank + 10 * to, shape, dtype) for to in range(size)])
+        if len(found) != size:
+            return [f"{len(found)} tensors for {size} ranks"]
+        return [_differs(found[r], world.mine(r + 10 * rank, shape, dtype), world) for r in range(size)]
+
+    return _each(world, check, "int32")
+
+
+def barrier(world: World) -> str:
+    """A rank that has passed the barrier knows that the others have reached it: nobody passes before the slowest."""
+    import os
+    import tempfile
+    import time
+    from pathlib import Path
+
+    assert world.context.init_method is not None
+    port = world.context.init_method.rpartition(":")[2]
+    marks = [Path(tempfile.gettempdir()) / f"mvllm-barrier-{port}-{r}" for r in range(world.context.world_size)]
+    try:
+        for turn in range(2):
+            if world.context.rank == turn % world.context.world_size:
+                time.sleep(0.3)
+            marks[world.context.rank].write_text(f"{os.getpid()} {turn}")
+            world.group.barrier()
+            missing = [
+                r for r, mark in enumerate(marks) if not mark.exists() or int(mark.read_text().split()[1]) < turn
+            ]
+            world.group.barrier()  # nobody goes on, and writes or removes its mark, before all have looked
+            if missing:
+                return f"rank {world.context.rank} passed before rank {missing[0]} had come"
+    finally:
+        marks[world.context.rank].unlink(missing_ok=True)
+    return ""
+
+
+def close(world: World) -> str:
+    if world.communicator is not None:
+        world.communicator.close()
+        world.communicator.close()
+    world.device.shutdown()
+    world.device.shutdown()
+    return ""
+
+
+def place(world: World) -> str:
+    host, count = world.mine(1, (24, 48), torch.float32), world.context.num_devices
+    for dim in (0, 1, None):
+        placed = world.device.place(world.device.to_device(host.clone()), dim)
+        if problem := _differs(placed, host, world):
+            return f"place(tensor, {dim}) changes the tensor: {problem}"
+        expected = [host] * count if dim is None else list(host.chunk(count, dim))
+        parts = world.device.parts(placed)
+        if len(parts) != count:
+            return f"parts() of a tensor placed along {dim} gives {len(parts)} tensors for {count} devices"
+        for device, (part, right) in enumerate(zip(parts, expected, strict=True)):
+            if not torch.equal(part, right):
+                shapes = f"a tensor of {tuple(part.shape)}, expected {tuple(right.shape)}"
+                return f"place(tensor, {dim}) gives device {device} {shapes}, or other values"
+    return ""
+
+
+def cache(world: World) -> str:
+    count, num_blocks = world.context.num_devices, 8
+    spec = make_spec(num_heads=4 * count, num_kv_heads=2 * count, dtype=world.dtypes[0])
+    layout = world.platform.attention_backend(spec).kv_layout()
+    backend = world.platform.attention_backend(spec)
+    made = backend.allocate(num_blocks, layout.block_sizes[0], world.device.device)
+    tensors = [made] if isinstance(made, torch.Tensor) else list(made)
+    bytes_of = [0] * count
+    for tensor in tensors:
+        for device, part in enumerate(world.device.parts(tensor)):
+            bytes_of[device] += part.numel() * part.element_size()
+    share = num_blocks * layout.block_sizes[0] * layout.bytes_per_token // count
+    if max(bytes_of) > share or min(bytes_of) == 0:
+        return f"a cache of which kv_layout has {share} bytes on each device takes {bytes_of} on them"
+    sizes = spec.head_size + spec.value_size
+    most = 1.5 * spec.num_kv_heads * (sizes + 4) * torch_dtype(spec.kv_dtype).itemsize  # scales, and some padding
+    if layout.bytes_per_token > most:
+        return f"a token takes {layout.bytes_per_token} bytes on all devices; on one it would take about {most:.0f}"
+    return ""
+
+
+def total(world: World) -> str:
+    world.total = world.device.memory().total
+    return "" if world.total > 0 else "memory().total is 0"
+
+
+def weights(world: World) -> str:
+    """Core's worker loads a model; each device may have half of it and a bit."""
+    args = EngineArgs.from_kwargs(
+        model=world.folder,
+        platform=world.platform.spec.name,
+        dtype=world.dtypes[0],
+        skip_tokenizer_init=True,
+        use_tqdm_on_load=False,
+        tensor_parallel_size=world.context.num_devices,
+    )
+    config = settle_config(args.create_engine_config(), world.platform)
+    worker = Worker(config, world.platform, world.context)
+    worker.init_device()
+    worker.load_model()
+    parameters = list(worker.runner.model.parameters())
+    whole = sum(p.numel() * p.element_size() for p in parameters)
+    bytes_of = [0] * world.context.num_devices
+    for parameter in parameters:
+        for device, part in enumerate(worker.runtime.parts(parameter.data)):
+            bytes_of[device] += part.numel() * part.element_size()
+    worker.shutdown()
+    fair = whole / world.context.num_devices
+    if whole == 0:
+        return ""  # the platform keeps them in a form of its own
+    if max(bytes_of) > 1.25 * fair or min(bytes_of) < 0.75 * fair:
+        return f"of {whole} bytes of weights the devices hold {bytes_of}; each should have about {fair:.0f}"
+    return ""
+
+
+COLLECTIVES: dict[str, Callable[[World], str]] = {
+    "all_reduce": all_reduce,
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "broadcast": broadcast,
+    "send_recv": send_recv,
+    "gather": gather,
+    "all_to_all": all_to_all,
+    "barrier": barrier,
+}
+TRIALS: dict[str, Callable[[World], str]] = {"bind": bind, "join": join, **COLLECTIVES, "close": close}
+OF_SEVERAL_DEVICES = {"bind": bind, "place": place, "cache": cache, "total": total, "close": close, "weights": weights}
+"""What a worker tries that drives several devices."""
+
+_digest = hashlib.sha256()
+
+
+def main(order: dict[str, Any]) -> int:
+    """Tries everything in the order given; stops after what went wrong, since the others would wait for ever."""
+    global _digest
+    context = WorkerContext(
+        rank=order["rank"],
+        local_rank=order["rank"],
+        world_size=order["world_size"],
+        local_world_size=order["world_size"],
+        in_engine_process=False,
+        init_method=order["init_method"],
+        num_devices=order["num_devices"],
+    )
+    world = World(choose_platform(order["platform"]).platform, context, order["dtypes"], order["checkpoint"])
+    for name in order["what"]:
+        if name in COLLECTIVES and (name not in world.platform.capabilities.collectives or context.world_size == 1):
+            continue
+        _digest = hashlib.sha256()
+        try:
+            with enter_phase(Phase.WORKER):
+                error = {**TRIALS, **OF_SEVERAL_DEVICES}[name](world)
+        except Exception as e:  # noqa: BLE001  (told to whoever asked)
+            error = f"{type(e).__name__}: {e}"
+        answer = {"did": name, "error": error, "digest": _digest.hexdigest()}
+        if name == "total":
+            answer["total"] = world.total
+        if name == "bind" and world.runtime is not None:
+            answer["device"] = str(world.runtime.device)
+        sys.stdout.write(f"\n{SIGN}{json.dumps(answer)}\n")
+        sys.stdout.flush()
+        if error and name in ("bind", "join"):
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

@@ -1,0 +1,151 @@
+"""What a worker remembers about running requests: one row of host arrays per request, kept for as long as it runs.
+
+Nothing here is rebuilt in a step. A step changes a few integers; everything it computes with is gathered from these
+arrays by NumPy, whole batches at a time.
+
+    row   history.token_ids      num_tokens  num_computed  block_table
+    0     [11, 40, 7, 9, ...]    4           3             [5, 2, ...]
+    1     free
+    2     [11, 40, 8, ...]       3           0             [5, 6, ...]
+
+Where layers are grouped by what they see, a row has a table per group: that of row r in group g has the number
+r + g * max_rows. Entries of blocks that a group's layers do not see any more are left as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mvllm.messages.scheduler_output import NewRequestData, SchedulerOutput
+from mvllm.pooling.pooler import PoolingState
+from mvllm.sampling.logits_processor import RowTokens
+from mvllm.sampling.sampling_state import SamplingState, TokenHistory
+
+
+@dataclass(frozen=True)
+class RowLengths:
+    """Copies of a RowTable's `num_computed` and of its history's `num_tokens`, int32 [max_rows] each."""
+
+    num_computed: np.ndarray
+    num_tokens: np.ndarray
+
+
+class RowTable:
+    """State of the running requests, by row.
+
+    Args:
+        max_rows: Most requests running at once.
+        max_model_len: Longest sequence in tokens.
+        block_size: Tokens per KV block.
+        sampling: Sampling state, kept in step with the rows.
+        num_groups: Groups of layers.
+
+    Attributes:
+        history: Token ids, with `num_tokens` and `num_prompt_tokens` per row.
+        num_computed: int32 [max_rows]; leading tokens whose KV is computed or scheduled.
+        max_rows, num_groups: As given.
+        max_pages: Blocks of the longest sequence.
+        block_table: int32 [num_groups * max_rows, max_pages + 1]; one entry to spare.
+        num_blocks: int32 [num_groups * max_rows]; entries of `block_table` in use.
+        prompt_logprobs: How many the row's request asked for, by row, for the few that did.
+        pooling: The rows whose prompts are wanted as vectors; these never sample.
+        lora_ids: int64 [max_rows]; the adapter of the row's request, 0 for none.
+    """
+
+    def __init__(
+        self, max_rows: int, max_model_len: int, block_size: int, sampling: SamplingState, num_groups: int = 1
+    ) -> None:
+        self.max_rows = max_rows
+        self.num_groups = num_groups
+        self.max_pages = -(-max_model_len // block_size)
+        self.history = TokenHistory(max_rows, max_model_len + 1)
+        self.num_computed = np.zeros(max_rows, dtype=np.int32)
+        self.block_table = np.zeros((num_groups * max_rows, self.max_pages + 1), dtype=np.int32)
+        self.num_blocks = np.zeros(num_groups * max_rows, dtype=np.int32)
+        self.prompt_logprobs: dict[int, int] = {}
+        self.pooling = PoolingState()
+        self.lora_ids = np.zeros(max_rows, dtype=np.int64)
+        self.sampling = sampling
+
+    def apply(self, plan: SchedulerOutput) -> None:
+        """Brings the rows up to the plan: frees, then begins, then appends blocks and notes guesses."""
+        for row in plan.freed_rows:
+            self._free(row)
+        for request in plan.new_requests:
+            self._begin(request)
+        num_blocks = self.num_blocks
+        for row, block in zip(plan.new_block_rows, plan.new_block_ids, strict=True):
+            self.block_table[row, num_blocks[row]] = block
+            num_blocks[row] += 1
+        for position, drafts in plan.draft_token_ids.items():
+            self.history.guess(plan.rows[position], drafts)
+
+    def take_samples(self, rows: np.ndarray, token_ids: np.ndarray, further: Mapping[int, Sequence[int]]) -> None:
+        """Adds what a step has sampled.
+
+        Args:
+            rows: int [n]: distinct.
+            token_ids: int [n]: a token for each of `rows`.
+            further: By row, tokens behind that one. They were guessed right, so that the step has computed what stands
+                before each.
+        """
+        self.history.append(rows, token_ids)
+        for row, more in further.items():
+            self.history.extend(row, more)
+            self.num_computed[row] += len(more)
+
+    def lengths(self) -> RowLengths:
+        """How far the rows are, for `skip`."""
+        return RowLengths(self.num_computed.copy(), self.history.num_tokens.copy())
+
+    def skip(self, plan: SchedulerOutput, before: RowLengths) -> None:
+        """Brings the rows to where they would be after a step that has failed, wherever in it that was.
+
+        Plans made meanwhile count on that: a row that stayed behind would write to blocks that were given back and that
+        another row may have by now. Tokens that the step should have sampled are 0.
+
+        Args:
+            plan: The step's, which was applied.
+            before: The rows' lengths when it began.
+        """
+        rows = np.array(plan.rows, dtype=np.int64)
+        num_known = np.array(plan.num_scheduled_tokens, dtype=np.int32)
+        for position, drafts in plan.draft_token_ids.items():
+            num_known[position] -= len(drafts)
+        self.num_computed[rows] = before.num_computed[rows] + num_known
+        self.history.num_tokens[rows] = before.num_tokens[rows]
+        sampling = rows[self.num_computed[rows] == before.num_tokens[rows]]
+        sampling = sampling[~np.isin(sampling, list(self.pooling.params))]
+        self.history.append(sampling, np.zeros(len(sampling), dtype=np.int64))
+
+    def _begin(self, request: NewRequestData) -> None:
+        row, params = request.row, request.sampling_params
+        self.history.set_row(row, request.token_ids, request.num_prompt_tokens)
+        self.num_computed[row] = request.num_computed_tokens
+        for table, blocks in enumerate((request.block_ids, *request.more_block_ids)):
+            number = row + table * self.max_rows
+            self.block_table[number, : len(blocks)] = blocks
+            self.num_blocks[number] = len(blocks)
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs[row] = params.prompt_logprobs
+        self.pooling.set_row(row, request.pooling_params)
+        self.lora_ids[row] = 0 if request.lora_request is None else request.lora_request.lora_int_id
+        self.sampling.set_row(
+            row,
+            params,
+            eos_token_ids=request.eos_token_ids,
+            request_id=request.request_id,
+            num_prompt_tokens=request.num_prompt_tokens,
+            tokens=None if self.sampling.processors is None else RowTokens(self.history, row),
+        )
+
+    def _free(self, row: int) -> None:
+        self.history.clear_row(row)
+        self.num_blocks[row :: self.max_rows] = 0
+        self.prompt_logprobs.pop(row, None)
+        self.pooling.clear_row(row)
+        self.lora_ids[row] = 0
+        self.sampling.clear_row(row)

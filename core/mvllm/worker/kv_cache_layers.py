@@ -1,0 +1,138 @@
+"""The layers of a rank that keep keys and values: how these are laid out, which share block tables, where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.errors import CacheError
+from mvllm.platform.checked_calls import ask_attention_backend
+from mvllm.platform.attention import AttentionBackend, AttentionSpec, KVCache
+from mvllm.platform.interface import Platform
+from mvllm.platform.runtime import DeviceRuntime
+from mvllm.platform.worker_protocol import KVCacheNeeds
+from mvllm.worker.kv_cache_groups import layer_windows, named_windows, place_layers
+from mvllm.worker.out_of_memory import out_of_memory_as
+
+if TYPE_CHECKING:
+    from mvllm.layers.attention import Attention
+
+Plans = Mapping[Hashable, tuple[AttentionBackend, int]]
+"""The backend and the group of each metadata that layers read, by their `metadata_key`."""
+
+
+class AttentionLayers:
+    """What is the same for all of these layers, whichever model they are of.
+
+    Args:
+        config: The engine's configuration.
+        platform: Gives attention backends.
+        runtime: The bound device.
+
+    Attributes:
+        groups: What the layers of each group see, in tokens, or None for all.
+        plans: Those of all layers.
+    """
+
+    def __init__(self, config: EngineConfig, platform: Platform, runtime: DeviceRuntime) -> None:
+        self._config = config
+        self._platform = platform
+        self._runtime = runtime
+        self._backends: dict[AttentionSpec, AttentionBackend] = {}
+        self._layers: list[Attention] = []
+        self._windows: tuple[int | None, ...] = ()
+        self._places: list[tuple[int, int]] = []
+        self.groups: list[int | None] = [None]
+        self.plans: dict[Hashable, tuple[AttentionBackend, int]] = {}
+
+    def backend_for(self, spec: AttentionSpec) -> AttentionBackend:
+        """The backend of layers that are built with `spec`: one for all that are alike."""
+        if spec not in self._backends:
+            self._backends[spec] = ask_attention_backend(self._platform, spec)
+        return self._backends[spec]
+
+    def use(self, layers: Iterable[Attention]) -> None:
+        """Takes these for those that there are, grouped as the ones before."""
+        self._layers = list(layers)
+        self._windows = layer_windows(self._layers, self._runtime.device)
+        self._place()
+
+    def forget(self) -> None:
+        """Lets go of the layers and of what they keep."""
+        self.drop_caches()
+        self._layers = []
+
+    def group(self, windows: Sequence[int | None]) -> None:
+        """Gives the layers of each group a block table of their own: what they see, in tokens, or None for all."""
+        self.groups = list(windows)
+        self._place()
+
+    def plans_of(self, layers: Iterable[Attention]) -> Plans:
+        """Those that these layers read."""
+        keys = {layer.metadata_key for layer in layers}
+        return {key: plan for key, plan in self.plans.items() if key in keys}
+
+    def needs(self) -> KVCacheNeeds:
+        """What one token costs over all layers, and the block sizes that all backends accept.
+
+        Raises:
+            CacheError: The backends have no block size in common.
+        """
+        if not self._layers:  # an encoder's: one block holds a whole prompt, and takes no memory
+            return KVCacheNeeds(0, (self._config.model.max_model_len,))
+        layouts = [layer.backend.kv_layout() for layer in self._layers]
+        common = [size for size in layouts[0].block_sizes if all(size in layout.block_sizes for layout in layouts)]
+        if not common:
+            offers = "; ".join(sorted({str(layout.block_sizes) for layout in layouts}))
+            raise CacheError(f"The attention backends of this model accept no common block size: {offers}.")
+        bytes_per_token = sum(layout.bytes_per_token for layout in layouts)
+        if self._config.speculative is not None and self._config.speculative.model is not None:
+            # A draft model may be a token behind, and look further back than the model does.
+            return KVCacheNeeds(bytes_per_token, tuple(common), ())
+        stages = self._config.parallel.pipeline_parallel_size
+        windows = named_windows(self._layers, self._windows, self._runtime.device, stages)
+        return KVCacheNeeds(bytes_per_token, tuple(common), windows)
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """Claims the KV cache of every layer; one for several where they have blocks of their own in it.
+
+        Raises:
+            CacheError: The memory for it cannot be had. No layer has a cache then.
+        """
+        what = f"The KV cache of {num_blocks} blocks of {block_size} tokens"
+        try:
+            with out_of_memory_as(CacheError, what, "Lower memory_utilization or kv_cache_memory_bytes."):
+                caches: dict[int, KVCache] = {}
+                for layer, (_, place) in zip(self._layers, self._places, strict=True):
+                    if place not in caches:
+                        caches[place] = layer.backend.allocate(num_blocks, block_size, self._runtime.device)
+                    layer.kv_cache = caches[place]
+        except BaseException:
+            self.drop_caches()
+            raise
+
+    @property
+    def lack_caches(self) -> bool:
+        """Whether there are layers that have none now."""
+        return any(layer.kv_cache is None for layer in self._layers)
+
+    def drop_caches(self) -> None:
+        """Gives up all keys and values."""
+        for layer in self._layers:
+            layer.kv_cache = None
+
+    def _place(self) -> None:
+        """Deals the layers out to the groups. A backend makes one metadata per step: each block table has its own."""
+        self.plans = {}
+        self._places = place_layers(self._windows, self.groups, self._config.model.max_model_len)
+        for layer, (group, _) in zip(self._layers, self._places, strict=True):
+            key: Hashable = layer.spec
+            if key in self.plans and self.plans[key][1] != group:
+                key = (layer.spec, group)
+            if key not in self.plans:
+                backend = self.backend_for(layer.spec)
+                if key != layer.spec:
+                    backend = ask_attention_backend(self._platform, layer.spec)
+                self.plans[key] = (backend, group)
+            layer.metadata_key, layer.backend = key, self.plans[key][0]

@@ -1,0 +1,163 @@
+"""The models of one rank, with their weights: the one that is served, a draft that guesses for it, the adapters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.config.model import ModelConfig
+from mvllm.distributed.group_coordinator import GroupCoordinator
+from mvllm.errors import ConfigError, ModelError
+from mvllm.layers.context import BuildContext
+from mvllm.layers.quantization.registry import quantization_method
+from mvllm.models.registry import resolve_model_class
+from mvllm.models.weight_loader import load_weights
+from mvllm.ops.dtypes import torch_dtype
+from mvllm.ops.provider_plugins import installed_providers
+from mvllm.ops.registry import OpTable
+from mvllm.platform.checked_calls import ask
+from mvllm.platform.interface import Platform
+from mvllm.platform.runtime import DeviceRuntime
+from mvllm.worker.kv_cache_layers import AttentionLayers
+from mvllm.worker.spec_decode.draft_model import DraftModel
+from mvllm.worker.lora_model_manager import LoRAAdapters
+from mvllm.worker.out_of_memory import out_of_memory_as
+
+if TYPE_CHECKING:
+    from mvllm.models.causal_lm import CausalLM
+
+
+class LoadedModels:
+    """Builds the models on the device and loads this rank's weights; lets go of them again.
+
+    Args:
+        config: The engine's configuration.
+        platform: Gives the op providers.
+        runtime: The bound device.
+        tp, pp: The rank's tensor-parallel and pipeline-parallel groups.
+        layers: Gets the attention layers of all models.
+        num_devices: As in WorkerContext.
+
+    Attributes:
+        draft: The model that guesses, on the last stage of an engine that has one.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        platform: Platform,
+        runtime: DeviceRuntime,
+        tp: GroupCoordinator,
+        pp: GroupCoordinator,
+        layers: AttentionLayers,
+        *,
+        num_devices: int,
+    ) -> None:
+        self._config = config
+        self._platform = platform
+        self._runtime = runtime
+        self._tp, self._pp, self._num_devices = tp, pp, num_devices
+        self._layers = layers
+        self._model: CausalLM | None = None
+        self._adapters: LoRAAdapters | None = None
+        self.draft: DraftModel | None = None
+
+    def load(self) -> BuildContext:
+        """Loads all of them.
+
+        Returns:
+            What they were built with: what else belongs to them gets its operations there.
+
+        Raises:
+            ModelError: One of them, or the adapters' slots, cannot be had. What has been built stays until `drop`.
+        """
+        config = self._config.model
+        context = BuildContext(
+            dtype=torch_dtype(config.dtype),
+            device=self._runtime.device,
+            ops=OpTable.resolve(
+                ask(self._platform, "ops", returns=Sequence), installed_providers(self._config.op_providers)
+            ),
+            attention=self._layers.backend_for,
+            tp=self._tp,
+            pp=self._pp,
+            kv_dtype=config.dtype if self._config.cache.dtype == "auto" else self._config.cache.dtype,
+            quantization=quantization_method(config),
+            with_adapters=self._config.lora is not None,
+            num_devices=self._num_devices,
+            spread=self._runtime.place,
+        )
+        model = self._model = self._load(config, context)
+        if config.kind.num_labels and self._pp.is_last and model.scores is None:
+            raise ModelError(f"{type(model).__name__}, which is to classify prompts, sets no `scores` as its head.")
+        layers = model.attention_layers()
+        draft = None if self._config.speculative is None else self._config.speculative.model
+        if draft is not None and self._pp.is_last:  # which has all of it
+            whole = dataclasses.replace(
+                context, pp=GroupCoordinator.single("pp"), quantization=quantization_method(draft), with_adapters=False
+            )
+            self.draft = DraftModel(draft, self._load(draft, whole))
+            layers = [*layers, *self.draft.layers]
+        if (lora := self._config.lora) is not None:
+            with out_of_memory_as(
+                ModelError, f"The slots of {lora.max_loras} adapters", "Lower max_loras or max_lora_rank."
+            ):
+                self._adapters = LoRAAdapters(model, context, lora, self._runtime)
+        self._layers.use(layers)
+        return context
+
+    def _load(self, config: ModelConfig, context: BuildContext) -> CausalLM:
+        """A model on the device, with its weights."""
+        model_class = resolve_model_class(config.architecture, config.model_impl)
+        remedy = (
+            "Choose a smaller dtype, quantization='int8' or 'int4', or a larger tensor_parallel_size or "
+            "pipeline_parallel_size, which leaves each device a smaller part."
+        )
+        what = f"The weights of {config.model}, whose sizes config.json gives,"
+        with out_of_memory_as(ModelError, what, remedy):
+            model = model_class(config, context)
+        load_weights(
+            model,
+            config.path,
+            load_format=self._config.load.load_format,
+            use_tqdm=self._config.load.use_tqdm,
+            seed=config.weights_seed,
+            on_loaded=model.tensor_loaded,
+        )
+        model.after_load()
+        model.eval()
+        return model
+
+    @property
+    def are_here(self) -> bool:
+        """Whether there is a model now."""
+        return self._model is not None
+
+    @property
+    def model(self) -> CausalLM:
+        """The model that is served; not to be asked for while there is none."""
+        assert self._model is not None, "the model was not loaded, or let go"
+        return self._model
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether requests may name one."""
+        return self._adapters is not None
+
+    @property
+    def adapters(self) -> LoRAAdapters:
+        """The LoRA adapters.
+
+        Raises:
+            ConfigError: The engine takes none.
+        """
+        if self._adapters is None:
+            raise ConfigError("The engine was started without enable_lora: it takes no adapters.")
+        return self._adapters
+
+    def drop(self) -> None:
+        """Lets go of them all, and of their KV caches. Idempotent."""
+        self._layers.forget()
+        self._model = self._adapters = self.draft = None

@@ -1,0 +1,147 @@
+"""One rank's place in the pipeline: hidden states go on to the next stage, sampled tokens come back from the last.
+
+No stage waits for the tokens of a step before it goes on with another; it takes them in when a plan touches a row that
+they belong to, or when it is asked for them. With as many steps under way as there are stages, all stages compute:
+
+    stage 0    forward 0   forward 1              take in 0, forward 2   take in 1, forward 3
+    stage 1                forward 0, sample 0    forward 1, sample 1    forward 2, sample 2
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+
+from mvllm.distributed.group_coordinator import GroupCoordinator
+from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.platform.runtime import DeviceRuntime
+from mvllm.worker.input_batch import RowTable
+
+
+@dataclass
+class _Awaited:
+    """A step whose output the last stage has not sent yet, or this stage has not looked at.
+
+    Attributes:
+        step: The plan's step.
+        rows: int64 [R]: the rows in batch order.
+        sampling: int64 [S]: positions among them of the rows that sample.
+        sampled_rows: The rows that sample.
+    """
+
+    step: int
+    rows: np.ndarray
+    sampling: np.ndarray
+    sampled_rows: frozenset[int]
+
+
+class Pipeline:
+    """What a stage exchanges with the others.
+
+    Args:
+        group: The pipeline group.
+        runtime: The device.
+        hidden_size, dtype: Of the hidden states between stages.
+        every_rank_answers: Every stage wants the whole output of every step, not only the tokens.
+    """
+
+    def __init__(
+        self,
+        group: GroupCoordinator,
+        runtime: DeviceRuntime,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        every_rank_answers: bool,
+    ) -> None:
+        self._group = group
+        self._runtime = runtime
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._every_rank_answers = every_rank_answers
+        self._awaited: deque[_Awaited] = deque()
+        self._outputs: dict[int, ModelRunnerOutput] = {}
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage embeds tokens."""
+        return self._group.is_first
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage samples."""
+        return self._group.is_last
+
+    # --- forward
+
+    def receive_hidden(self, num_tokens: int) -> torch.Tensor | None:
+        """What the stage before made of the step: [num_tokens, hidden_size]; None on the first stage."""
+        if self.is_first:
+            return None
+        return self._group.recv((num_tokens, self._hidden_size), self._dtype, self._group.rank_in_group - 1)
+
+    def send_hidden(self, hidden: torch.Tensor) -> None:
+        """Hands the step on to the next stage."""
+        self._group.send(hidden, self._group.rank_in_group + 1)
+
+    def placeholder(self, num_tokens: int) -> torch.Tensor | None:
+        """Zeros in place of `receive_hidden`, for a pass that each stage makes by itself."""
+        if self.is_first:
+            return None
+        return torch.zeros((num_tokens, self._hidden_size), dtype=self._dtype, device=self._runtime.device)
+
+    # --- back
+
+    def send_back(self, output: ModelRunnerOutput, *, any_sampled: bool) -> None:
+        """On the last stage: tells the others what the step has given, as far as they want to know."""
+        if self._every_rank_answers:
+            told = output
+        elif any_sampled:
+            told = ModelRunnerOutput(
+                step=output.step,
+                sampled_token_ids=output.sampled_token_ids,
+                further_token_ids=output.further_token_ids,
+            )
+        else:
+            return
+        self._group.cpu_group.send(msgspec.msgpack.encode(told), *range(self._group.world_size - 1))
+
+    def expect(self, step: int, rows: np.ndarray, sampling: np.ndarray) -> None:
+        """On the other stages: remembers that `send_back` will be called for this step."""
+        if self._every_rank_answers or len(sampling):
+            self._awaited.append(_Awaited(step, rows, sampling, frozenset(rows[sampling].tolist())))
+
+    def skip(self, step: int) -> None:
+        """On the other stages: a step in which nothing is computed has an empty output."""
+        if self._every_rank_answers:
+            self._outputs[step] = ModelRunnerOutput(step=step)
+
+    def catch_up(self, plan: SchedulerOutput, table: RowTable) -> None:
+        """Takes in the tokens of all rows that `plan` touches, before it is applied to `table`."""
+        if not self._awaited:
+            return
+        touched = {*plan.rows, *plan.freed_rows}
+        while any(not touched.isdisjoint(awaited.sampled_rows) for awaited in self._awaited):
+            self._take_in(table)
+
+    def collect(self, step: int, table: RowTable) -> ModelRunnerOutput:
+        """The output of a step, once it is there."""
+        while step not in self._outputs:
+            self._take_in(table)
+        return self._outputs.pop(step)
+
+    def _take_in(self, table: RowTable) -> None:
+        """Receives the oldest output awaited and appends its tokens to their rows."""
+        awaited = self._awaited.popleft()
+        payload = self._group.cpu_group.receive(self._group.world_size - 1)
+        output = msgspec.msgpack.decode(payload, type=ModelRunnerOutput)
+        assert output.step == awaited.step, f"expected the output of step {awaited.step}, got {output.step}"
+        tokens = np.array(output.sampled_token_ids, dtype=np.int64)
+        further = {int(awaited.rows[position]): more for position, more in output.further_token_ids.items()}
+        table.take_samples(awaited.rows[awaited.sampling], tokens[awaited.sampling], further)
+        if self._every_rank_answers:
+            self._outputs[output.step] = output

@@ -1,0 +1,81 @@
+"""Who guesses tokens: the interface, and the proposer that looks for them in the sequence itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from mvllm.sampling.sampling_state import TokenHistory
+
+
+class Proposer(Protocol):
+    """Guesses what follows the tokens that rows have. Whether a guess is right changes how fast tokens come, and never
+    which.
+    """
+
+    def begin_rows(self, rows: Sequence[int]) -> None:
+        """Requests have taken rows, with the tokens that the cache has of them."""
+
+    def propose(self, rows: np.ndarray, others: np.ndarray) -> list[list[int]]:
+        """A step is over: guesses for rows that have got tokens in it.
+
+        Every row of the step is among `rows` or among `others`.
+
+        Args:
+            rows: int64 [n]: distinct.
+            others: int64 [m]: those that are not to be guessed for, because more of their prompt is to come, or
+                because something has to see each of their tokens before it says what may follow.
+
+        Returns:
+            For each of `rows` at most `num_speculative_tokens` tokens, or none.
+        """
+
+
+class NgramProposer:
+    """Finds the last tokens of a sequence earlier in it, and guesses that it goes on as it did there.
+
+        a b c d e . . . . b c       the last 2 tokens stood before d e
+                            d e     so these are the guess
+
+    Of several places the one counts where most of the tokens before agree, and of these the latest. It costs no pass
+    over any weights, and pays where text is copied: quotations, code that is edited, lists.
+
+    Args:
+        history: The rows' tokens.
+        num_tokens: Most tokens of a guess.
+        shortest: How many of the last tokens have to be found again, at least.
+        longest: How many are compared.
+    """
+
+    def __init__(self, history: TokenHistory, *, num_tokens: int, shortest: int, longest: int) -> None:
+        self._history = history
+        self._num_tokens = num_tokens
+        self._shortest = shortest
+        self._longest = longest
+
+    def begin_rows(self, rows: Sequence[int]) -> None:
+        """Nothing is kept of them."""
+
+    def propose(self, rows: np.ndarray, others: np.ndarray) -> list[list[int]]:
+        """As in Proposer."""
+        history = self._history
+        return [self._continue(history.token_ids[row, : history.num_tokens[row]]) for row in rows.tolist()]
+
+    def _continue(self, tokens: np.ndarray) -> list[int]:
+        """What followed the last tokens when they came before."""
+        found = np.flatnonzero(tokens[:-1] == tokens[-1])
+        length = 1 if len(found) else 0
+        for back in range(1, min(self._longest, len(tokens))):
+            longer = found[found >= back]
+            longer = longer[tokens[longer - back] == tokens[-1 - back]]
+            if not len(longer):
+                break
+            found, length = longer, back + 1
+        if length < self._shortest:
+            return []
+        begin = int(found[-1]) + 1
+        known = tokens[begin : begin + self._num_tokens].tolist()
+        # Near the end it copies what it has itself guessed: a text that repeats goes on repeating.
+        return [known[i % len(known)] for i in range(self._num_tokens)]

@@ -1,0 +1,131 @@
+"""Holds one worker: builds the class that the platform names, and lets in only what WorkerProtocol declares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.errors import ConfigError, MvllmError, PlatformError
+from mvllm.logging import get_logger
+from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.platform.checked_calls import ask
+from mvllm.platform.discovery import load_attribute
+from mvllm.platform.interface import Platform
+from mvllm.platform.phases import Phase, enter_phase
+from mvllm.platform.topology import WorkerContext
+from mvllm.platform.worker_protocol import WorkerProtocol, defined_together
+
+logger = get_logger(__name__)
+
+_METHODS = frozenset(name for name in vars(WorkerProtocol) if not name.startswith("_"))
+_OPTIONAL = frozenset(
+    {"sample_tokens", "collect_output", "group_layers", "sleep", "wake_up", "add_lora", "remove_lora"}
+)
+
+
+class WorkerWrapper:
+    """One worker and its life cycle.
+
+    Args:
+        config: The engine's configuration.
+        platform: The platform; its `worker_class` decides the class, core's Worker by default.
+        ctx: Which worker this is.
+    """
+
+    def __init__(self, config: EngineConfig, platform: Platform, ctx: WorkerContext) -> None:
+        with enter_phase(Phase.WORKER):
+            path = ask(platform, "worker_class", returns=(str, type(None))) or _class_of_core(platform)
+            if platform.spec.torch_backend is not None:  # others need not have torch
+                from mvllm.worker.torch_backend import check_torch_backend
+
+                check_torch_backend(platform)  # before the class' own module may load the library
+            worker = _build(path, platform, config, ctx)
+        missing = sorted(name for name in _METHODS - _OPTIONAL if not callable(getattr(worker, name, None)))
+        if missing:
+            raise PlatformError(
+                f"{path}, the worker class of platform {platform.spec.name!r}, lacks methods of WorkerProtocol: "
+                f"{', '.join(missing)}."
+            )
+        self._worker: WorkerProtocol = worker
+        self._name = f"The worker of rank {ctx.rank} on platform {platform.spec.name!r}"
+        self._open = True
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Calls a declared method of the worker.
+
+        Raises:
+            ConfigError: WorkerProtocol declares no such method.
+            PlatformError: The worker raised something that is not an error of the engine's own; that is its cause.
+        """
+        if method == "can_sample_later":
+            return self.can_sample_later
+        if method not in _METHODS:
+            raise ConfigError(f"collective_rpc({method!r}): workers offer {', '.join(sorted(_METHODS))}.")
+        if method in _OPTIONAL and not hasattr(self._worker, method):
+            raise PlatformError(f"{self._name} does not offer {method!r}.")
+        try:
+            with enter_phase(Phase.WORKER):
+                return getattr(self._worker, method)(*args)
+        except (MvllmError, KeyboardInterrupt):
+            raise
+        except BaseException as e:  # a plugin may raise anything, SystemExit included
+            raise PlatformError(f"{self._name} failed in {method}: {type(e).__name__}: {e}") from e
+
+    @property
+    def can_sample_later(self) -> bool:
+        """Whether plans may say `masks_follow`: the class has `sample_tokens`, and its `execute_model` knows it."""
+        return defined_together(type(self._worker), "execute_model", "sample_tokens")
+
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Runs one step; None where `sample_tokens` or `collect_output` returns its output."""
+        with self._no_exit():
+            return self._worker.execute_model(plan)
+
+    def sample_tokens(self, step: int, mask_rows: list[int], token_masks: bytes) -> ModelRunnerOutput | None:
+        """Samples a step whose plan said `masks_follow`; None where `collect_output` returns its output."""
+        with self._no_exit():
+            return self._worker.sample_tokens(step, mask_rows, token_masks)
+
+    @contextmanager
+    def _no_exit(self) -> Iterator[None]:
+        try:
+            with enter_phase(Phase.WORKER):
+                yield
+        except SystemExit as e:
+            raise PlatformError(f"{self._name} tried to end the process: SystemExit: {e}") from e
+
+    def shutdown(self) -> None:
+        """Releases the worker. Idempotent. What goes wrong then is logged: nobody could do anything about it."""
+        if not self._open:
+            return
+        self._open = False
+        try:
+            with enter_phase(Phase.WORKER):
+                self._worker.shutdown()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:  # noqa: BLE001  (a plugin may raise anything, SystemExit included)
+            logger.warning("%s failed in shutdown: %s: %s", self._name, type(e).__name__, e)
+
+
+def _class_of_core(platform: Platform) -> str:
+    if not platform.capabilities.torch_device:
+        raise PlatformError(
+            f"The platform {platform.spec.name!r} has no torch device, so it must bring a worker of its own, but its "
+            "worker_class() names none."
+        )
+    return "mvllm.worker.worker:Worker"
+
+
+def _build(path: str, platform: Platform, config: EngineConfig, ctx: WorkerContext) -> Any:
+    try:
+        return load_attribute(path)(config, platform, ctx)
+    except (MvllmError, KeyboardInterrupt):
+        raise
+    except BaseException as e:
+        raise PlatformError(
+            f"{path}, the worker class of platform {platform.spec.name!r}, cannot be loaded and built: "
+            f"{type(e).__name__}: {e}"
+        ) from e

@@ -1,0 +1,286 @@
+"""Steps that are replayed give what the function gives; everything else runs as it is."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from mvllm_torch_gpu.decode_graphs import TABLE_TOKENS, CapturedSteps, Tables
+from mvllm_torch_gpu.paged_metadata import PagedMetadata
+from mvllm_torch_gpu.shapes import LARGEST_CAPTURE, decode_sizes, policy
+
+HostGraphs = importlib.import_module("platforms.torch-gpu.tests.host_graphs").HostGraphs
+
+BLOCK = 4
+CACHE = torch.arange(4000.0)
+
+
+def plan(rows=4, pages=2, query_len=1, shift=0, real=None):
+    """A step's tables: request r has r + 1 + shift tokens; of `rows` the last are padding if `real` is given."""
+    real = rows if real is None else real
+    lens = torch.tensor([min(r + 1 + shift, pages * BLOCK) if r < real else 0 for r in range(rows)], dtype=torch.int32)
+    table = (torch.arange(rows * pages, dtype=torch.int32).view(rows, pages) * 7 + shift) % 500
+    starts = torch.arange(rows + 1, dtype=torch.int32).clamp(max=real) * query_len
+    slots = torch.arange(rows * query_len, dtype=torch.int32) + shift
+    return PagedMetadata(starts, lens, table, slots, query_len, int(lens.max()), BLOCK)
+
+
+def tokens(rows=4, shift=0):
+    return torch.arange(rows, dtype=torch.int32) * 3 + shift
+
+
+class Model:
+    """Reads all that a step has: of each request, the cache at its tokens' slots.
+
+    Attributes:
+        calls: How often its Python has run.
+    """
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, token_ids, positions, prompt_lens, intermediate, *plans):
+        self.calls += 1
+        hidden = token_ids.float() + 10 * positions.float()
+        if intermediate is not None:
+            hidden = hidden + intermediate.sum(1)
+        for step in plans:
+            place = torch.arange(step.pages * step.block_size)
+            slots = step.block_table[:, place // step.block_size] * step.block_size + place % step.block_size
+            visible = place < step.seq_lens[:, None]
+            read = torch.where(visible, CACHE[torch.where(visible, slots, 0)], 0.0).sum(1)
+            hidden = hidden + read[: len(hidden)] + 1000 * step.slot_mapping + 0.5 * step.query_start_loc[1:]
+        return hidden[:, None].repeat(1, 2)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    """As core runs its steps."""
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture
+def graphs():
+    return HostGraphs()
+
+
+TABLE = 64
+"""Blocks of a sequence that graphs have room for here."""
+
+
+def compiled(function, graphs, **options):
+    options = {"table_tokens": TABLE * BLOCK, **options}
+    return CapturedSteps(lambda: graphs, "test", **options).compile(function, dynamic=True)
+
+
+def step_arguments(rows=4, pages=2, shift=0, **of_plan):
+    return tokens(rows, shift), tokens(rows, 2 * shift), None, None, plan(rows, pages, shift=shift, **of_plan)
+
+
+def test_replays_read_each_steps_own_inputs(graphs):
+    model = Model()
+    function = compiled(model, graphs)
+    for shift in range(5):
+        assert torch.equal(function(*step_arguments(shift=shift)), Model()(*step_arguments(shift=shift)))
+    assert (graphs.captures, graphs.replays) == (1, 5)
+    assert model.calls == 2, "Python runs when a size is rehearsed and captured, and then no more"
+
+
+def test_each_size_has_its_graph(graphs):
+    function = compiled(Model(), graphs)
+    for rows, shift in ((4, 0), (8, 1), (4, 2), (8, 3), (1, 4)):
+        assert torch.equal(function(*step_arguments(rows, shift=shift)), Model()(*step_arguments(rows, shift=shift)))
+    assert graphs.captures == 3
+
+
+def test_rows_of_padding_are_replayed_like_others(graphs):
+    function = compiled(Model(), graphs)
+    for real in (8, 5, 7):
+        given = step_arguments(8, shift=real, real=real)
+        assert torch.equal(function(*given), Model()(*given))
+    assert graphs.captures == 1
+
+
+def test_longer_tables_are_captured_anew_and_shorter_ones_fit(graphs):
+    function = compiled(Model(), graphs)
+    for number, pages in enumerate((1, 64, 3, 65, 200, 2)):
+        given = step_arguments(pages=pages, shift=number * 3)
+        assert torch.equal(function(*given), Model()(*given))
+    assert graphs.captures == 2
+    assert [Tables(256).width(pages, BLOCK) for pages in (1, 64, 65, 512, 513)] == [64, 64, 512, 512, 4096]
+
+
+def test_sequences_of_any_usual_length_have_one_graph():
+    tables = Tables(TABLE_TOKENS)
+    for block_size in (8, 16, 64, 256):
+        assert tables.width(1, block_size) == tables.width(100_000 // block_size, block_size) == 2**17 // block_size
+
+
+def test_graphs_share_a_table_and_one_for_more_requests_leaves_the_others_theirs(graphs):
+    tables = Tables(TABLE * BLOCK)
+    large, small, larger = (tables.of(4, plan(rows)) for rows in (8, 4, 16))
+    assert small.data_ptr() == large.data_ptr() != larger.data_ptr()
+    assert tables.of(5, plan(4)).data_ptr() != small.data_ptr(), "each of a step's tables has its own"
+    function = compiled(Model(), graphs)
+    for number, rows in enumerate((4, 8, 4, 2, 16, 8, 4)):
+        given = step_arguments(rows, pages=1 + 5 * number, shift=number)
+        assert torch.equal(function(*given), Model()(*given))
+    assert graphs.captures == 4
+
+
+def test_a_steps_inputs_are_copied_in_two_launches(graphs, monkeypatch):
+    capture = graphs.capture
+    monkeypatch.setattr(graphs, "capture", lambda step: [capture(step), lambda: None][1])  # replays copy, too
+    function = compiled(Model(), graphs)
+    for rows in (1, 4):  # a row of a wider table lies as a row of a narrow one does, but for its stride
+        function(*step_arguments(rows))
+        with _Counted() as counted:
+            function(*step_arguments(rows, shift=1))
+        assert sorted(counted.copies) == [1, 5], "whatever lies alike together, and the table"
+
+
+class _Counted(TorchFunctionMode):
+    """Counts what `_copy` has copied, by call: each is a launch on a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.copies = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.copy_:
+            self.copies.append(1)
+        if function is torch._foreach_copy_:
+            self.copies.append(len(args[0]))
+            assert all(a.stride() == b.stride() and a.dtype == b.dtype for a, b in zip(*args[:2], strict=True))
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_result_stays_what_it_is_when_the_next_step_runs(graphs):
+    function = compiled(Model(), graphs)
+    first = function(*step_arguments())
+    kept = first.clone()
+    function(*step_arguments(shift=9))
+    assert torch.equal(first, kept)
+
+
+def test_a_function_may_write_to_its_arguments(graphs):
+    def model(token_ids, step):
+        return token_ids.add_(step.seq_lens).float()[:, None]
+
+    function = compiled(model, graphs)
+    for shift in (0, 3, 5):
+        assert torch.equal(function(tokens(4, shift), plan()), (tokens(4, shift) + plan().seq_lens).float()[:, None])
+
+
+def test_hidden_states_of_an_earlier_stage_and_several_tables_are_inputs_too(graphs):
+    function = compiled(Model(), graphs)
+    for shift in (0, 2):
+        hidden = torch.full((4, 3), float(shift))
+        given = (tokens(), tokens(), tokens(), hidden, plan(shift=shift), plan(pages=5, shift=shift + 1))
+        assert torch.equal(function(*given), Model()(*given))
+    assert graphs.captures == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (tokens(8), tokens(8), None, None, plan(4, query_len=2)),  # prompts
+        (tokens(8), tokens(8), None, None, plan(4)),  # more tokens than requests
+        (tokens(4), tokens(4), None, None),  # no tables: nothing says that it decodes
+        (torch.zeros(LARGEST_CAPTURE + 16, dtype=torch.int32),) * 2 + (None, None, plan(LARGEST_CAPTURE + 16)),
+        (tokens(4), tokens(4), None, None, plan(4), "another backend's plan"),
+    ],
+    ids=["prompts", "chunks", "no-tables", "large", "foreign-plan"],
+)
+def test_other_steps_run_as_they_are(graphs, given):
+    seen = []
+    function = compiled(lambda *args: seen.append(args) or "done", graphs)
+    assert function(*given) == "done"
+    assert graphs.captures == 0 and all(a is b for a, b in zip(seen[0], given, strict=True))
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        {"refuses": "it waits for the device"},
+        {"refuses_capture": torch.OutOfMemoryError("no room for a graph")},
+    ],
+    ids=["rehearsal", "capture"],
+)
+def test_what_cannot_be_captured_runs_as_it_is_and_is_tried_once(refusal, caplog):
+    graphs, model = HostGraphs(**refusal), Model()
+    function = compiled(model, graphs)
+    logging.getLogger("mvllm").propagate = True
+    with caplog.at_level(logging.WARNING):
+        for shift in range(3):
+            assert torch.equal(function(*step_arguments(shift=shift)), Model()(*step_arguments(shift=shift)))
+    assert graphs.captures == 0 and graphs.replays == 0
+    assert model.calls <= 2 + 3
+    warnings = [record.getMessage() for record in caplog.records if "without a graph" in record.getMessage()]
+    assert len(warnings) == 1 and "Decode steps of 4 requests" in warnings[0]
+
+
+def test_an_error_of_the_function_is_its_own(graphs):
+    def model(token_ids, step):
+        raise ValueError("the model's own")
+
+    with pytest.raises(ValueError, match="the model's own"):
+        compiled(model, graphs)(tokens(), plan())
+
+
+@pytest.mark.parametrize("query_len", [1, 2])
+def test_a_step_that_finds_no_memory_says_how_much_there_is(query_len):
+    graphs = HostGraphs()
+
+    def model(token_ids, step):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB ...")
+
+    function = compiled(model, graphs, out_of_memory=lambda: "0.10 of 80.00 GiB are free")
+    with pytest.raises(MemoryError, match=r"0\.10 of 80\.00 GiB"):
+        function(tokens(4 * query_len), plan(4, query_len=query_len))
+
+
+def test_a_function_is_fused_before_it_is_captured(graphs):
+    fused = []
+
+    def fuse(function, dynamic):
+        fused.append(dynamic)
+        return lambda *args: function(*args) + 1
+
+    function = compiled(Model(), graphs, fuse=fuse)
+    for shift in (0, 1):
+        given = step_arguments(shift=shift)
+        assert torch.equal(function(*given), Model()(*given) + 1)
+    assert fused == [True] and graphs.captures == 1
+
+
+def test_the_cache_key_names_what_made_the_graphs():
+    keys = {CapturedSteps(HostGraphs, version).cache_key() for version in ("graphs-2.13.0", "inductor-2.13.0")}
+    assert len(keys) == 2 and CapturedSteps(HostGraphs, "x").cache_key() == CapturedSteps(HostGraphs, "x").cache_key()
+
+
+# ---------------------------------------------------------------------------------------------------------------- sizes
+
+
+def test_a_decode_step_is_padded_to_a_size_that_is_captured():
+    shapes = policy()
+    assert shapes.tokens == shapes.requests and shapes.pages is None
+    for requests in range(1, LARGEST_CAPTURE + 1):
+        padded = shapes.pad(requests, shapes.requests)
+        assert padded in decode_sizes() and padded - requests <= max(7, padded // 16)
+
+
+@pytest.mark.parametrize("tokens_of_step", [513, 2048, 8192, 8193, 100_000, 4_000_000])
+def test_padding_of_prompts_stays_below_a_sixteenth(tokens_of_step):
+    padded = policy().pad(tokens_of_step, policy().tokens)
+    assert tokens_of_step <= padded <= tokens_of_step * 17 / 16
+
+
+def test_the_largest_step_that_a_user_may_ask_for_has_a_size():
+    assert policy().pad(1 << 22, policy().tokens) >= 1 << 22
+    assert len(policy().tokens) < 400

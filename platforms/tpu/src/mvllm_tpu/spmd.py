@@ -1,0 +1,109 @@
+"""Several devices behind one worker: torch_xla's SPMD mode, where a tensor lies on all devices of a mesh.
+
+The process has one device then, a virtual one. A tensor on it says how the devices share it; one that says nothing is
+on each of them, whole. Programs are written as for one device: XLA divides the work by where weights and KV cache lie,
+and puts in what the devices have to tell each other.
+
+    weight [8, 4], place(0)      device 0: rows 0-3      device 1: rows 4-7
+    step's inputs, norms         on both
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+
+from mvllm.plugin_api import AttentionSpec, KVLayout, MemoryInfo, PlatformError, WorkerContext
+from mvllm_tpu.attention import Cache
+from mvllm_tpu.lazy_runtime import LazyRuntime
+from mvllm_tpu.xla_devices import NUM_CPUS_VARIABLE
+from mvllm_tpu.runtimes.lazy_attention import LazyAttention
+
+_AXIS = "devices"
+_HEADS = 2
+"""The dimension of a KV cache's tensors that is cut."""
+
+
+class SpreadRuntime(LazyRuntime):
+    """All devices that this process sees.
+
+    Raises:
+        PlatformError: They are not as many as the worker is to drive, or XLA opens none.
+    """
+
+    def __init__(self, ctx: WorkerContext) -> None:
+        try:
+            xr.use_spmd()
+        except RuntimeError as e:
+            raise PlatformError(f"XLA does not spread tensors over devices: {str(e).splitlines()[0]}.") from e
+        super().__init__(ctx)
+        found = xr.global_runtime_device_count()
+        if found != ctx.num_devices:
+            raise PlatformError(
+                f"This worker is to drive {ctx.num_devices} devices, but XLA shows it {found}. Each worker drives "
+                "tensor_parallel_size devices: set that to their number, or limit what the process sees with "
+                f"{NUM_CPUS_VARIABLE} (XLA's CPU device), or set --distributed-executor-backend mp, whose workers are "
+                "new processes."
+            )
+        self._mesh = mesh(ctx.num_devices)
+
+    def memory(self) -> MemoryInfo:
+        if not self.on_host:
+            raise PlatformError(
+                "torch_xla keeps no figures of memory while one worker drives several devices. Set "
+                "--kv-cache-memory-bytes, which counts the bytes of all devices together."
+            )
+        return super().memory()
+
+    def reset_peak_memory(self) -> None:
+        if self.on_host:
+            super().reset_peak_memory()
+
+    def place(self, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
+        torch_xla.sync(wait=True)  # what is still being computed, a transposed weight for one, lies nowhere yet
+        spread(tensor, self._mesh, dim)
+        torch_xla.sync()  # now, so that no more than one layer's weights lie on one device
+        return tensor
+
+    def parts(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        torch_xla.sync(wait=True)
+        [shards] = torch_xla._XLAC._get_local_shards([tensor])
+        return [shard.cpu() for shard, _ in shards]
+
+
+class SpreadAttention(LazyAttention):
+    """LazyAttention with a cache whose heads the devices share; each has all where their number does not divide.
+
+    Args:
+        spec: Its heads are those of all devices.
+        num_devices: How many there are.
+    """
+
+    def __init__(self, spec: AttentionSpec, num_devices: int) -> None:
+        super().__init__(spec)
+        self._num_devices = num_devices
+        self._is_shared = spec.num_kv_heads % num_devices == 0
+
+    def kv_layout(self) -> KVLayout:
+        layout = super().kv_layout()
+        copies = 1 if self._is_shared else self._num_devices
+        return KVLayout(layout.block_sizes, copies * layout.bytes_per_token)
+
+    def place(self, caches: Cache) -> None:
+        for cache in caches:
+            spread(cache, mesh(self._num_devices), _HEADS if self._is_shared else None)
+
+
+def mesh(num_devices: int) -> xs.Mesh:
+    """The devices, in a row."""
+    return xs.Mesh(np.arange(num_devices), (num_devices,), (_AXIS,))
+
+
+def spread(tensor: torch.Tensor, over: xs.Mesh, dim: int | None) -> None:
+    """Has the devices share a tensor along `dim`, or each hold all of it. In place."""
+    xs.mark_sharding(tensor, over, tuple(_AXIS if dim is not None and i == dim else None for i in range(tensor.dim())))

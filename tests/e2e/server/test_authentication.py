@@ -1,0 +1,210 @@
+"""Keys: nothing but health is open, whatever the path looks like, and nothing shows a key."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import resource
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from fastapi.routing import APIRoute
+from prometheus_client import CollectorRegistry
+
+from mvllm.entrypoints.openai.server.app import build_app, build_routes
+from mvllm.entrypoints.openai.server.middleware import OPEN_PATHS
+from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
+from mvllm.entrypoints.openai.server.authentication import Keys, Role, read_keys
+from mvllm.entrypoints.openai.common.serving_models import ServedModels
+from mvllm.entrypoints.openai.server.server_state import ServerState
+from mvllm.entrypoints.openai.server.settings import ServerSettings
+from mvllm.errors import ConfigError
+from tests.helpers.processes import tagged
+from tests.helpers.server import SMALL, ServerProcess, as_before, head_of
+
+USER, SECOND, ADMIN = "user-key-4711", "user-key-4712", "admin-key-0815"
+MAX_FILES = 512
+BEARERS = {"none": None, "wrong": "Bearer nobody", "user": f"Bearer {USER}", "admin": f"Bearer {ADMIN}"}
+
+
+def routes() -> list[APIRoute]:
+    settings = ServerSettings(api_keys=(USER,), admin_api_keys=(ADMIN,))
+    app = build_routes(ServerState(60), ServedModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings)
+    found = []
+    pending = list(app.routes)
+    while pending:
+        route = pending.pop()
+        if isinstance(route, APIRoute):
+            found.append(route)
+        else:
+            pending += getattr(getattr(route, "original_router", route), "routes", [])
+    return found
+
+
+ROUTES = [(method, route.path, "admin" in route.tags) for route in routes() for method in sorted(route.methods)]
+
+
+def test_the_routes_are_known() -> None:
+    paths = {path for _, path, _ in ROUTES}
+    assert {"/v1/completions", "/v1/chat/completions", "/metrics", "/server_info", "/docs", *OPEN_PATHS} <= paths
+    assert [path for _, path, is_admin in ROUTES if is_admin]
+
+
+@pytest.fixture(scope="module")
+def app() -> object:
+    settings = ServerSettings(api_keys=(USER, SECOND), admin_api_keys=(ADMIN,))
+    return build_app(ServerState(60), ServedModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings)
+
+
+class TestEveryRoute:
+    """The whole application, in this process and with its model still loading: what the gate decides is all here."""
+
+    @staticmethod
+    def ask(app: object, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> httpx.Response:
+        async def run() -> httpx.Response:
+            transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
+            async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+                return await client.request(method, path, headers=headers, content=body)
+
+        return asyncio.run(run())
+
+    @pytest.mark.parametrize(("method", "path", "is_admin"), ROUTES)
+    def test_asks_for_its_key(self, app: object, method: str, path: str, is_admin: bool) -> None:
+        for who, bearer in BEARERS.items():
+            headers = {"Authorization": bearer} if bearer else {}
+            answer = self.ask(app, method, path.replace("{model_id:path}", "m"), headers)
+            if path in OPEN_PATHS:
+                assert answer.status_code not in (401, 403)
+            elif who in ("none", "wrong"):
+                assert answer.status_code == 401
+                assert answer.headers["www-authenticate"] == "Bearer"
+                assert method == "HEAD" or answer.json()["error"]["code"] == "invalid_api_key"
+            else:
+                assert answer.status_code != 401
+                assert (answer.status_code == 403) == (is_admin and who == "user"), (who, answer.text)
+
+    @pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "TRACE", "MADEUP"])
+    def test_methods_are_no_way_around(self, app: object, method: str) -> None:
+        for path in ("/v1/models", "/metrics", "/", "/docs", "/openapi.json", "/server_info", "/nothing"):
+            assert self.ask(app, method, path, {}).status_code == 401
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("guarded")
+    (folder / "keys").write_text(f"# of the second user\n{SECOND}\n")
+    arguments = ["demo", "--port", "0", "--api-key", USER, "--api-key-file", str(folder / "keys"), *SMALL]
+    with ServerProcess(folder, *arguments, MVLLM_ADMIN_API_KEY=ADMIN, MVLLM_LOGGING_LEVEL="DEBUG") as server:
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (256, MAX_FILES))
+        server.wait_ready()
+        with server.client(headers={"Authorization": f"Bearer {USER}"}) as client, as_before(server, client):
+            yield server
+
+
+ODD_HEADS = [
+    head_of("GET", path, *headers)
+    for path, headers in itertools.product(
+        ["//v1/models", "/%761/models", "/v1/../v1/models", "http://x/v1/models", "/health/../v1/models",
+         "/v1/models?/health", "/health;/v1/models", "/v1/models%00/health", "/health%2f..%2fv1%2fmodels"],
+        [[], ["X-Forwarded-Prefix: /health"], ["Host: /health"], ["Authorization: Basic " + USER],
+         ["Authorization: " + USER], ["Authorization: Bearer"], ["Authorization: Bearer " + USER[:-1]],
+         ["Authorization: Bearer " + USER, "Authorization: Bearer nobody"]],
+    )
+]  # fmt: skip
+
+
+def test_odd_paths_are_no_way_around(guarded: ServerProcess) -> None:
+    for data in ODD_HEADS:
+        answer = guarded.exchange(data)
+        assert answer.split()[1] in (b"401", b"400"), (data, answer)
+        assert b'"object":"list"' not in answer
+
+
+def test_each_key_opens_what_it_should(guarded: ServerProcess) -> None:
+    with guarded.client() as client:
+        for key, models, admin in ((USER, 200, 403), (SECOND, 200, 403), (ADMIN, 200, 200), ("nobody", 401, 401)):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert client.get("/v1/models", headers=headers).status_code == models
+            assert client.get("/server_info", headers=headers).status_code == admin
+            assert client.post("/reset_prefix_cache", headers=headers).status_code == admin
+        assert client.get("/health").status_code == 200
+        headers = {"Authorization": f"bearer {USER}"}
+        assert client.post("/v1/completions", headers=headers, json={"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_the_engine_sleeps_and_wakes_at_an_administrators_word(guarded: ServerProcess) -> None:
+    with guarded.client(headers={"Authorization": f"Bearer {ADMIN}"}) as client:
+        ask = {"prompt": "x", "max_tokens": 1}
+        assert client.post("/sleep?level=made-up").status_code == 400
+        assert client.post("/sleep?level=9").status_code == 400
+        greedy = {"prompt": "Once", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        text = client.post("/v1/completions", json=greedy).json()["choices"][0]["text"]
+        for level in ("", "?level=2"):
+            assert client.post(f"/sleep{level}").json() == {"is_sleeping": True} == client.get("/is_sleeping").json()
+            for path, body in (("/v1/completions", ask), ("/v1/embeddings", {"input": "x"})):
+                refused = client.post(path, json=body)
+                assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+            assert client.get("/health/ready").status_code == 503 and client.get("/health/live").status_code == 200
+            unknown = client.post("/wake_up?tags=everything")
+            assert unknown.status_code == 400 and unknown.json()["error"]["param"] == "tags"
+            assert client.post("/wake_up?tags=weights").json() == {"is_sleeping": True}
+            assert client.post("/wake_up").json() == {"is_sleeping": False}
+            assert client.post("/v1/completions", json=greedy).json()["choices"][0]["text"] == text
+
+
+def test_strangers_cannot_use_up_the_descriptors(guarded: ServerProcess) -> None:
+    """More half-sent heads than the server may have files, all it is permitted: probes and users are answered."""
+    assert psutil.Process(guarded.process.pid).rlimit(psutil.RLIMIT_NOFILE) == (MAX_FILES, MAX_FILES)
+    with guarded.client(headers={"Authorization": f"Bearer {USER}"}) as client, ExitStack() as stack:
+        for index in range(MAX_FILES + 100):
+            stranger = stack.enter_context(socket.create_connection(guarded.address, timeout=60))
+            stranger.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Slow: ")
+            if index % 100 == 0:
+                assert client.get("/health/live", headers={"Connection": "close"}).status_code == 200
+        assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+    assert guarded.log.count("connections are in use") == 1 and "can be accepted" not in guarded.log
+
+
+def test_keys_are_seen_nowhere(guarded: ServerProcess) -> None:
+    with guarded.client(headers={"Authorization": f"Bearer {ADMIN}"}) as client:
+        shown = [client.get(path).text for path in ("/server_info", "/metrics", "/openapi.json", "/docs")]
+    ps = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    children = [p for p in tagged(guarded.tag) if p.pid != guarded.process.pid]
+    assert children
+    environments = [str(psutil.Process(p.pid).environ()) for p in children]
+    for key in (USER, SECOND, ADMIN):
+        assert not any(key in text for text in (*shown, ps, guarded.log, *environments))
+
+
+class TestKeys:
+    def test_without_any_users_are_free_and_administration_is_closed(self) -> None:
+        keys = Keys()
+        assert keys.caller([]).role is Role.USER
+        assert keys.caller([(b"authorization", b"Bearer x")]).role is Role.USER
+
+    def test_each_of_many_is_its_own_and_nothing_like_one_is_one(self) -> None:
+        keys = Keys([f"user-{index}" for index in range(5000)], ["boss"])
+        callers = {keys.caller([(b"authorization", b"Bearer user-%d" % index)]) for index in range(5000)}
+        assert len(callers) == 5000 and {caller.role for caller in callers} == {Role.USER}
+        for bearer in (b"Bearer user-", b"Bearer user-50000", b"Bearer ", b"Bearer " + b"u" * 60_000, b"Bearer \xff"):
+            assert keys.caller([(b"authorization", bearer)]).role is Role.NOBODY
+        assert keys.caller([(b"authorization", b"Bearer boss")]).role is Role.ADMIN
+
+    @pytest.mark.parametrize("key", ["", " ", "a b", "a\n", "ü"])
+    def test_what_cannot_be_one_is_refused(self, key: str, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError):
+            read_keys([key], [], "X", None)
+        with pytest.raises(ConfigError):
+            read_keys([], [], "X", key)
+
+    def test_a_file_without_one_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "empty").write_text("# nothing\n\n")
+        for name in ("empty", "missing"):
+            with pytest.raises(ConfigError, match="API keys"):
+                read_keys([], [str(tmp_path / name)], "X", None)

@@ -1,0 +1,214 @@
+"""The loop of an engine core's process between its two queues, and the sockets behind them; no process needed."""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+
+import msgspec
+import pytest
+import zmq
+
+from mvllm.engine.process import inproc_client
+from mvllm.engine.process.zmq_channel import CoreInput, CoreOutput, FrontChannel, new_addresses
+from mvllm.engine.process.remote_exceptions import core_exception
+from mvllm.engine.process.engine_core_proc import EngineCoreProc
+from mvllm.engine.process.client_output_queues import make_desk
+from mvllm.errors import ConfigError, EngineDeadError, RequestError
+from mvllm.executor.process.activity_table import IDLE, StatusBoard
+from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallCore, CoreNews, DropFrontEnd, StopCore
+from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
+from mvllm.messages.sampling_params import SamplingParams
+
+
+class TwoStepCore:
+    """Each request takes two steps and is reported in the second."""
+
+    def __init__(self, inbox):
+        self.requests = {}
+        self.steps = []
+        self.at_step = {}
+        self.next_step = 0
+        self._inbox = inbox
+
+    def has_requests(self):
+        return bool(self.requests)
+
+    def make_stats(self):
+        return SchedulerStats(num_running=len(self.requests))
+
+    def add_request(self, request):
+        if not request.prompt_token_ids:
+            raise RequestError("The prompt is empty.")
+        self.requests[request.request_id] = 0
+
+    def abort_requests(self, ids):
+        for request_id in ids:
+            self.requests.pop(request_id, None)
+
+    def step(self):
+        self.steps.append(sorted(self.requests))
+        for command in self.at_step.pop(self.next_step, ()):
+            self._inbox.put(command)
+        self.next_step += 1
+        outputs = EngineCoreOutputs()
+        for request_id, done in list(self.requests.items()):
+            self.requests[request_id] = done + 1
+            if done:
+                del self.requests[request_id]
+                outputs.outputs.append(EngineCoreOutput(request_id, [1, 2], FinishReason.LENGTH))
+        outputs.stats = self.make_stats()
+        return outputs
+
+    def reset_prefix_cache(self):
+        return not self.requests
+
+    def check_health(self):
+        raise RuntimeError("no pulse")
+
+    def sleep(self, level):
+        self.slept = level
+
+    wake_up = add_lora = remove_lora = sleep
+
+
+@pytest.fixture
+def loop():
+    inbox, outbox, board = SimpleQueue(), SimpleQueue(), StatusBoard.create(1)
+    core = TwoStepCore(inbox)
+    core.inbox, core.outbox, core.board = inbox, outbox, board
+    core.proc = EngineCoreProc("EngineCore", core, inbox, make_desk(1, outbox), board)
+    yield core
+    board.close()
+
+
+def add(*ids, prompt=(1, 2)):
+    params = SamplingParams()
+    requests = [EngineCoreRequest(request_id=i, prompt_token_ids=list(prompt), sampling_params=params) for i in ids]
+    return AddRequests(list(ids), [msgspec.Raw(msgspec.msgpack.encode(request)) for request in requests])
+
+
+STOP = (0, 99, StopCore())
+
+
+def serve(loop, commands, *, stop_at_step=None) -> list[CoreNews]:
+    """Runs the loop until it has taken all commands and, if told so, has begun a step."""
+    for number, command in enumerate(commands, 1):
+        loop.inbox.put((0, number, command))
+    if stop_at_step is None:
+        loop.inbox.put(STOP)
+    else:
+        loop.at_step[stop_at_step] = [STOP]
+    loop.proc.run_busy_loop()
+    return [loop.outbox.get()[1] for _ in range(loop.outbox.qsize())]
+
+
+def test_requests_that_come_together_begin_together_and_news_come_when_there_are_some(loop):
+    news = serve(loop, [add("a", "b"), add("c")], stop_at_step=1)
+    assert loop.steps == [["a", "b", "c"]] * 2
+    last = news[-1]
+    assert [output.request_id for output in last.outputs.outputs] == ["a", "b", "c"]
+    assert (last.taken, last.is_busy) == (2, False)
+    assert len(news) <= 2  # the first step's only if nothing was told for long
+
+
+def test_a_request_that_cannot_be_read_or_taken_ends_alone(loop):
+    broken = AddRequests(["x"], [msgspec.Raw(msgspec.msgpack.encode({"request_id": "x", "prompt_token_ids": ["?"]}))])
+    refused = AddRequests(["y"], add("y", prompt=()).requests)
+    news = serve(loop, [broken, add("a"), refused], stop_at_step=1)
+    outputs = {output.request_id: output for each in news for output in each.outputs.outputs}
+    assert outputs["a"].finish_reason is FinishReason.LENGTH
+    for request_id, text in (("x", "cannot take this request"), ("y", "The prompt is empty.")):
+        assert outputs[request_id].finish_reason is FinishReason.ERROR and text in outputs[request_id].error
+    assert loop.steps == [["a"]] * 2
+
+
+def test_a_core_without_work_says_so(loop):
+    loop.at_step[0] = [(0, 2, AbortRequests(["a", "unknown"]))]
+    loop.inbox.put((0, 1, add("a")))
+    thread = threading.Thread(target=loop.proc.run_busy_loop)
+    thread.start()
+    _, news = loop.outbox.get(timeout=30)
+    while news.taken < 2:
+        _, news = loop.outbox.get(timeout=30)
+    assert not news.is_busy and not news.outputs.outputs
+    loop.inbox.put(STOP)
+    thread.join(30)
+    assert loop.board.read(0).text == IDLE
+
+
+def test_what_a_dead_front_end_said_last_is_not_begun_though_it_comes_after_its_death(loop):
+    proc = EngineCoreProc("EngineCore", loop, loop.inbox, make_desk(3, loop.outbox), loop.board)
+    loop.at_step[1] = [STOP]
+    for item in ((2, 1, add("a")), (0, 1, DropFrontEnd(2)), (2, 2, add("b")), (1, 1, add("c"))):
+        loop.inbox.put(item)
+    proc.run_busy_loop()
+    assert loop.steps == [["c"]] * 2
+    told = [loop.outbox.get() for _ in range(loop.outbox.qsize())]
+    assert {target for target, _ in told} <= {0, 1}
+
+
+def test_calls_are_answered_and_their_errors_travel(loop):
+    methods = ["reset_prefix_cache", "check_health", "shutdown"]
+    for number, method in enumerate(methods, 1):
+        loop.inbox.put((0, number, CallCore(number, method)))
+    thread = threading.Thread(target=loop.proc.run_busy_loop)
+    thread.start()
+    answers = {}
+    while len(answers) < 3:
+        answers |= {result.id: result for result in loop.outbox.get(timeout=30)[1].results}
+    loop.inbox.put(STOP)
+    thread.join(30)
+    assert answers[1].value is True and answers[1].failure is None
+    error = core_exception(answers[2].failure)
+    assert isinstance(error, RuntimeError) and str(error) == "no pulse"
+    assert isinstance(core_exception(answers[3].failure), ConfigError)  # only what is meant to be called
+
+
+def test_a_failure_of_the_workers_ends_the_loop_with_it_as_the_cause(loop):
+    cause = RuntimeError("rank 1 is gone")
+    loop.inbox.put(cause)
+    with pytest.raises(EngineDeadError, match="RuntimeError: rank 1 is gone") as caught:
+        loop.proc.run_busy_loop()
+    assert caught.value.__cause__ is cause
+
+
+def test_what_a_stranger_sends_is_dropped_on_both_sides():
+    (address,) = new_addresses()
+    front, name = FrontChannel([address]), address.identity
+    context = zmq.Context()
+    strangers = []
+    for kind, to in ((zmq.DEALER, address.commands), (zmq.PUSH, address.news)):
+        stranger = context.socket(kind)
+        stranger.connect(to)
+        for frames in ([b""], [b"x" * 40], [address.token[:-1] + b"?", b"y"], [b"a", b"b", b"c"]):
+            stranger.send_multipart(frames)
+        strangers.append(stranger)
+    assert not front.commands.poll(300) or not front.all_here()
+    source, target = CoreInput([address]), CoreOutput([address])
+    while not front.all_here():
+        assert front.commands.poll(30_000)
+    front._commands.send_multipart([name, b"not the token" + bytes(8), b"junk"])
+    front._commands.send_multipart([name, address.token + bytes(8), b"\xc1 no msgpack"])
+    assert front.send(name, AbortRequests(["a"])) == 1
+    assert source.receive() == (0, 1, AbortRequests(["a"]))
+    target.send(0, CoreNews(1, False, EngineCoreOutputs()))
+    news = None
+    while news is None:
+        assert front.news.poll(30_000)
+        news = front.receive()
+    assert news.taken == 1
+    for stranger in strangers:
+        stranger.close(0)
+    context.term()
+    target.close()
+    source.close()
+    front.close()
+
+
+def test_a_process_per_core_is_refused_where_a_launcher_owns_the_processes():
+    from mvllm.config.engine_config import ParallelConfig
+
+    parallel = ParallelConfig(engine_core_process=True, distributed_executor_backend="external_launcher")
+    with pytest.raises(ConfigError, match=r"external_launcher.*Leave engine_core_process unset"):
+        inproc_client._wants_own_process(parallel)

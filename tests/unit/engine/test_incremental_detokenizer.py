@@ -1,0 +1,142 @@
+"""Incremental text equals text decoded in one go, whatever the tokens."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mvllm.engine.frontend.incremental_detokenizer import IncrementalDetokenizer, StopStrings
+from mvllm.engine.frontend.tokenizer import Tokenizer
+from tests.unit.engine.tokenizers import KINDS, make_tokenizer
+
+kinds = pytest.mark.parametrize("kind", list(KINDS))
+
+
+def pieces_of(tokenizer, chunks, **options):
+    detokenizer = IncrementalDetokenizer(tokenizer, **options)
+    return [*(detokenizer.append(chunk) for chunk in chunks), detokenizer.finish()]
+
+
+@kinds
+@given(data=st.data(), skip=st.booleans())
+def test_pieces_add_up_to_the_text_decoded_in_one_go(kind, data, skip):
+    tokenizer = make_tokenizer(kind)
+    ids = data.draw(st.lists(st.integers(0, tokenizer.length - 1), max_size=40))
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=len(ids), max_size=len(ids)))
+    chunks, start = [], 0
+    for size in sizes:
+        chunks.append(ids[start : start + size])
+        start += size
+    pieces = pieces_of(tokenizer, chunks, skip_special_tokens=skip)
+    assert "".join(pieces) == tokenizer.hf.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+
+
+@kinds
+@given(text=st.text(max_size=30))
+def test_text_comes_back_token_by_token(kind, text):
+    tokenizer = make_tokenizer(kind)
+    ids = tokenizer.encode(text)
+    assert "".join(pieces_of(tokenizer, [[i] for i in ids])) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_a_character_split_over_tokens_comes_whole(kind):
+    tokenizer = make_tokenizer(kind)
+    ids = tokenizer.encode("a🦜b")
+    pieces = pieces_of(tokenizer, [[i] for i in ids])
+    assert "\ufffd" not in "".join(pieces)
+    assert any("🦜" in piece for piece in pieces)
+
+
+def test_plain_text_is_not_held_back():
+    tokenizer = make_tokenizer("byte_level")
+    ids = tokenizer.encode("The cat sat on the mat")
+    assert pieces_of(tokenizer, [[i] for i in ids])[:-1] == [tokenizer.decode([i]) for i in ids]
+
+
+def test_an_unfinished_character_at_the_end_is_shown_as_such():
+    tokenizer = make_tokenizer("byte_level")
+    ids = tokenizer.encode("🦜")[:-1]
+    assert pieces_of(tokenizer, [ids]) == ["", "\ufffd"]
+
+
+def test_broken_bytes_do_not_stop_the_stream():
+    tokenizer = make_tokenizer("byte_level")
+    lone = tokenizer.encode("🦜")[0]
+    pieces = pieces_of(tokenizer, [[lone]] * 200)
+    assert "".join(pieces) == tokenizer.decode([lone] * 200)
+    assert "".join(pieces[:100]).count("\ufffd") > 80
+
+
+def test_special_tokens_are_left_out_or_kept_as_asked():
+    tokenizer = make_tokenizer("byte_level")
+    ids = [*tokenizer.encode("Hello"), tokenizer.eos_token_id, *tokenizer.encode(" world")]
+    assert "".join(pieces_of(tokenizer, [[i] for i in ids])) == "Hello world"
+    kept = pieces_of(tokenizer, [[i] for i in ids], skip_special_tokens=False)
+    assert "".join(kept) == "Hello<|end|> world"
+
+
+def test_a_word_keeps_its_space_after_a_skipped_token():
+    tokenizer = make_tokenizer("byte_fallback")
+    hello, world = (
+        tokenizer.encode("Hello", add_special_tokens=False),
+        tokenizer.encode("world", add_special_tokens=False),
+    )
+    ids = [*hello, tokenizer.eos_token_id, *world]
+    assert "".join(pieces_of(tokenizer, [[i] for i in ids])) == "Hello world"
+
+
+class TestStopStrings:
+    def test_the_earliest_match_wins(self):
+        assert StopStrings(["lazy", "fox"], False).find("the fox is lazy", 0) == ("fox", 4)
+
+    def test_of_two_that_begin_together_the_shorter_wins(self):
+        assert StopStrings(["fox is", "fox"], False).find("the fox is lazy", 0) == ("fox", 4)
+
+    def test_the_stop_string_stays_if_asked(self):
+        assert StopStrings(["fox"], True).find("the fox is", 0) == ("fox", 7)
+
+    def test_a_match_that_was_complete_before_is_passed_over(self):
+        stops = StopStrings(["fox"], False)
+        assert stops.find("the fox", settled=7) is None
+        assert stops.find("the fox, a fox", settled=7) == ("fox", 11)
+        assert stops.find("the fox", settled=6) == ("fox", 4)
+
+    @given(
+        text=st.text("ab", max_size=12), stop=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3)
+    )
+    def test_exactly_what_may_begin_a_stop_string_is_held_back(self, text, stop):
+        held = StopStrings(stop, False).held_back(text)
+        could_begin = [n for n in range(1, len(text) + 1) for s in stop if n < len(s) and s.startswith(text[-n:])]
+        assert held == max(could_begin, default=0)
+
+
+def test_whether_special_tokens_stand_apart_is_the_tokenizers_business():
+    """One in Python that knows the difference, as those of speech models do."""
+    from transformers import PreTrainedTokenizer
+
+    class Words(PreTrainedTokenizer):
+        words = ("<s>", "</s>", "one", "two")
+        vocab_size = 4
+
+        def get_vocab(self):
+            return {word: i for i, word in enumerate(self.words)}
+
+        def _convert_id_to_token(self, index):
+            return self.words[index]
+
+        def _convert_token_to_id(self, token):
+            return self.words.index(token)
+
+        def _decode(self, token_ids, spaces_between_special_tokens=True, **kwargs):
+            text = super()._decode(token_ids, **kwargs)
+            return text if spaces_between_special_tokens else text.replace("> <", "><")
+
+    tokenizer = Tokenizer(lambda: Words(bos_token="<s>", eos_token="</s>"))
+    ids = [0, 0, 2, 3, 1, 1]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s> <s> one two </s> </s>"
+    for apart, text in ((True, "<s> <s> one two </s> </s>"), (False, "<s><s> one two </s></s>")):
+        settings = {"skip_special_tokens": False, "spaces_between_special_tokens": apart}
+        assert tokenizer.decode(ids, **settings) == text
+        assert "".join(pieces_of(tokenizer, [ids[:3], ids[3:]], **settings)) == text

@@ -1,0 +1,34 @@
+"""An engine core that another process has started, as one of its front ends sees it."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from mvllm.engine.process.async_mp_client import AsyncMPClient
+from mvllm.engine.process.zmq_channel import new_addresses
+from mvllm.engine.process.joined_core_connection import JoinedCore
+from mvllm.executor.process.activity_table import IDLE, StatusBoard
+
+
+def test_a_step_that_does_not_end_is_seen_by_front_ends_that_have_nothing_to_do():
+    """Any of them is asked whether the server lives."""
+    board = StatusBoard.create(1)
+    [address] = new_addresses()
+    link = JoinedCore(address, os.dup(board.fd), 60.0, lambda: None)
+    config: Any = None
+    client = AsyncMPClient(config, link, "")
+    try:
+        board.write(0, IDLE)
+        assert client.heartbeat_age == 0.0
+        board.write(0, "execution", step=3)
+        time.sleep(0.01)
+        assert 0.01 <= client.heartbeat_age < 60.0
+        board.write(0, "wake_up")  # may take as long as reading the weights
+        time.sleep(0.001)
+        assert client.heartbeat_age == 0.0
+    finally:
+        client.shutdown()
+        board.close()
+    assert client.heartbeat_age == 0.0

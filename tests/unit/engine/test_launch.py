@@ -1,0 +1,59 @@
+"""How long processes may take to start, and what becomes of the others where one cannot."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from mvllm.config.engine_config import ParallelConfig
+from mvllm.engine.process.launch import ChildProcess, failing_together, start_seconds
+from mvllm.executor.worker_group import WorkerGroup
+
+
+class Starting(WorkerGroup):
+    """A process that never becomes ready."""
+
+    is_ended = False
+
+    @property
+    def workers(self) -> Sequence[Any]:
+        return [SimpleNamespace(is_ready=False, activity=SimpleNamespace(seconds=0.0))]
+
+    def end(self, *, gracefully: bool = False) -> None:
+        self.is_ended = True
+
+    def is_watched_here(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.stop.close()
+
+
+def process(group: WorkerGroup) -> ChildProcess:
+    child = cast(Any, ChildProcess.__new__(ChildProcess))
+    child._group = group
+    return cast(ChildProcess, child)
+
+
+def test_a_core_without_worker_processes_has_the_time_that_was_given() -> None:
+    assert start_seconds(ParallelConfig(start_timeout=8.0, data_parallel_size=2)) == 8.0
+    assert start_seconds(ParallelConfig(start_timeout=8.0, tensor_parallel_size=2)) > 8.0
+
+
+def test_whoever_waits_for_one_is_told_that_another_has_failed() -> None:
+    first, second = Starting(), Starting()
+    with failing_together([process(first), process(second)]):
+        threading.Timer(0.05, lambda: second.fail(RuntimeError("EngineCore_DP1 was killed"))).start()
+        with pytest.raises(RuntimeError, match="EngineCore_DP1 was killed"):
+            first.wait_ready(600.0)
+    third, fourth = Starting(), Starting()
+    with failing_together([process(third), process(fourth)]):
+        pass
+    fourth.fail(RuntimeError("later"))
+    assert third.failure is None
+    for group in (first, second, third, fourth):
+        group.close()

@@ -1,0 +1,64 @@
+"""Figures of several front ends: kept where all can read them, and added up."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from mvllm.engine.metrics.shared_metrics_pages import PAGE_BYTES, FiguresBoard
+from mvllm.engine.metrics.stats import EngineMetrics
+
+
+@pytest.fixture
+def board():
+    board = FiguresBoard.create(3)
+    yield board
+    board.close()
+
+
+def test_every_page_is_read_as_it_was_written(board):
+    assert board.read_others(0) == []
+    board.write(1, b"one")
+    board.write(2, b"two")
+    board.write(1, b"1")
+    assert board.read_others(0) == [b"1", b"two"] and board.read_others(1) == [b"two"]
+    with pytest.raises(ValueError, match="do not fit"):
+        board.write(0, bytes(PAGE_BYTES))
+
+
+def test_a_page_is_never_seen_half_written(board):
+    seen, done = set(), threading.Event()
+
+    def write():
+        for index in range(2000):
+            board.write(1, bytes([index % 251]) * (50_000 if index % 2 else 70_000))
+        done.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    while not done.is_set():
+        if data := board.read(1):
+            seen.add(len(set(data)))
+    thread.join()
+    assert seen <= {1}
+
+
+def test_a_writer_that_died_in_the_middle_leaves_what_was_read_before(board):
+    board.write(1, b"whole")
+    assert board.read(1) == b"whole"
+    board._map[PAGE_BYTES + 8] = ord("W")
+    assert board.read(1) == b"whole"
+
+
+def test_figures_add_up():
+    metrics = [EngineMetrics(1000) for _ in range(3)]
+    for index, each in enumerate(metrics, 1):
+        each.prompt_tokens += index
+        each.finished["stop"] += index
+        each.time_to_first_token.observe(0.003 * index)
+    total = metrics[0].plus([each.figures() for each in metrics[1:]])
+    assert total.prompt_tokens == 6 and total.finished == {"stop": 6}
+    assert total.time_to_first_token.sum == pytest.approx(0.018)
+    assert sum(total.time_to_first_token.counts) == 3 and len(total.time_to_first_token.counts) == 23
+    assert metrics[0].prompt_tokens == 1  # as it was

@@ -1,0 +1,88 @@
+"""Whether tokens can be guessed on a platform, and with the other settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.config.speculative import SpeculativeConfig
+from mvllm.engine.core.config_resolution import settle_config
+from mvllm.errors import ConfigError
+from mvllm.platform.capabilities import Capabilities
+from mvllm.platform.shapes import ShapePolicy
+from tests.unit.engine.builders import make_config
+from tests.unit.worker.fake_platform import FakePlatform
+
+ABLE = Capabilities(
+    dtypes=("float32", "bfloat16"),
+    kv_dtypes=("float32",),
+    prefix_caching=True,
+    chunked_prefill=True,
+    sliding_window=True,
+    async_copies=True,
+)
+NGRAM = SpeculativeConfig("ngram", 3)
+
+
+def guessing(speculative: SpeculativeConfig | None = NGRAM, **scheduler: Any) -> EngineConfig:
+    config = make_config()
+    return dataclasses.replace(
+        config, speculative=speculative, scheduler=dataclasses.replace(config.scheduler, **scheduler)
+    )
+
+
+def draft(**model: Any) -> SpeculativeConfig:
+    return SpeculativeConfig("draft_model", 3, model=dataclasses.replace(make_config().model, model="small", **model))
+
+
+def settle(config: EngineConfig, **changes: Any) -> EngineConfig:
+    platform = FakePlatform()
+    platform.capabilities = dataclasses.replace(ABLE, **changes)
+    return settle_config(config, platform)
+
+
+def test_steps_are_not_planned_ahead_where_tokens_are_guessed():
+    assert settle(guessing(None)).scheduler.async_scheduling is True
+    assert settle(guessing()).scheduler.async_scheduling is False
+
+
+def test_to_ask_for_both_is_refused():
+    with pytest.raises(ConfigError, match=r"async_scheduling and speculative_config are both set.*Leave one of them"):
+        settle(guessing(async_scheduling=True))
+    assert settle(guessing(async_scheduling=False)).speculative == NGRAM
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"torch_device": False}, "brings a worker of its own"),
+        ({"static_shapes": True}, "compiles every shape"),
+    ],
+)
+def test_a_platform_that_cannot_is_named_with_the_reason(changes, why, monkeypatch):
+    monkeypatch.setattr(FakePlatform, "shapes", lambda self: ShapePolicy(tokens=(64,)), raising=False)
+    with pytest.raises(ConfigError, match=rf"cannot be guessed on the platform 'acme', which {why}.*Leave it out, or"):
+        settle(guessing(), **changes)
+    assert settle(guessing(None), **changes).speculative is None
+
+
+def test_a_draft_model_computes_as_the_model_does():
+    settled = settle(guessing(draft(dtype="bfloat16")))
+    assert settled.speculative is not None and settled.speculative.model is not None
+    assert settled.speculative.model.dtype == settled.model.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "why"),
+    [
+        ({"sliding_window": 128}, {"sliding_window": False}, r"small attends over a sliding window of 128 tokens"),
+        ({"head_size": 80}, {"max_head_size": 64}, r"small's attention heads have 80 elements.*at most 64"),
+    ],
+)
+def test_a_draft_model_is_held_to_what_the_platform_claims(model, changes, why):
+    with pytest.raises(ConfigError, match=rf"The draft model {why}.*Choose another draft model, or another platform\."):
+        settle(guessing(draft(**model)), **changes)
+    settle(guessing(draft(**model)))

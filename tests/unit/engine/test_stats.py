@@ -1,0 +1,25 @@
+"""Figures that are read while they change."""
+
+from __future__ import annotations
+
+from mvllm.engine.metrics.stats import RateMeter
+
+
+def test_a_rate_can_be_of_what_comes_to_a_counter() -> None:
+    meter = RateMeter(clock=lambda: 5.0)
+    for total in (3, 3, 2, 10):  # an older total may come after a newer one
+        meter.note_total(total)
+    assert meter.per_second() == 10.0
+
+
+def test_a_rate_can_be_asked_for_while_tokens_are_counted() -> None:
+    """As from another thread, which may be switched to between any two entries."""
+
+    class Now(float):
+        def __sub__(self, other: float) -> float:
+            meter._counts[len(meter._counts)] = 5
+            return float(self) - other
+
+    meter = RateMeter(clock=lambda: Now(0.0))
+    meter.add(1)
+    assert meter.per_second() == 1.0

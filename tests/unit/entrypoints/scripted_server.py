@@ -1,0 +1,118 @@
+"""The whole HTTP application around an engine core that writes what the test has chosen."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import httpx
+from prometheus_client import CollectorRegistry
+
+from mvllm.config.engine_args import EngineArgs
+from mvllm.engine.async_llm import AsyncLLM
+from mvllm.entrypoints.openai.server.app import build_app
+from mvllm.entrypoints.openai.chat.serving import ChatPrompts
+from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
+from mvllm.entrypoints.openai.common.serving_models import ServedModels
+from mvllm.entrypoints.openai.server.server_state import ServerState
+from mvllm.entrypoints.openai.server.settings import ServerSettings
+from mvllm.entrypoints.openai.common.tokenizer_pool import TextWork
+from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
+from tests.unit.entrypoints.builders import TOKENIZER
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% for c in m['tool_calls'] or [] %}"
+    "{{ c['function']['arguments']['city'] }}{% endfor %}\n{% endfor %}"
+    "{% for t in tools or [] %}{{ t['function']['name'] }} {% endfor %}"
+)
+
+
+class ScriptedCore:
+    """An engine core that writes one text, token by token."""
+
+    platform_summary, cache_summary, stats = "script", None, SchedulerStats()
+    num_elsewhere = 0
+    heartbeat_age, failure, core_pids = 0.0, None, ()
+
+    def __init__(self, config: Any, text: str, reason: FinishReason) -> None:
+        self.config, self.text, self.reason = config, text, reason
+        self.prompts: list[str] = []
+        self.requests: list[EngineCoreRequest] = []
+
+    def on_sleep(self, callback: Any) -> None:
+        pass
+
+    def attach(self, loop: asyncio.AbstractEventLoop, on_outputs: Any, on_death: Any) -> None:
+        self.loop, self.on_outputs = loop, on_outputs
+
+    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
+        for request in requests:
+            self.requests.append(request)
+            self.prompts.append(TOKENIZER.decode(request.prompt_token_ids))
+            self.loop.call_soon(self.write, request.request_id, TOKENIZER.encode(self.text, add_special_tokens=False))
+
+    def write(self, request_id: str, ids: list[int]) -> None:
+        if not ids:
+            ids = [TOKENIZER.eos_token_id or 0] if self.reason is FinishReason.STOP else []
+            self.on_outputs(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id, ids, self.reason)]))
+            return
+        self.on_outputs(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id, ids[:1])]))
+        self.loop.call_later(0, self.write, request_id, ids[1:])
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+
+class Server:
+    """An application whose model writes `text`, whatever it is asked.
+
+    Args:
+        folder: The model's.
+        reason: Why it ends there.
+        parsers: Of ChatPrompts.
+    """
+
+    def __init__(self, folder: str, text: str, reason: FinishReason = FinishReason.STOP, **parsers: Any) -> None:
+        self.core = ScriptedCore(EngineArgs.from_kwargs(model=folder).create_engine_config(), text, reason)
+        self.parsers = {"tool_parser": "hermes", "reasoning_parser": "qwen3", **parsers}
+        self.settings = ServerSettings()
+
+    def talk(self, *requests: tuple[str, str, dict[str, Any] | None], keys: Sequence[str] = ()) -> list[httpx.Response]:
+        """Sends requests, one after the other, of method, path and body, each with its key, if there are any.
+
+        In a path or a body, `{id}` stands for the id in the last answer that had one.
+        """
+
+        async def run() -> list[httpx.Response]:
+            engine = AsyncLLM(self.core.config, log_stats=False, client=self.core)  # type: ignore[arg-type]
+            text_work = TextWork(engine.tokenizer, engine.model_config.max_model_len)
+            state = ServerState(60)
+            state.ready(engine, text_work, ChatPrompts(engine, text_work, **self.parsers))
+            app = build_app(state, ServedModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), self.settings)
+            answers: list[httpx.Response] = []
+            try:
+                async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+                    last = ""
+                    for (method, path, body), key in itertools.zip_longest(requests, keys):
+                        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+                        if body is not None:
+                            body = {key: last if value == "{id}" else value for key, value in body.items()}
+                        path = path.replace("{id}", last)
+                        answers.append(await client.request(method, path, json=body, headers=headers))
+                        if answers[-1].headers["content-type"] == "application/json":
+                            last = answers[-1].json().get("id", last)
+            finally:
+                engine.shutdown()
+                text_work.close()
+            return answers
+
+        return asyncio.run(run())
+
+    def post(self, body: dict[str, Any], path: str = "/v1/chat/completions") -> httpx.Response:
+        [answer] = self.talk(("POST", path, body))
+        return answer

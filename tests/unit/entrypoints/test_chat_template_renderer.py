@@ -1,0 +1,117 @@
+"""Chat templates, those of models and those that come with requests: rendered within limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+import mvllm
+from mvllm.engine.frontend.tokenizer import Tokenizer
+from mvllm.entrypoints.chat_template import read_template, render_chat
+from mvllm.entrypoints.openai.common.chat_template_renderer import TemplateLimitError, TemplateRenderer
+from mvllm.entrypoints.openai.common.tokenizer_pool import TextWork
+from mvllm.errors import ModelError, RequestError
+
+MESSAGES = [
+    {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "ü\n"}], "name": None},
+    {"role": "assistant", "content": "b"},
+]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}{{ m | tojson }}{{ effort }}{% endfor %}{{ tools | tojson }}"
+    "{% if add_generation_prompt %}>{% endif %}{{ messages[-1].content }}{{ eos_token }}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    folder = Path(mvllm.__file__).parent / "demo" / "model"
+    return Tokenizer(lambda: transformers.AutoTokenizer.from_pretrained(str(folder)))
+
+
+def render(tokenizer: Tokenizer, template: str, seconds: float = 30.0, **more: Any) -> str:
+    work = TextWork(tokenizer, 100, template_seconds=seconds)
+    return asyncio.run(work.render_foreign(MESSAGES, {"chat_template": template, **more}))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": [{"type": "function"}], "chat_template_kwargs": {"effort": [1.5, "x"]}},
+        {"add_generation_prompt": False, "continue_final_message": True},
+    ],
+    ids=["open", "go-on"],
+)
+def test_they_give_what_the_tokenizer_would(tokenizer: Tokenizer, more: dict[str, Any]) -> None:
+    expected = render_chat(tokenizer, MESSAGES, chat_template=TEMPLATE, **more)
+    assert render(tokenizer, TEMPLATE, **more) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ 7 ** (10 ** 9) }}", "took longer than 2 s"),
+        ("{{ ('a' * 100000000000) | length }}", "more memory than the 512 MB"),
+        ("{{ 'a' * 20000000 }}", "wrote 20000000 characters"),
+        ("{{ raise_exception('no') }}", "TemplateError: no"),
+    ],
+)
+def test_what_they_may_not(tokenizer: Tokenizer, template: str, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        render(tokenizer, template, 2.0)
+
+
+class TestTheModelsOwnTemplate:
+    """Is the program of whoever made the model: it has the same limits, and one process for all conversations."""
+
+    LOOPS = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
+
+    def test_it_renders_what_the_tokenizer_would_and_is_stopped_at_its_limits(self, tokenizer: Tokenizer) -> None:
+        renderer = TemplateRenderer(1.0)
+        work = TextWork(tokenizer, 100, renderer)
+
+        async def talk() -> None:
+            expected = render_chat(tokenizer, MESSAGES)
+            assert await work.render(MESSAGES, {}) == expected
+            first = renderer.pid
+            assert await work.render(MESSAGES, {}) == expected and renderer.pid == first
+            with pytest.raises(TemplateLimitError, match="more memory"):
+                await work.render(MESSAGES, {"chat_template": "{{ 'a' * 100000000000 }}"})
+            assert await work.render(MESSAGES, {}) == expected and renderer.pid != first
+            kept = renderer.pid
+            for template, says in (
+                ("{{ raise_exception('no') }}", "TemplateError: no"),
+                ("{{ 'a' * 20000000 }}", "wrote 20000000 characters"),
+                ("{{ '\\ud800' }}", "not valid Unicode"),
+                ("{{ raise_exception('\\ud800') }}", r"TemplateError: \?"),
+            ):
+                with pytest.raises(RequestError, match=says):
+                    await work.render(MESSAGES, {"chat_template": template})
+            large = {"tools": [{"type": "function", "maximum": 10**30}], "chat_template": "{{ tools[0].maximum }}"}
+            assert await work.render(MESSAGES, large) == str(10**30)
+            assert renderer.pid == kept, "nobody else waits for another process"
+            with pytest.raises(ModelError, match=r"chat template \(folder\) cannot be used.*longer than 1 s"):
+                await renderer.check(self.LOOPS, {}, "folder")
+            await renderer.check("{{ raise_exception('Tools only.') }}", {}, "folder")
+
+        try:
+            asyncio.run(talk())
+        finally:
+            renderer.close()
+            work.close()
+        assert renderer.pid is None
+
+    def test_it_is_found_in_the_folder_without_transformers(self, tmp_path: Path) -> None:
+        assert read_template(tmp_path) == (None, {})
+        settings = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "a"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        assert read_template(tmp_path) == ("a", {"bos_token": "<s>", "eos_token": "</s>"})
+        named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+        assert read_template(tmp_path) == ("d", {})
+        (tmp_path / "chat_template.jinja").write_text("b")
+        assert read_template(tmp_path) == ("b", {})

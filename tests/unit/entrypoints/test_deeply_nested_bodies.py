@@ -1,0 +1,16 @@
+"""What is nested as deeply as can just be decoded is the caller's fault, wherever it is noticed."""
+
+from __future__ import annotations
+
+from mvllm.entrypoints.openai.common.errors import as_api_error
+
+
+def test_a_value_too_deep_to_be_shown_is_refused() -> None:
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    try:
+        repr(deep)
+    except RecursionError as e:
+        error = as_api_error(e)
+    assert (error.status, str(error)) == (400, "The body is nested too deeply.")

@@ -1,0 +1,55 @@
+"""Functions in a fork: what one does to its process stays there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from mvllm.entrypoints.cli.fork_runner import Outcome, run_apart
+
+CHANGED: list[int] = []
+
+
+def crash() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave() -> None:
+    os._exit(3)
+
+
+def raise_exit() -> None:
+    print("noise")
+    sys.exit("no device")
+
+
+def change() -> int:
+    CHANGED.append(1)
+    return len(CHANGED)
+
+
+def test_each_function_has_an_outcome_and_those_behind_a_crash_run_too(capfd: pytest.CaptureFixture[str]) -> None:
+    found = run_apart([change, change, crash, change, raise_exit, leave, change], 60)
+    assert found == [
+        Outcome(1),
+        Outcome(2),  # in the same process, where what was imported is there
+        Outcome(failure="its process was ended by signal 9 (SIGKILL)"),
+        Outcome(1),
+        Outcome(failure="SystemExit: no device"),
+        Outcome(failure="its process ended with exit status 3"),
+        Outcome(1),
+    ]
+    assert CHANGED == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_takes_too_long_is_ended() -> None:
+    def hang() -> Any:
+        time.sleep(600)
+
+    assert run_apart([hang, change], 0.5) == [Outcome(failure="no answer in 0.5 s"), Outcome(1)]

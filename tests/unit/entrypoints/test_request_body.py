@@ -1,0 +1,62 @@
+"""Bodies of requests, decoded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from starlette.requests import Request
+from starlette.types import Message
+
+from mvllm.entrypoints.openai.common.request_body import MAX_NODES, MAX_TEXTS, MAX_VALUES, BodyDecoder, BodyReader
+from mvllm.entrypoints.openai.common.errors import APIError
+from mvllm.entrypoints.openai.protocol import CompletionRequest
+
+
+def test_a_body_of_more_lists_than_anybody_needs_is_not_decoded() -> None:
+    decoder = BodyDecoder(CompletionRequest)
+    assert len(decoder.decode(b'{"prompt":[' + b"[]," * 1000 + b"[]]}").prompt or "") == 1001
+    with pytest.raises(APIError, match="lists, objects") as raised:
+        decoder.decode(b'{"prompt":[' + b"[]," * MAX_NODES + b"[]]}")
+    assert raised.value.status == 400
+    with pytest.raises(APIError, match="fields"):
+        decoder.decode(b"{" + b",".join(b'"%d" : 1' % number for number in range(MAX_NODES + 1)) + b"}")
+
+
+def test_a_text_may_have_as_many_brackets_and_colons_as_it_likes() -> None:
+    text = '[{"\\\\": 1}]' * MAX_NODES
+    body = json.dumps({"prompt": [text, "a", "[{:\\"]}).encode()
+    assert BodyDecoder(CompletionRequest).decode(body).prompt == [text, "a", "[{:\\"]
+
+
+def test_a_body_of_more_values_than_any_prompt_has_is_not_decoded() -> None:
+    decoder = BodyDecoder(CompletionRequest)
+    assert len(decoder.decode(b'{"prompt":[' + b"5," * 1000 + b"5]}").prompt or "") == 1001
+    with pytest.raises(APIError, match="values") as raised:
+        decoder.decode(b'{"prompt":[' + b"5," * (MAX_VALUES + 1) + b"5]}")
+    assert raised.value.status == 400
+
+
+def test_a_body_of_more_texts_than_anybody_sends_is_not_decoded() -> None:
+    decoder = BodyDecoder(CompletionRequest)
+    with pytest.raises(APIError, match="texts"):
+        decoder.decode(b'{"prompt":[' + b'"a",' * MAX_TEXTS + b'"a"]}')
+    quoted = json.dumps({"prompt": '"' * 3 * MAX_TEXTS}).encode()
+    assert len(str(decoder.decode(quoted).prompt)) == 3 * MAX_TEXTS
+
+
+def test_a_body_that_comes_in_ever_so_small_pieces_is_given_up() -> None:
+    """Each piece in time, and the whole of it not."""
+
+    async def drip() -> Message:
+        await asyncio.sleep(0.01)
+        return {"type": "http.request", "body": b" ", "more_body": True}
+
+    async def read() -> bytes:
+        scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
+        return await BodyReader(1 << 20, 0.05).read(Request(scope, drip))
+
+    with pytest.raises(APIError) as raised:
+        asyncio.run(asyncio.wait_for(read(), 60))
+    assert raised.value.status == 408 and raised.value.close

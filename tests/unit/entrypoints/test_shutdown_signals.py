@@ -1,0 +1,36 @@
+"""How the program of a server ends, whatever its threads do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import atexit, threading, time
+from mvllm.entrypoints.shutdown_signals import end_at_once_on_signals, end_within, leave_program
+end_at_once_on_signals()
+atexit.register(lambda: print("exit functions are run"))
+"""
+
+
+def run(rest: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", PROGRAM + rest], capture_output=True, text=True, timeout=60)
+
+
+def test_it_does_not_wait_for_a_thread_that_is_busy() -> None:
+    ended = run("threading.Thread(target=time.sleep, args=(1000,)).start()\nprint('a')\nleave_program(3)")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "a\nexit functions are run\n", "")
+
+
+def test_when_the_interpreter_is_held_up_the_clock_ends_it_and_shows_where() -> None:
+    ended = run("end_within(0.5)\nsum(7 ** (10**9) for _ in range(2))")
+    assert ended.returncode == 1 and "Timeout" in ended.stderr and "<module>" in ended.stderr
+
+
+def test_a_process_that_is_no_server_has_no_clock() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", "from mvllm.entrypoints.shutdown_signals import *; end_within(0.01); time.sleep(0.1)"],
+        capture_output=True,
+        timeout=60,
+    )
+    assert b"Timeout" not in ended.stderr

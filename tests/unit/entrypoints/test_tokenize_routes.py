@@ -1,0 +1,62 @@
+"""`/tokenize` and `/detokenize` hold nobody else up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+from prometheus_client import CollectorRegistry
+
+from mvllm.entrypoints.openai.server.app import build_app
+from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
+from mvllm.entrypoints.openai.server.routes import MAX_DETOKENIZED
+from mvllm.entrypoints.openai.common.serving_models import ServedModels
+from mvllm.entrypoints.openai.server.server_state import ServerState
+from mvllm.entrypoints.openai.server.settings import ServerSettings
+from mvllm.entrypoints.openai.common.tokenizer_pool import TextWork
+
+
+class SlowTokenizer:
+    """Notes which thread has it load what it loads late."""
+
+    loaded_by: str | None = None
+
+    def piece(self, token_id: int) -> str | None:
+        self.loaded_by = threading.current_thread().name
+        return str(token_id)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [1, 2]
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "x"
+
+
+def post(tokenizer: SlowTokenizer, path: str, body: dict[str, Any]) -> httpx.Response:
+    async def ask() -> httpx.Response:
+        state = ServerState(60.0)
+        config = SimpleNamespace(max_model_len=16, vocab_size=4)
+        work = TextWork(cast(Any, tokenizer), 16)
+        state.ready(cast(Any, SimpleNamespace(tokenizer=tokenizer, model_config=config)), work, cast(Any, None))
+        metrics = HTTPMetrics(CollectorRegistry())
+        app = build_app(state, ServedModels(["m"], "m"), metrics, ServerSettings())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+            return await client.post(path, json=body)
+
+    return asyncio.run(ask())
+
+
+def test_names_of_tokens_come_from_a_thread() -> None:
+    tokenizer = SlowTokenizer()
+    answer = post(tokenizer, "/tokenize", {"prompt": "a b", "return_token_strs": True})
+    assert answer.json()["token_strs"] == ["1", "2"]
+    assert (tokenizer.loaded_by or "").startswith("text")
+
+
+def test_the_ids_that_are_decoded_in_one_request_are_limited() -> None:
+    assert post(SlowTokenizer(), "/detokenize", {"tokens": [1] * 100}).json() == {"prompt": "x"}
+    answer = post(SlowTokenizer(), "/detokenize", {"tokens": [1] * (MAX_DETOKENIZED + 1)})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tokens"

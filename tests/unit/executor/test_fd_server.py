@@ -1,0 +1,157 @@
+"""Open files by way of a socket: they arrive, only for those who know the token, and an end is heard."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import msgspec
+import pytest
+
+from mvllm.executor.process.fd_server import DescriptorDoor, DoorAddress, Parcel, fetch_descriptors
+
+
+class Files(msgspec.Struct, frozen=True):
+    first: int
+    second: int
+
+
+@pytest.fixture
+def pipes() -> Iterator[list[tuple[int, int]]]:
+    made = [os.pipe(), os.pipe()]
+    yield made
+    for pair in made:
+        for fd in pair:
+            os.close(fd)
+
+
+@pytest.fixture
+def door(pipes: list[tuple[int, int]]) -> Iterator[DescriptorDoor]:
+    fds = (pipes[0][1], pipes[1][1])
+    door = DescriptorDoor({0: Parcel(Files(*fds), fds), 7: Parcel(Files(*reversed(fds)), tuple(reversed(fds)))})
+    yield door
+    door.close()
+
+
+def test_each_descriptor_arrives_under_the_name_that_the_message_has_for_it(
+    door: DescriptorDoor, pipes: list[tuple[int, int]]
+) -> None:
+    for key, order in ((0, (0, 1)), (7, (1, 0))):
+        files, fds, control = fetch_descriptors(door.address, key, Files)
+        assert not {files.first, files.second} & set(fds.values())
+        os.write(fds[files.first], b"first")
+        os.write(fds[files.second], b"second")
+        assert os.read(pipes[order[0]][0], 99) == b"first"
+        assert os.read(pipes[order[1]][0], 99) == b"second"
+        assert not any(os.get_inheritable(fd) for fd in fds.values())
+        for fd in fds.values():
+            os.close(fd)
+        control.close()
+
+
+def test_the_connection_outlives_the_door_and_tells_either_side_of_the_others_end(door: DescriptorDoor) -> None:
+    _, fds, control = fetch_descriptors(door.address, 0, Files)
+    for fd in fds.values():
+        os.close(fd)
+    theirs = door.connection(0)
+    door.close()
+    assert theirs.pid in (os.getpid(), None)
+    assert not select.select([control, theirs.socket], [], [], 0)[0]
+    theirs.socket.close()
+    assert select.select([control], [], [], 5)[0]
+    assert control.recv(1) == b""
+    control.close()
+
+
+@pytest.mark.parametrize("token", [b"", b"x" * 32, b"x" * 31])
+def test_who_does_not_know_the_token_gets_nothing_and_others_still_do(door: DescriptorDoor, token: bytes) -> None:
+    with pytest.raises((EOFError, OSError)):
+        fetch_descriptors(DoorAddress(door.address.path, token), 0, Files)
+    _, fds, control = fetch_descriptors(door.address, 0, Files)
+    for fd in fds.values():
+        os.close(fd)
+    control.close()
+
+
+def test_a_parcel_is_given_out_once(door: DescriptorDoor) -> None:
+    _, fds, control = fetch_descriptors(door.address, 0, Files)
+    for fd in fds.values():
+        os.close(fd)
+    with pytest.raises((EOFError, OSError)):
+        fetch_descriptors(door.address, 0, Files)
+    control.close()
+
+
+def test_a_stranger_who_announces_much_is_cut_off(door: DescriptorDoor) -> None:
+    path = door.address.path
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(10)
+        stranger.connect(f"\0{path[1:]}" if path.startswith("@") else path)
+        stranger.sendall(b"\xff\xff\xff\x7f")
+        assert stranger.recv(1) == b""
+
+
+@pytest.mark.parametrize("said", [b"", b"\x24", b"\x24\0\0\0half of a token"], ids=["nothing", "half a length", "half"])
+def test_strangers_who_connect_and_hang_there_keep_nobody_from_coming_in(door: DescriptorDoor, said: bytes) -> None:
+    path = door.address.path
+    with ExitStack() as stack:
+        for _ in range(80):
+            stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
+            stranger.connect(f"\0{path[1:]}" if path.startswith("@") else path)
+            stranger.sendall(said)
+        # It has less patience than one stranger might take.
+        _, fds, control = fetch_descriptors(door.address, 0, Files)
+        for fd in fds.values():
+            os.close(fd)
+        control.close()
+        before = time.monotonic()
+        door.close()
+        assert time.monotonic() - before < 5, "the door waited for strangers"
+
+
+def test_a_request_may_come_byte_by_byte(door: DescriptorDoor) -> None:
+    path = door.address.path
+    with socket.socket(socket.AF_UNIX) as slow:
+        slow.settimeout(10)
+        slow.connect(f"\0{path[1:]}" if path.startswith("@") else path)
+        for byte in b"\x24\0\0\0" + door.address.token + b"\x07\0\0\0":
+            slow.send(bytes([byte]))
+            time.sleep(0.001)
+        begin, fds, _, _ = socket.recv_fds(slow, 1, 10)
+        assert begin == b"\0"
+        assert len(fds) == 2
+        for fd in fds:
+            os.close(fd)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the name is a path")
+def test_who_has_to_stand_in_line_waits() -> None:
+    with socket.socket(socket.AF_UNIX) as listener, ExitStack() as stack, ThreadPoolExecutor() as pool:
+        listener.bind("\0mvllm-test-" + secrets.token_hex(8))
+        listener.listen(0)
+        address = DoorAddress("@" + listener.getsockname()[1:].decode(), b"x" * 32)
+        for _ in range(3):  # until the line is full
+            stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
+            stranger.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                stranger.connect(listener.getsockname())
+        late = pool.submit(fetch_descriptors, address, 0, Files)
+        with pytest.raises(TimeoutError):
+            late.result(0.3)
+        requests = []
+        while b"x" * 32 not in b"".join(requests):
+            peer, _ = listener.accept()
+            with peer:
+                peer.settimeout(0.5)
+                with contextlib.suppress(TimeoutError):
+                    requests.append(peer.recv(100))
+        with pytest.raises((EOFError, OSError)):
+            late.result(10)

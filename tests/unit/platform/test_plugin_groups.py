@@ -1,0 +1,228 @@
+"""What may plug in beside platforms: found by metadata, let in by name, imported when asked for, named when broken."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mvllm.config.engine_args import EngineArgs
+from mvllm.engine.metrics.stat_loggers import StatLoggers
+from mvllm.entrypoints.cli.main import COMMANDS, main
+from mvllm.errors import ConfigError, ModelError
+from mvllm.messages.requests import SchedulerStats
+from mvllm.models.registry import resolve_model_class, supported_architectures
+from mvllm.ops.provider_plugins import check_providers, installed_providers
+from mvllm.platform import plugin_groups
+from tests.helpers.plugins import prepend, write_metadata
+from tests.unit.engine.builders import make_config
+
+GROUPS = {
+    "mvllm.models": "AcmeForCausalLM",
+    "mvllm.quantization": "acme",
+    "mvllm.executors": "acme",
+    "mvllm.op_providers": "acme",
+    "mvllm.stat_loggers": "acme",
+    "mvllm.cli": "acme",
+    "mvllm.tool_parsers": "acme",
+    "mvllm.reasoning_parsers": "acme",
+    "mvllm.http": "acme",
+    "mvllm.logits_processors": "acme",
+}
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """Installs a distribution acme-extras with everything in the module `acme_extras`, whose text is given."""
+
+    def install(text, *, groups=GROUPS, distribution="acme-extras", module="acme_extras") -> Path:
+        points = "".join(f"[{group}]\n{name} = {module}\n" for group, name in groups.items())
+        folder = write_metadata(tmp_path / distribution, distribution, points)
+        (folder / f"{module}.py").write_text(text)
+        prepend(monkeypatch, [str(folder)])
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        return folder
+
+    yield install
+    for name in [name for name in sys.modules if name.startswith("acme_extras")]:
+        del sys.modules[name]
+
+
+def point_at(site, group, value, text):
+    """One entry point `acme` of `group` that names `value` of a module."""
+    folder = site(text, groups={group: "acme"})
+    info = folder / "acme_extras-0.1.0.dist-info" / "entry_points.txt"
+    info.write_text(f"[{group}]\nacme = acme_extras:{value}\n")
+
+
+@pytest.mark.parametrize("door", plugin_groups.ALL, ids=lambda door: door.group)
+class TestEveryDoor:
+    def test_listing_what_is_offered_imports_nothing(self, door, site):
+        site("raise AssertionError('imported')")
+        name = GROUPS[door.group]
+        assert name in plugin_groups.offered(door)
+        assert plugin_groups.find(door, name).distribution == "acme-extras"
+        assert "acme_extras" not in sys.modules
+
+    def test_who_is_broken_is_named_with_distribution_version_and_error(self, door, site):
+        site("import there_is_no_such_driver")
+        with pytest.raises(ConfigError, match=r"acme-extras 0\.1\.0.*there_is_no_such_driver.*pip install") as caught:
+            plugin_groups.load_by_name(door, GROUPS[door.group])
+        assert isinstance(caught.value.__cause__, ImportError)
+
+    def test_even_one_that_tries_to_end_the_process_is_named(self, door, site):
+        site("raise SystemExit('no licence')")
+        with pytest.raises(ConfigError, match=r"acme-extras 0\.1\.0.*no licence"):
+            plugin_groups.load_by_name(door, GROUPS[door.group])
+
+    @pytest.mark.parametrize("listed", ["", "somebody-else", "somebody-else, other"])
+    def test_who_is_not_on_the_list_is_refused_unimported(self, door, site, monkeypatch, listed):
+        site("raise AssertionError('imported')")
+        monkeypatch.setenv("MVLLM_PLUGINS", listed)
+        name = GROUPS[door.group]
+        assert name not in plugin_groups.offered(door)
+        with pytest.raises(ConfigError, match=r"acme-extras 0\.1\.0.*MVLLM_PLUGINS.*Add acme-extras"):
+            plugin_groups.load_by_name(door, name)
+        assert "acme_extras" not in sys.modules
+
+    @pytest.mark.parametrize("listed", ["acme-extras", "x, ACME-Extras", "own name"])
+    def test_who_is_on_the_list_by_package_or_by_name_comes_in(self, door, site, monkeypatch, listed):
+        site("")
+        name = GROUPS[door.group]
+        monkeypatch.setenv("MVLLM_PLUGINS", listed.replace("own name", name))
+        assert plugin_groups.load_by_name(door, name)[1].__name__ == "acme_extras"
+
+    def test_two_packages_with_one_name_are_both_named_and_the_list_decides(self, door, site, monkeypatch):
+        site("")
+        site("", distribution="acme-fork", module="acme_extras_fork")
+        name = GROUPS[door.group]
+        with pytest.raises(ConfigError, match=r"acme-extras 0\.1\.0.*acme-fork 0\.1\.0.*MVLLM_PLUGINS"):
+            plugin_groups.find(door, name)
+        monkeypatch.setenv("MVLLM_PLUGINS", "acme-fork")
+        assert plugin_groups.load_by_name(door, name)[1].__name__ == "acme_extras_fork"
+
+    def test_a_name_that_nobody_offers_lists_those_that_are_offered(self, door, site):
+        site("")
+        with pytest.raises(ConfigError, match=f"'nobody'.*{door.group}.*{GROUPS[door.group]}"):
+            plugin_groups.load_by_name(door, "nobody")
+
+
+class TestModels:
+    def test_an_installed_architecture_is_listed_as_supported(self, site):
+        site("")
+        assert "AcmeForCausalLM" in supported_architectures()
+
+    def test_what_is_no_model_class_is_refused_by_name(self, site):
+        site("")
+        with pytest.raises(ModelError, match=r"acme-extras 0\.1\.0.*CausalLM"):
+            resolve_model_class("AcmeForCausalLM")
+
+    def test_one_that_core_has_as_well_is_cores_and_that_is_said(self, site, caplog):
+        site("raise AssertionError('imported')", groups={"mvllm.models": "OPTForCausalLM"})
+        with caplog.at_level("WARNING", logger="mvllm"):
+            assert resolve_model_class("OPTForCausalLM").__module__ == "mvllm.models.opt"
+        assert "acme-extras 0.1.0" in caplog.text
+
+
+class TestOpProviders:
+    def test_a_set_that_is_not_installed_is_refused_before_workers_start(self):
+        with pytest.raises(ConfigError, match="op_providers names 'acme'"):
+            check_providers(["acme"])
+
+    @pytest.mark.parametrize("body", ["return 3", "return [3]", "raise OSError('no driver')", "raise SystemExit(1)"])
+    def test_a_function_that_gives_no_providers_is_named(self, site, body):
+        point_at(site, "mvllm.op_providers", "make", f"def make():\n    {body}\n")
+        with pytest.raises(ConfigError, match=r"acme-extras 0\.1\.0"):
+            installed_providers(["acme"])
+
+
+LOGGER = """
+from mvllm.extension_api import StatLogger
+calls = []
+class Acme(StatLogger):
+    def __init__(self, config):
+        {init}
+    def record(self, stats, num_new_tokens):
+        calls.append((stats.num_running, num_new_tokens))
+        {record}
+    def close(self):
+        calls.append("closed")
+"""
+
+
+class TestStatLoggers:
+    @pytest.fixture
+    def config(self):
+        return replace(make_config(), stat_loggers=("acme",))
+
+    def test_a_logger_hears_of_every_step_until_it_is_closed_once(self, site, config):
+        point_at(site, "mvllm.stat_loggers", "Acme", LOGGER.format(init="pass", record="pass"))
+        loggers = StatLoggers(config)
+        loggers.record(SchedulerStats(num_running=3), 2)
+        loggers.close()
+        loggers.close()
+        assert sys.modules["acme_extras"].calls == [(3, 2), "closed"]
+
+    def test_one_that_raises_is_named_once_and_not_called_again(self, site, config, caplog):
+        text = LOGGER.format(init="pass", record="raise OSError('disk full')")
+        point_at(site, "mvllm.stat_loggers", "Acme", text)
+        loggers = StatLoggers(config)
+        with caplog.at_level("ERROR", logger="mvllm"):
+            loggers.record(SchedulerStats(), 1)
+            loggers.record(SchedulerStats(), 1)
+        assert caplog.text.count("acme-extras 0.1.0") == 1 and "disk full" in caplog.text
+        assert sys.modules["acme_extras"].calls == [(0, 1), "closed"]
+
+    @pytest.mark.parametrize(
+        ("value", "init"),
+        [("Acme", "raise OSError('no such host')"), ("Acme", "raise SystemExit(2)"), ("calls.copy", "")],
+    )
+    def test_one_that_cannot_be_made_is_named(self, site, config, value, init):
+        point_at(site, "mvllm.stat_loggers", value, LOGGER.format(init=init or "pass", record="pass"))
+        with pytest.raises(ConfigError, match=r"acme-extras 0\.1\.0"):
+            StatLoggers(config)
+
+
+class TestCommands:
+    TEXT = (
+        "def add_arguments(parser):\n    parser.add_argument('word')\n"
+        "def run(args):\n    print(args.word)\n    return 7\n"
+    )
+
+    def test_a_command_of_another_package_runs(self, site, capsys):
+        site(self.TEXT)
+        assert main(["acme", "hello"]) == 7
+        assert capsys.readouterr().out == "hello\n"
+
+    def test_help_lists_it_with_its_package_and_imports_nothing(self, site, capsys):
+        site("raise AssertionError('imported')")
+        with pytest.raises(SystemExit):
+            main(["--help"])
+        assert "acme-extras 0.1.0" in capsys.readouterr().out
+
+    def test_cores_own_commands_are_nobody_elses(self, site, capsys):
+        site("raise AssertionError('imported')", groups={"mvllm.cli": "platforms"})
+        assert "platforms" in COMMANDS
+        assert main(["platforms"]) == 0
+
+    def test_a_module_that_is_no_command_is_named(self, site, capsys):
+        site("")
+        assert main(["acme"]) == 1
+        assert "acme-extras 0.1.0" in capsys.readouterr().err
+
+
+def test_names_in_a_setting_are_separated_by_commas():
+    config = EngineArgs("demo", stat_loggers="a, b,a,", op_providers="c").create_engine_config()
+    assert (config.stat_loggers, config.op_providers) == (("a", "b"), ("c",))
+
+
+def test_every_name_of_the_extension_api_exists_and_nothing_else_is_offered():
+    from mvllm import extension_api
+
+    for name in extension_api.__all__:
+        assert getattr(extension_api, name).__name__ == name
+    assert set(extension_api.__all__) == set(extension_api._HOMES)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = extension_api.no_such_name

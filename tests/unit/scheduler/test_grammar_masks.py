@@ -1,0 +1,233 @@
+"""Requests whose next token not every token may be: they wait for their grammar, and then for each of their tokens."""
+
+from __future__ import annotations
+
+from mvllm.messages.requests import FinishReason
+from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from mvllm.scheduler.grammar_masks import MASK_SECONDS
+from mvllm.scheduler.scheduler import Scheduler
+from tests.unit.scheduler.builders import make_request, make_scheduler
+
+FORM = {"regex": "a"}
+
+
+class Countdown:
+    """A grammar of `length` tokens, whose mask says how many have come. Token 99 cannot be gone on from."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.taken: list[int] = []
+        self.error: str | None = None
+        self.is_ready = True
+        self.expected_seconds = 0.0
+
+    @property
+    def mask(self) -> bytes:
+        return bytes([len(self.taken)] * 4)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.taken) == self.length
+
+    def accept(self, token: int, *, at_once: bool = False) -> None:
+        self.taken.append(token)
+        if token == 99:
+            self.error = "lost its way"
+
+
+def answer(scheduler: Scheduler, plan: SchedulerOutput, token: int = 7):
+    outputs = scheduler.update_from_output(plan, ModelRunnerOutput(plan.step, [token] * len(plan.rows)))
+    scheduler.check_integrity()
+    return outputs.outputs
+
+
+def test_a_request_waits_aside_until_its_grammar_is_there() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request(request_id="formed", structured_outputs=FORM))
+    assert scheduler.waits_for_grammars and scheduler.is_waiting_for_grammar("formed")
+    scheduler.add_request(make_request(request_id="free"))
+    assert not scheduler.waits_for_grammars
+    plan = scheduler.schedule()
+    assert [new.request_id for new in plan.new_requests] == ["free"] and not plan.mask_rows
+    scheduler.start_grammar("formed", Countdown(3))
+    assert not scheduler.is_waiting_for_grammar("formed")
+    answer(scheduler, plan)
+    plan = scheduler.schedule()
+    assert [new.request_id for new in plan.new_requests] == ["formed"]
+    assert plan.mask_rows == [plan.new_requests[0].row] and plan.token_masks == bytes([0] * 4)
+
+
+def test_it_can_be_aborted_or_fail_while_it_waits() -> None:
+    scheduler = make_scheduler()
+    for name in ("aborted", "failed"):
+        scheduler.add_request(make_request(request_id=name, structured_outputs=FORM))
+    scheduler.abort_requests(["aborted"])
+    scheduler.start_grammar("aborted", Countdown(3))
+    scheduler.fail_request("aborted", "too late")
+    scheduler.check_integrity()
+    scheduler.fail_request("failed", "no such thing")
+    assert not scheduler.waits_for_grammars
+    (output,) = answer(scheduler, scheduler.schedule())
+    assert (output.request_id, output.finish_reason, output.error) == ("failed", FinishReason.ERROR, "no such thing")
+    assert not scheduler.has_requests()
+
+
+def test_masks_go_with_the_steps_that_sample() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    scheduler.add_request(make_request(6, request_id="formed", structured_outputs=FORM, max_tokens=8))
+    scheduler.start_grammar("formed", Countdown(3))
+    plan = scheduler.schedule()
+    assert plan.rows and not plan.mask_rows  # a chunk of the prompt
+    answer(scheduler, plan, token=-1)
+    masks = []
+    while scheduler.has_requests():
+        plan = scheduler.schedule()
+        masks.append(plan.token_masks)
+        outputs = answer(scheduler, plan)
+    assert masks == [bytes([i] * 4) for i in range(3)]
+    assert outputs[0].finish_reason is FinishReason.STOP
+
+
+def test_no_step_is_planned_for_it_before_its_last_token_is_known() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request(request_id="formed", structured_outputs=FORM, max_tokens=8))
+    scheduler.add_request(make_request(request_id="free", max_tokens=8))
+    scheduler.start_grammar("formed", Countdown(5))
+    first = scheduler.schedule()
+    assert len(first.rows) == 2 and len(first.mask_rows) == 1
+    second = scheduler.schedule()
+    assert len(second.rows) == 1 and not second.mask_rows
+    answer(scheduler, first)
+    third = scheduler.schedule()
+    assert len(third.rows) == 2 and third.token_masks == bytes([1] * 4)
+
+
+def test_who_gives_way_goes_on_where_it_was() -> None:
+    scheduler = make_scheduler(num_blocks=5, block_size=4, enable_caching=False)
+    grammar = Countdown(7)
+    scheduler.add_request(make_request(5, request_id="free", max_tokens=9))
+    scheduler.add_request(make_request(5, request_id="formed", structured_outputs=FORM, max_tokens=9))
+    scheduler.start_grammar("formed", grammar)
+    seen, ended = [], []
+    while scheduler.has_requests():
+        plan = scheduler.schedule()
+        seen += [plan.token_masks] if plan.mask_rows else []
+        ended += [(o.request_id, o.finish_reason) for o in answer(scheduler, plan) if o.finish_reason is not None]
+    assert scheduler.make_stats().num_preemptions > 0
+    assert seen == [bytes([i] * 4) for i in range(7)] and len(grammar.taken) == 7
+    assert ("formed", FinishReason.STOP) in ended
+
+
+def test_a_grammar_that_cannot_go_on_ends_its_request_alone() -> None:
+    scheduler = make_scheduler()
+    for name in ("lost", "fine"):
+        scheduler.add_request(make_request(request_id=name, structured_outputs=FORM, max_tokens=8))
+        scheduler.start_grammar(name, Countdown(6))
+    plan = scheduler.schedule()
+    lost_first = [99 if new.request_id == "lost" else 7 for new in plan.new_requests]
+    outputs = scheduler.update_from_output(plan, ModelRunnerOutput(plan.step, lost_first)).outputs
+    scheduler.check_integrity()
+    assert [output.finish_reason for output in outputs] == [None, None]
+    plan = scheduler.schedule()
+    outputs = answer(scheduler, plan)
+    assert len(plan.rows) == 1
+    assert {(o.request_id, o.error) for o in outputs} == {("lost", "lost its way"), ("fine", None)}
+
+
+def test_stop_tokens_stand_outside_of_the_grammar_and_length_ends_it() -> None:
+    scheduler = make_scheduler()
+    stopped, cut = Countdown(6), Countdown(6)
+    scheduler.add_request(make_request(request_id="stopped", structured_outputs=FORM, stop_token_ids=[7], max_tokens=8))
+    scheduler.add_request(make_request(request_id="cut", structured_outputs=FORM, max_tokens=1))
+    scheduler.start_grammar("stopped", stopped)
+    scheduler.start_grammar("cut", cut)
+    outputs = {output.request_id: output for output in answer(scheduler, scheduler.schedule())}
+    assert outputs["stopped"].finish_reason is FinishReason.STOP and outputs["stopped"].stop_reason == 7
+    assert outputs["cut"].finish_reason is FinishReason.LENGTH
+    assert stopped.taken == [] and cut.taken == [7]
+
+
+def test_a_request_takes_part_in_no_step_while_its_mask_is_being_computed() -> None:
+    scheduler = make_scheduler()
+    grammar = Countdown(5)
+    scheduler.add_request(make_request(request_id="formed", structured_outputs=FORM, max_tokens=8))
+    scheduler.add_request(make_request(request_id="free", max_tokens=3))
+    scheduler.start_grammar("formed", grammar)
+    answer(scheduler, scheduler.schedule())
+    grammar.is_ready = False
+    while len(scheduler.request_ids) == 2:  # the other goes on to its end
+        assert not scheduler.waits_for_grammars
+        plan = scheduler.schedule()
+        assert len(plan.rows) == 1 and not plan.mask_rows
+        answer(scheduler, plan)
+    assert scheduler.request_ids == ["formed"] and scheduler.waits_for_grammars
+    grammar.is_ready = True
+    assert not scheduler.waits_for_grammars and len(scheduler.schedule().mask_rows) == 1
+
+
+def test_one_that_has_given_way_waits_for_its_mask_and_holds_up_nobody() -> None:
+    scheduler = make_scheduler(num_blocks=5, block_size=4, enable_caching=False)
+    grammar = Countdown(9)
+    scheduler.add_request(make_request(5, request_id="free", max_tokens=9))
+    scheduler.add_request(make_request(5, request_id="formed", structured_outputs=FORM, max_tokens=9))
+    scheduler.start_grammar("formed", grammar)
+    while not scheduler.make_stats().num_preemptions:
+        answer(scheduler, scheduler.schedule())
+    grammar.is_ready = False
+    scheduler.add_request(make_request(2, request_id="late", max_tokens=1))
+    ended: list[str] = []
+    while set(ended) != {"late", "free"}:
+        plan = scheduler.schedule()
+        assert not plan.mask_rows
+        ended += [output.request_id for output in answer(scheduler, plan) if output.finish_reason is not None]
+    assert scheduler.request_ids == ["formed"] and scheduler.waits_for_grammars
+    scheduler.fail_request("formed", "of another request with this id", grammar=Countdown(1))
+    assert scheduler.request_ids == ["formed"]
+    scheduler.fail_request("formed", "too slow", grammar=grammar)
+    assert scheduler.pop_outputs()[0].error == "too slow" and not scheduler.has_requests()
+
+
+class TestMasksThatFollow:
+    """Where workers can take masks later, a step is planned before the last token is known."""
+
+    def scheduler(self, **grammars: Countdown) -> Scheduler:
+        scheduler = make_scheduler(masks_may_follow=True)
+        for name, grammar in grammars.items():
+            scheduler.add_request(make_request(request_id=name, structured_outputs=FORM, max_tokens=8))
+            scheduler.start_grammar(name, grammar)
+        scheduler.add_request(make_request(request_id="free", max_tokens=8))
+        return scheduler
+
+    def test_the_next_step_is_planned_and_has_its_masks_when_the_token_has_come(self) -> None:
+        scheduler = self.scheduler(formed=Countdown(8))
+        first = scheduler.schedule()
+        assert not first.masks_follow and first.token_masks == bytes([0] * 4)
+        for num_tokens in range(1, 6):
+            second = scheduler.schedule()
+            assert second.masks_follow and len(second.rows) == 2 and not second.mask_rows
+            answer(scheduler, first)
+            assert scheduler.masks(second) == (first.rows[:1], bytes([num_tokens] * 4))
+            first = second
+
+    def test_who_has_ended_has_no_mask_and_no_further_token(self) -> None:
+        scheduler = self.scheduler(short=Countdown(1), long=Countdown(8))
+        first = scheduler.schedule()
+        second = scheduler.schedule()
+        assert len(second.rows) == 3
+        assert "short" in [o.request_id for o in answer(scheduler, first) if o.finish_reason is FinishReason.STOP]
+        rows, masks = scheduler.masks(second)
+        assert rows == [second.rows[1]] and masks == bytes([1] * 4)
+        third = scheduler.schedule()
+        assert len(third.rows) == 2
+        assert {o.request_id for o in answer(scheduler, second)} == {"long", "free"}
+
+    def test_what_takes_long_to_compute_is_not_waited_for(self) -> None:
+        cheap, expensive = Countdown(8), Countdown(8)
+        expensive.expected_seconds = 2 * MASK_SECONDS
+        scheduler = self.scheduler(cheap=cheap, expensive=expensive)
+        first = scheduler.schedule()
+        second = scheduler.schedule()
+        assert second.rows == [first.rows[0], first.rows[2]] and second.masks_follow
+        answer(scheduler, first)
+        assert scheduler.masks(second)[0] == first.rows[:1]
+        assert len(scheduler.schedule().rows) == 3

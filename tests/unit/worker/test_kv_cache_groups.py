@@ -1,0 +1,63 @@
+"""Which layers may share a cache."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mvllm.attention.reference import ReferenceAttention
+from mvllm.engine.core.kv_cache_groups import group_windows
+from mvllm.platform.attention import AttentionSpec
+from mvllm.platform.worker_protocol import KVCacheNeeds
+from mvllm.worker.kv_cache_groups import layer_windows, named_windows, place_layers
+
+HOST = torch.device("cpu")
+
+
+class Rings(ReferenceAttention):
+    """Stores the layers with a window in another way."""
+
+    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> Any:
+        cache: Any = super().allocate(num_blocks, block_size, device)
+        return cache if self.spec.sliding_window is None else cache.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+def layer(window: int | None, backend: type[ReferenceAttention] = ReferenceAttention, **fields: object) -> Any:
+    values: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 8, "scale": 1.0, **fields}
+    spec = AttentionSpec(dtype="float32", kv_dtype="float32", sliding_window=window, **values)
+    return SimpleNamespace(spec=spec, backend=backend(spec))
+
+
+def test_layers_that_differ_in_the_window_alone_say_what_they_see():
+    assert layer_windows([layer(9), layer(None), layer(9)], HOST) == (9, None, 9)
+    assert layer_windows([layer(9), layer(9, head_size=16)], HOST) == (9, 9)  # each its own cache
+
+
+def test_layers_that_are_not_stored_alike_count_as_the_widest():
+    assert layer_windows([layer(9), layer(None, head_size=16)], HOST) == (None, None)
+    assert layer_windows([layer(9), layer(20, head_size=16)], HOST) == (20, 20)
+    assert layer_windows([layer(9, Rings), layer(None, Rings)], HOST) == (None, None)
+    assert layer_windows([layer(9), layer(None, Rings)], HOST) == (None, None)
+
+
+def test_layers_that_are_not_stored_alike_share_no_cache_whatever_other_stages_see():
+    first = [layer(9), layer(None, head_size=16), layer(None, head_size=16), layer(9)]
+    stages = [first, [layer(9), layer(None)]]
+
+    def places(num_stages: int) -> list[tuple[int, int]]:
+        seen = [layer_windows(stage, HOST) for stage in stages]
+        needs = [
+            KVCacheNeeds(1200, (16,), named_windows(stage, windows, HOST, num_stages))
+            for stage, windows in zip(stages, seen, strict=True)
+        ]
+        return place_layers(seen[0], group_windows(needs, 100), 100)
+
+    assert len({place for _, place in places(2)}) == 4
+    assert len({place for _, place in places(1)}) < 4  # which is why
+    assert named_windows(stages[1], (9, None), HOST, 2) == (9, None)
+
+
+def test_layers_of_one_kind_are_dealt_out_in_turn():
+    assert place_layers([9, None, 9, 9, None], [None, 9, 9], 100) == [(1, 0), (0, 0), (2, 0), (1, 1), (0, 1)]
+    assert place_layers([9, 200, 9], [None, 9], 100) == [(1, 0), (0, 0), (1, 1)]
+    assert place_layers([9, 9], [9], 100) == [(0, 0), (0, 1)]
