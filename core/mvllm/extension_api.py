@@ -43,9 +43,9 @@ if TYPE_CHECKING:
         WorkerStuckError,
     )
     from mvllm.executor.config_codec import decode_config, encode_worker_configs
-    from mvllm.executor.process.fd_server import DescriptorDoor, DoorAddress, Parcel, fetch_descriptors
+    from mvllm.executor.process.fd_server import FileDescriptorServer, FileDescriptorServerAddress, MessageWithFds, fetch_descriptors
     from mvllm.executor.worker_topology import devices_per_worker, launch_topology
-    from mvllm.executor.rpc_queues import EngineQueues, FarResponses
+    from mvllm.executor.rpc_queues import RpcQueues, RemoteResponseQueue
     from mvllm.executor.process.handshake import Handshake
     from mvllm.executor.interface import Executor
     from mvllm.executor.message_queue import (
@@ -65,13 +65,13 @@ if TYPE_CHECKING:
         is_stopped,
         label_output,
         open_pidfd,
-        search_path,
-        unnamed_file,
+        module_search_path,
+        anonymous_file,
         watch_parent,
     )
     from mvllm.executor.rpc_messages import Reply, Request
     from mvllm.executor.rpc_executor import RpcExecutor, worker_names
-    from mvllm.executor.process.activity_table import Activity, StatusBoard
+    from mvllm.executor.process.activity_table import Activity, ActivityTable
     from mvllm.executor.uniproc import UniProcExecutor
     from mvllm.executor.worker_group import WorkerGroup
     from mvllm.executor.worker_proc import WorkerProc
@@ -127,14 +127,14 @@ _HOMES = {
     "WorkerStuckError": "mvllm.errors",
     "decode_config": "mvllm.executor.config_codec",
     "encode_worker_configs": "mvllm.executor.config_codec",
-    "DescriptorDoor": "mvllm.executor.process.fd_server",
-    "DoorAddress": "mvllm.executor.process.fd_server",
-    "Parcel": "mvllm.executor.process.fd_server",
+    "FileDescriptorServer": "mvllm.executor.process.fd_server",
+    "FileDescriptorServerAddress": "mvllm.executor.process.fd_server",
+    "MessageWithFds": "mvllm.executor.process.fd_server",
     "fetch_descriptors": "mvllm.executor.process.fd_server",
     "devices_per_worker": "mvllm.executor.worker_topology",
     "launch_topology": "mvllm.executor.worker_topology",
-    "EngineQueues": "mvllm.executor.rpc_queues",
-    "FarResponses": "mvllm.executor.rpc_queues",
+    "RpcQueues": "mvllm.executor.rpc_queues",
+    "RemoteResponseQueue": "mvllm.executor.rpc_queues",
     "Handshake": "mvllm.executor.process.handshake",
     "Executor": "mvllm.executor.interface",
     "MessageReader": "mvllm.executor.message_queue",
@@ -151,15 +151,15 @@ _HOMES = {
     "is_stopped": "mvllm.executor.process.process_utils",
     "label_output": "mvllm.executor.process.process_utils",
     "open_pidfd": "mvllm.executor.process.process_utils",
-    "search_path": "mvllm.executor.process.process_utils",
-    "unnamed_file": "mvllm.executor.process.process_utils",
+    "module_search_path": "mvllm.executor.process.process_utils",
+    "anonymous_file": "mvllm.executor.process.process_utils",
     "watch_parent": "mvllm.executor.process.process_utils",
     "Reply": "mvllm.executor.rpc_messages",
     "Request": "mvllm.executor.rpc_messages",
     "RpcExecutor": "mvllm.executor.rpc_executor",
     "worker_names": "mvllm.executor.rpc_executor",
     "Activity": "mvllm.executor.process.activity_table",
-    "StatusBoard": "mvllm.executor.process.activity_table",
+    "ActivityTable": "mvllm.executor.process.activity_table",
     "UniProcExecutor": "mvllm.executor.uniproc",
     "WorkerGroup": "mvllm.executor.worker_group",
     "WorkerProc": "mvllm.executor.worker_proc",
@@ -216,14 +216,14 @@ __all__ = [
     "ConfigError",
     "ContentDelta",
     "Delta",
-    "DescriptorDoor",
-    "DoorAddress",
+    "FileDescriptorServer",
+    "FileDescriptorServerAddress",
     "Embedding",
     "EngineConfig",
     "EngineDeadError",
-    "EngineQueues",
+    "RpcQueues",
     "Executor",
-    "FarResponses",
+    "RemoteResponseQueue",
     "ForwardStep",
     "GatedMLP",
     "HFConfig",
@@ -248,7 +248,7 @@ __all__ = [
     "MvllmError",
     "OpCase",
     "OpProvider",
-    "Parcel",
+    "MessageWithFds",
     "Part",
     "PeerDiedError",
     "Platform",
@@ -279,7 +279,7 @@ __all__ = [
     "SchedulerStats",
     "StackFile",
     "StatLogger",
-    "StatusBoard",
+    "ActivityTable",
     "StopSignal",
     "TaggedReasoning",
     "ToolCallDelta",
@@ -306,9 +306,9 @@ __all__ = [
     "launch_topology",
     "log_level",
     "open_pidfd",
-    "search_path",
+    "module_search_path",
     "staging",
-    "unnamed_file",
+    "anonymous_file",
     "watch_parent",
     "worker_names",
 ]

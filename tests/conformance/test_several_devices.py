@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mvllm.testing.suite.test_several_devices import *  # noqa: F403
-from tests.helpers.plugins import several_platform_path
+from tests.helpers.plugins import multi_device_platform_path
 from tests.helpers.multi_device_plugin import FAULT, VARIABLE
 
 CLAUSES = ("DEV-09", "MEM-05", "KVL-06", "RUN-03")
@@ -20,7 +20,7 @@ CLAUSES = ("DEV-09", "MEM-05", "KVL-06", "RUN-03")
 
 def examine(folder: Path, fault: str, clauses: tuple[str, ...]) -> dict[str, str]:
     """What the suite says about each clause, in the order of the contract's page."""
-    path = os.pathsep.join([*several_platform_path(folder), *(entry for entry in sys.path if entry)])
+    path = os.pathsep.join([*multi_device_platform_path(folder), *(entry for entry in sys.path if entry)])
     report = folder / "report.json"
     command = [*["-m", "mvllm.entrypoints.cli.main", "conformance", "--quick", "--platform", "several"]]
     done = subprocess.run(

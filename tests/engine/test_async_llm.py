@@ -488,7 +488,7 @@ def test_what_it_tells_of_itself(llm: AsyncLLM, offline: LLM, run: Run) -> None:
     run(busy())
 
 
-def test_figures_add_up(checkpoint: Path, run: Run) -> None:
+def test_metrics_of_several_front_ends_add_up(checkpoint: Path, run: Run) -> None:
     client = pytest.importorskip("prometheus_client")
     parser = pytest.importorskip("prometheus_client.parser")
     from mvllm.engine.metrics.prometheus import EngineCollector
@@ -530,7 +530,7 @@ def test_a_line_tells_of_a_busy_engine_and_none_of_one_at_rest(
     llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("mvllm.engine.metrics.periodic_stats_log.INTERVAL_SECONDS", 0.05)
-    llm._stats_line.close()
+    llm._stats_log.close()
 
     def lines() -> list[str]:
         return [r.getMessage() for r in caplog.records if "generation" in r.getMessage()]

@@ -15,31 +15,31 @@ import pytest
 from mvllm import SamplingParams
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.async_llm import AsyncLLM
-from mvllm.engine.frontend.request_output_stream import RequestStream
+from mvllm.engine.frontend.request_output_stream import RequestOutputStream
 from mvllm.errors import CacheError, EngineDeadError, WorkerDiedError, WorkerError
 from mvllm.messages.sampling_params import RequestOutputKind
-from tests.helpers.plugins import prepend, puppet_platform_path
+from tests.helpers.plugins import prepend, scripted_platform_path
 from tests.helpers.processes import TAG, assert_nothing_left, named, new_tag, shared_memory_names, wait_until
 
-pytestmark = pytest.mark.fresh_programs  # the puppet's workers show that core imports no torch
+pytestmark = pytest.mark.fresh_programs  # the scripted_worker's workers show that core imports no torch
 LONG = SamplingParams(max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.DELTA, detokenize=False)
 Make = Callable[..., AsyncLLM]
 
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Builds engines on puppet workers; after the test nothing may be left of them."""
-    prepend(monkeypatch, puppet_platform_path(tmp_path))
+    """Builds engines on scripted_worker workers; after the test nothing may be left of them."""
+    prepend(monkeypatch, scripted_platform_path(tmp_path))
     tag, before = new_tag(), shared_memory_names()
     monkeypatch.setenv(TAG, tag)
 
     with ExitStack() as stack:
 
-        def build(puppet: str, **settings: object) -> AsyncLLM:
-            monkeypatch.setenv("PUPPET", puppet)
+        def build(scripted_worker: str, **settings: object) -> AsyncLLM:
+            monkeypatch.setenv("PUPPET", scripted_worker)
             defaults = {
                 "model": "demo",
-                "platform": "puppet",
+                "platform": "scripted_worker",
                 "distributed_executor_backend": "mp",
                 "kv_cache_memory_bytes": 1 << 24,
                 "memory_utilization": 0.5,
@@ -60,7 +60,7 @@ def process(name: str) -> psutil.Process:
     return found
 
 
-async def begin(llm: AsyncLLM, count: int = 4) -> list[RequestStream]:
+async def begin(llm: AsyncLLM, count: int = 4) -> list[RequestOutputStream]:
     """Requests of which two run and have given something, and the others wait."""
     streams = [await llm.add_request([5, 6, 7 + i], LONG) for i in range(count)]
     for stream in streams[:2]:
@@ -68,7 +68,7 @@ async def begin(llm: AsyncLLM, count: int = 4) -> list[RequestStream]:
     return streams
 
 
-async def end(stream: RequestStream) -> Exception:
+async def end(stream: RequestOutputStream) -> Exception:
     """What a caller is told who reads on."""
     with pytest.raises(EngineDeadError) as caught:
         async for _ in stream:
@@ -165,7 +165,7 @@ def test_a_hanging_core_is_seen_and_may_go_on(make: Make) -> None:
 
 
 def test_a_core_that_hangs_for_too_long_is_ended(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mvllm.engine.process.launched_core_connection.SLACK_SECONDS", 1.0)
+    monkeypatch.setattr("mvllm.engine.process.launched_core_connection.TIMEOUT_MARGIN_SECONDS", 1.0)
     llm = make("slow", step_timeout=1)
 
     async def hang() -> None:

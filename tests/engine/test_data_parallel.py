@@ -11,7 +11,7 @@ import pytest
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.async_llm import AsyncLLM
-from mvllm.engine.process.dp_async_mp_client import DPAsyncMPClient
+from mvllm.engine.process.dp_async_mp_client import DPLBAsyncMPClient
 from mvllm.errors import CacheError, EngineDeadError, QueueFullError
 from mvllm.messages.sampling_params import RequestOutputKind
 from tests.helpers.async_engine import PROMPTS, SETTINGS, async_engine, joined, last, params
@@ -34,8 +34,8 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
-def client_of(llm: AsyncLLM) -> DPAsyncMPClient:
-    assert isinstance(llm._client, DPAsyncMPClient)
+def client_of(llm: AsyncLLM) -> DPLBAsyncMPClient:
+    assert isinstance(llm._client, DPLBAsyncMPClient)
     return llm._client
 
 
@@ -52,7 +52,7 @@ def test_tokens_are_those_of_one_engine_and_both_have_worked(
         assert [output.outputs[0].token_ids for output in outputs] == expected
 
     loop.run_until_complete(all_of_them())
-    assert client_of(llm).num_unfinished == [0, 0] and not client_of(llm)._core_of
+    assert client_of(llm).num_unfinished == [0, 0] and not client_of(llm)._rank_by_request_id
     after = [sum(psutil.Process(pid).cpu_times()[:2]) for pid in llm.core_pids]
     assert len(after) == 2 and all(late > early for early, late in zip(before, after))
 
@@ -71,7 +71,7 @@ def test_requests_are_dealt_out_aborted_and_forgotten(llm: AsyncLLM, loop: async
         assert stop[0]
         for stream in streams:
             stream.close()
-        assert client_of(llm).num_unfinished == [0, 0] and not client_of(llm)._core_of
+        assert client_of(llm).num_unfinished == [0, 0] and not client_of(llm)._rank_by_request_id
         assert await llm.reset_prefix_cache()
         assert (llm.stats.num_running, llm.stats.num_waiting, llm.stats.kv_cache_usage) == (0, 0, 0.0)
         assert llm.heartbeat_age == 0.0

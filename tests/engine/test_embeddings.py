@@ -215,9 +215,9 @@ def test_a_model_that_gives_no_numbers_ends_that_prompt_and_not_the_engine(
     from mvllm.pooling import pooler
 
     llm = make_llm()
-    finish = pooler.finish_vector
+    finish = pooler.postprocess_vector
     with monkeypatch.context() as patch:
-        patch.setattr(pooler, "finish_vector", lambda vector, params: finish(vector * np.float32(np.nan), params))
+        patch.setattr(pooler, "postprocess_vector", lambda vector, params: finish(vector * np.float32(np.nan), params))
         with pytest.raises(PlatformError, match="not finite"):
             llm.encode([[5, 6]], use_tqdm=False)
     assert np.isfinite(llm.encode([[5, 6]], use_tqdm=False)[0].outputs.data).all()

@@ -16,8 +16,8 @@ import pytest
 import zmq
 
 from mvllm import LLM, SamplingParams
-from mvllm.engine.process.zmq_channel import FrontChannel
-from mvllm.engine.process.launch import CoreProcess
+from mvllm.engine.process.zmq_channel import ClientChannel
+from mvllm.engine.process.launch import CoreChildProcess
 from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.engine.process.sync_mp_client import SyncMPClient
 from mvllm.entrypoints.stream_request import stream
@@ -190,13 +190,13 @@ def test_an_error_at_start_is_the_cores_own_and_nothing_is_left(checkpoint: Path
 def test_a_stranger_who_comes_before_the_core_does_not_take_its_place(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch = CoreProcess.launch
+    launch = CoreChildProcess.launch
     context = zmq.Context()
-    channels: list[FrontChannel] = []
-    opened = FrontChannel.__init__
-    monkeypatch.setattr(FrontChannel, "__init__", lambda self, names: (opened(self, names), channels.append(self))[0])
+    channels: list[ClientChannel] = []
+    opened = ClientChannel.__init__
+    monkeypatch.setattr(ClientChannel, "__init__", lambda self, names: (opened(self, names), channels.append(self))[0])
 
-    def come_first(process: CoreProcess) -> None:
+    def come_first(process: CoreChildProcess) -> None:
         for name in (b"core-0", b"core-1", b"EngineCore"):
             stranger = context.socket(zmq.DEALER)
             stranger.setsockopt(zmq.ROUTING_ID, name)
@@ -205,7 +205,7 @@ def test_a_stranger_who_comes_before_the_core_does_not_take_its_place(
         time.sleep(0.5)
         launch(process)
 
-    monkeypatch.setattr(CoreProcess, "launch", come_first)
+    monkeypatch.setattr(CoreChildProcess, "launch", come_first)
     try:
         with engine(checkpoint, engine_core_process=True, step_timeout=5) as llm:
             assert llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2), use_tqdm=False)

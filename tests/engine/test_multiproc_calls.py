@@ -31,10 +31,10 @@ from mvllm.executor.message_queue.ring_buffer import ShmRingBuffer
 from mvllm.executor.multiproc import MultiprocExecutor
 from mvllm.executor.process.child_process_group import ProcessGroup
 from mvllm.executor.rpc_messages import RemoteTraceback
-from mvllm.executor.process.child_process_handle import WorkerHandle
+from mvllm.executor.process.child_process_handle import ChildProcessHandle
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.platform.choose import choose_platform
-from tests.helpers.plugins import prepend, puppet_platform_path
+from tests.helpers.plugins import prepend, scripted_platform_path
 from tests.helpers.processes import TAG, new_tag, tagged, wait_until
 from tests.helpers.scripted_worker import (
     EXIT,
@@ -48,7 +48,7 @@ from tests.helpers.scripted_worker import (
     SPAWN,
 )
 
-pytestmark = pytest.mark.fresh_programs  # the puppet's workers show that core imports no torch
+pytestmark = pytest.mark.fresh_programs  # the scripted_worker's workers show that core imports no torch
 MakeExecutor = Callable[..., MultiprocExecutor]
 
 
@@ -61,12 +61,12 @@ def tag(monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tag: str) -> Iterator[MakeExecutor]:
-    prepend(monkeypatch, puppet_platform_path(tmp_path / "puppet"))
+    prepend(monkeypatch, scripted_platform_path(tmp_path / "scripted_worker"))
     monkeypatch.setenv("PUPPET", "yes")
     with ExitStack() as stack:
 
         def build(num_workers: int = 1, **fields: object) -> MultiprocExecutor:
-            executor = make_executor(_config(num_workers, **fields), choose_platform("puppet").platform)
+            executor = make_executor(_config(num_workers, **fields), choose_platform("scripted_worker").platform)
             assert isinstance(executor, MultiprocExecutor)
             stack.callback(executor.shutdown)
             return executor
@@ -158,7 +158,7 @@ def test_an_error_tells_type_message_rank_pid_method_and_traceback(make: MakeExe
     assert isinstance(remote, RemoteTraceback)
     failure = remote.failure
     assert (failure.rank, failure.pid, failure.activity) == (0, executor.worker_pids[0], "allocate_kv_cache")
-    assert re.search(r"puppet\.py.*line \d+, in allocate_kv_cache", str(remote))
+    assert re.search(r"scripted_worker\.py.*line \d+, in allocate_kv_cache", str(remote))
     assert executor.collective_rpc("check_health") == [None]
 
 
@@ -362,7 +362,7 @@ def test_workers_that_do_not_listen_are_ended_all_the_same(make: MakeExecutor, t
 
 
 def test_an_executor_that_is_forgotten_ends_its_workers(make: MakeExecutor, tag: str) -> None:
-    executor = make_executor(_config(1), choose_platform("puppet").platform)
+    executor = make_executor(_config(1), choose_platform("scripted_worker").platform)
     assert len(tagged(tag)) == 1
     del executor
     gc.collect()
@@ -376,17 +376,17 @@ def test_an_executor_that_is_collected_in_its_own_monitor_ends_its_workers_in_go
     monkeypatch.setattr(sys, "unraisablehook", problems.append)
     make(1).shutdown()  # what is opened once per process
     num_open = len(os.listdir("/proc/self/fd"))
-    executor = make_executor(_config(2), choose_platform("puppet").platform)
+    executor = make_executor(_config(2), choose_platform("scripted_worker").platform)
     victim = executor.worker_pids[0]
     is_collected = weakref.ref(executor)
     threads = {thread for thread in threading.enumerate() if thread.name == "worker-monitor"}
-    take_deaths = ProcessGroup._take_deaths
+    take_deaths = ProcessGroup._reap_workers
 
-    def collecting(group: ProcessGroup, running: Sequence[WorkerHandle]) -> None:
+    def collecting(group: ProcessGroup, running: Sequence[ChildProcessHandle]) -> None:
         gc.collect()
         take_deaths(group, running)
 
-    monkeypatch.setattr(ProcessGroup, "_take_deaths", collecting)
+    monkeypatch.setattr(ProcessGroup, "_reap_workers", collecting)
     cycle: list[object] = [executor]
     cycle.append(cycle)
     gc.disable()  # whoever comes first
@@ -463,7 +463,7 @@ def test_what_workers_print_says_who_they_are_and_titles_name_them(
     assert Path(f"/proc/{pid}/comm").read_text().strip() in ("Worker_TP1", "mvllm Worker_TP1")
     executor.shutdown()
     out = capfd.readouterr().out
-    assert f"(Worker_TP1 pid={pid}) puppet on device-1\n(Worker_TP1 pid={pid}) second line\n" in out
+    assert f"(Worker_TP1 pid={pid}) scripted_worker on device-1\n(Worker_TP1 pid={pid}) second line\n" in out
 
 
 def test_an_idle_worker_uses_no_processor(make: MakeExecutor) -> None:
@@ -485,7 +485,7 @@ from mvllm.config.engine_args import EngineArgs
 from mvllm.executor.factory import make_executor
 from mvllm.platform.choose import choose_platform
 config = EngineArgs.from_kwargs(model="demo", tensor_parallel_size=2).create_engine_config()
-executor = make_executor(config, choose_platform("puppet").platform)
+executor = make_executor(config, choose_platform("scripted_worker").platform)
 print(*executor.worker_pids)
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

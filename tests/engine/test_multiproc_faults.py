@@ -150,7 +150,7 @@ def test_a_stopped_worker_is_told_of_at_the_time_limit_by_a_core_in_its_own_proc
 
 
 def test_a_stopped_core_is_named_and_ended(make: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mvllm.engine.process.launched_core_connection.SLACK_SECONDS", 1.0)
+    monkeypatch.setattr("mvllm.engine.process.launched_core_connection.TIMEOUT_MARGIN_SECONDS", 1.0)
     llm = make(tensor_parallel_size=1, step_timeout=1, **OWN_PROCESS)
     (core,) = named(os.environ[TAG], "EngineCore")
     core.suspend()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.plugins import puppet_platform_path
+from tests.helpers.plugins import scripted_platform_path
 from tests.helpers.processes import (
     TAG,
     assert_nothing_left,
@@ -42,13 +42,13 @@ ACTIVITY = {
 class Engine:
     """A running multiproc_program."""
 
-    def __init__(self, plugin_path: list[str], puppet: str) -> None:
+    def __init__(self, plugin_path: list[str], scripted_worker: str) -> None:
         self.tag = new_tag()
         self.shared_memory_before = shared_memory_names()
         env = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([*plugin_path, *sys.path]),
-            "PUPPET": puppet,
+            "PUPPET": scripted_worker,
             TAG: self.tag,
         }
         self.process = subprocess.Popen(
@@ -105,11 +105,11 @@ StartEngine = Callable[[str], Engine]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[StartEngine]:
-    plugin_path = puppet_platform_path(tmp_path / "plugins")
+    plugin_path = scripted_platform_path(tmp_path / "plugins")
     with ExitStack() as stack:
 
-        def build(puppet: str) -> Engine:
-            engine = Engine(plugin_path, puppet)
+        def build(scripted_worker: str) -> Engine:
+            engine = Engine(plugin_path, scripted_worker)
 
             def clean_up() -> None:
                 for process in [engine.process, *tagged(engine.tag)]:

@@ -43,7 +43,7 @@ def test_every_step_has_sizes_among_the_buckets(
         seen["tokens"] |= {inputs.layout.num_tokens, len(inputs.token_ids), len(inputs.positions)}
         seen["requests"] |= {inputs.layout.num_requests, len(inputs.layout.seq_lens_device)}
         seen["pages"].add(inputs.layout.block_table_device.shape[1])
-        seen["logits"].add(len(inputs.logits_at))
+        seen["logits"].add(len(inputs.logits_indices))
         return inputs
 
     monkeypatch.setattr(StepInputBuilder, "build", watched_build)

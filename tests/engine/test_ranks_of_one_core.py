@@ -83,9 +83,9 @@ def test_preempted_requests_too(make_llm: MakeLLM, alone: list[tuple], tp: int, 
 
 @pytest.mark.parametrize("pp", [2, 3])
 def test_as_many_steps_are_under_way_as_there_are_stages(make_llm: MakeLLM, pp: int) -> None:
-    ThreadExecutor.most_under_way = 0
+    ThreadExecutor.max_in_flight = 0
     generate(several(make_llm, 1, pp))
-    assert ThreadExecutor.most_under_way == pp
+    assert ThreadExecutor.max_in_flight == pp
 
 
 def test_requests_that_end_early_leave_the_pipeline_in_order(make_llm: MakeLLM) -> None:

@@ -37,7 +37,7 @@ from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.platform.choose import choose_platform
 from mvllm_ray.executor import RayDistributedExecutor
 from tests.helpers import parity
-from tests.helpers.plugins import prepend, puppet_platform_path
+from tests.helpers.plugins import prepend, scripted_platform_path
 from tests.helpers.processes import shared_memory_names, wait_until
 from tests.helpers.scripted_worker import RAISE, SLEEP_MS, TELL
 
@@ -217,12 +217,12 @@ MakeExecutor = Callable[..., RayDistributedExecutor]
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nodes: TwoNodes) -> Iterator[MakeExecutor]:
-    prepend(monkeypatch, puppet_platform_path(tmp_path / "puppet"))
+    prepend(monkeypatch, scripted_platform_path(tmp_path / "scripted_worker"))
     monkeypatch.setenv("PUPPET", "yes")
     with ExitStack() as stack:
 
         def build(num_workers: int = 2, **fields: object) -> RayDistributedExecutor:
-            executor = make_executor(config(num_workers, **fields), choose_platform("puppet").platform)
+            executor = make_executor(config(num_workers, **fields), choose_platform("scripted_worker").platform)
             assert isinstance(executor, RayDistributedExecutor)
             stack.callback(executor.shutdown)
             return executor
@@ -334,7 +334,7 @@ from mvllm.executor.factory import make_executor
 from mvllm.platform.choose import choose_platform
 from tests.engine.test_ray_executor import config
 from tests.helpers.scripted_worker import SLEEP_MS
-executor = make_executor(config(2), choose_platform("puppet").platform)
+executor = make_executor(config(2), choose_platform("scripted_worker").platform)
 executor.collective_rpc("allocate_kv_cache", (SLEEP_MS, 600_000), ranks=[int(sys.argv[1])], non_block=True)
 print(*executor.worker_pids, flush=True)
 time.sleep(600)
@@ -363,7 +363,7 @@ from mvllm.executor.factory import make_executor
 from mvllm.platform.choose import choose_platform
 from tests.engine.test_ray_executor import config
 for leaves_first in (False, True):
-    executor = make_executor(config(2), choose_platform("puppet").platform)
+    executor = make_executor(config(2), choose_platform("scripted_worker").platform)
     failures = []
     executor.on_failure(failures.append)
     executor.collective_rpc("check_health")
@@ -417,7 +417,7 @@ def test_a_platform_that_names_no_resource_is_refused_with_the_field(
     make: MakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PUPPET_RESOURCE", "")
-    with pytest.raises(ConfigError, match=r"'puppet'.*LaunchTopology leaves the field ray_resource unset"):
+    with pytest.raises(ConfigError, match=r"'scripted_worker'.*LaunchTopology leaves the field ray_resource unset"):
         make()
 
 

@@ -12,7 +12,7 @@ from _pytest.mark import ParameterSet
 
 from tests.engine.test_multiproc_parity import check_under_pressure
 from tests.helpers import parity, multi_device_platform
-from tests.helpers.plugins import prepend, several_platform_path
+from tests.helpers.plugins import prepend, multi_device_platform_path
 from tests.helpers.multi_device_plugin import VARIABLE
 from tests.helpers.thread_executor import ThreadExecutor
 
@@ -43,7 +43,7 @@ PARTS = {
 @pytest.fixture
 def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Drive:
     """Says how many devices a worker of the platform `several` drives."""
-    prepend(monkeypatch, several_platform_path(tmp_path))
+    prepend(monkeypatch, multi_device_platform_path(tmp_path))
     monkeypatch.setattr(multi_device_platform, "GATHERED", [])
     return lambda count: monkeypatch.setenv(VARIABLE, str(count))
 

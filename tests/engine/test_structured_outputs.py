@@ -24,8 +24,8 @@ from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.structured_output import llguidance_library
 from mvllm.structured_output.grammar_compiler import CompiledGrammar, GrammarCompiler, job_of
 from mvllm.structured_output.sequence_grammar import SequenceGrammar
-from mvllm.structured_output.sandbox_main import TrialJob, to_grammar
-from mvllm.structured_output.sandbox import GrammarTrial
+from mvllm.structured_output.sandbox_main import CompileJob, to_grammar
+from mvllm.structured_output.sandbox import GrammarSandbox
 from mvllm.worker.worker import Worker
 from mvllm_cpu.platform import CPUPlatform
 from tests.engine.conftest import MakeLLM
@@ -255,7 +255,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened = threading.Event()
     compile_now = GrammarCompiler.compile
 
-    def compile_then(self: GrammarCompiler, job: TrialJob, trial: GrammarTrial) -> CompiledGrammar:
+    def compile_then(self: GrammarCompiler, job: CompileJob, trial: GrammarSandbox) -> CompiledGrammar:
         opened.wait(120)
         return compile_now(self, job, trial)
 
@@ -316,7 +316,7 @@ def test_others_go_on_while_a_mask_is_computed(llm: LLM, monkeypatch: pytest.Mon
 def test_an_engine_whose_requests_all_wait_for_grammars_runs_no_steps(make_llm: MakeLLM, gate: threading.Event) -> None:
     other = make_llm(**ROOM)
     engine, core = other.llm_engine, core_of(other)
-    engine.add_request("parked", {"prompt_token_ids": PROMPT}, wanted(regex="[a-z]{9}", max_tokens=3))
+    engine.add_request("blocked", {"prompt_token_ids": PROMPT}, wanted(regex="[a-z]{9}", max_tokens=3))
     for _ in range(20):
         assert engine.step() == []
     assert core.scheduler.next_step == 0 and engine.has_unfinished_requests()
@@ -330,9 +330,9 @@ def test_an_engine_whose_requests_all_wait_for_grammars_runs_no_steps(make_llm: 
 def test_engines_that_must_plan_alike_wait_for_the_grammar(make_llm: MakeLLM) -> None:
     other = make_llm(**ROOM)
     core = core_of(other)
-    core._plans_alike = True  # as where every rank runs the whole engine
+    core._needs_identical_plans = True  # as where every rank runs the whole engine
     other.llm_engine.add_request("here", {"prompt_token_ids": PROMPT}, wanted(regex="[a-z]{3}"))
-    assert core.scheduler.num_waiting == 1 and not core.scheduler.waits_for_grammars
+    assert core.scheduler.num_waiting == 1 and not core.scheduler.is_waiting_for_masks
 
 
 def core_of(llm: LLM) -> EngineCore:
@@ -368,8 +368,8 @@ def test_no_process_is_left_behind(make_llm: MakeLLM) -> None:
     other = make_llm(**ROOM)
     run(other, [wanted(choice=["a", "b"])])
     grammars = core_of(other)._grammars
-    assert grammars is not None and grammars.trial_pids
-    pids = grammars.trial_pids
+    assert grammars is not None and grammars.sandbox_pids
+    pids = grammars.sandbox_pids
     other.close()
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 

@@ -15,7 +15,7 @@ import torch
 from mvllm import LLM, PoolingParams, SamplingParams
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.core.engine_core import EngineCore
-from mvllm.engine.core.config_resolution import settle_config
+from mvllm.engine.core.config_resolution import resolve_config
 from mvllm.errors import EngineDeadError
 from mvllm.messages.pooling_params import PoolingType
 from mvllm.messages.requests import EngineCoreRequest
@@ -274,7 +274,7 @@ def test_other_calls_come_between_steps_whose_tokens_are_owed(make: MakeLLM, che
         model=str(checkpoint), platform="late", async_scheduling=True, **EXECUTORS[executor], **args
     ).create_engine_config()
     platform = choose_platform("late").platform
-    core = EngineCore(settle_config(config, platform), platform)
+    core = EngineCore(resolve_config(config, platform), platform)
     try:
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
         core.add_request(EngineCoreRequest(request_id="r", prompt_token_ids=[5, 6, 7, 8], sampling_params=params))

@@ -286,9 +286,9 @@ def throughput(llm: LLM, requests: Requests) -> dict[str, float]:
     """All requests at once: tokens per second until the last is done."""
     from mvllm import SamplingParams
     from mvllm.entrypoints.bench.offline import measure_throughput
-    from mvllm.entrypoints.bench.datasets import Sample
+    from mvllm.entrypoints.bench.datasets import SampleRequest
 
-    samples = [Sample("", tuple(prompt), length) for prompt, length in requests]
+    samples = [SampleRequest("", tuple(prompt), length) for prompt, length in requests]
     params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False)
     found = measure_throughput(llm.llm_engine, samples, params)
     names = ("num_requests", "elapsed_time", "requests_per_second", "output_tokens_per_second", "tokens_per_second")

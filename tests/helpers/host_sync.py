@@ -24,7 +24,7 @@ _READ_HERE = (
 )
 
 
-class NoQuestions(TorchDispatchMode):
+class ForbidSynchronizingOps(TorchDispatchMode):
     """Fails on operations whose result, or its shape, the host has to read from the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -37,10 +37,10 @@ class NoQuestions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class NoReading(TorchFunctionMode):
+class ForbidHostReads(TorchFunctionMode):
     """Fails on calls that read a tensor's values here, but for tensors of the host.
 
-    Needed beside NoQuestions where device tensors are really host tensors: `tolist` of those is no operation.
+    Needed beside ForbidSynchronizingOps where device tensors are really host tensors: `tolist` of those is no operation.
 
     Args:
         is_host: Whether a tensor may be read.

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import torch
 
-from mvllm.platform.tokens_on_device import keeps_tokens_on_device
+from mvllm.platform.tokens_on_device import keeps_sampled_tokens_on_device
 from mvllm.plugin_api import (
     Capabilities,
     DeviceRuntime,
@@ -34,7 +34,7 @@ from mvllm.plugin_api import (
 from mvllm.worker.worker import Worker
 from mvllm_fault_injection.faults import FaultPlan
 from mvllm_fault_injection.platform import FaultyPlatform, FaultyRuntime
-from tests.helpers.host_sync import NoQuestions, NoReading
+from tests.helpers.host_sync import ForbidSynchronizingOps, ForbidHostReads
 from tests.helpers.late_plugin import LOG, SPEC
 
 
@@ -109,7 +109,7 @@ class LateRuntime(FaultyRuntime):
         """Nothing of the device is read within."""
         self.step = step
         self.note("began", step)
-        with NoQuestions(), NoReading(lambda tensor: tensor.untyped_storage()._cdata in self.host_storages):
+        with ForbidSynchronizingOps(), ForbidHostReads(lambda tensor: tensor.untyped_storage()._cdata in self.host_storages):
             yield
         self.note("launched", step)
 
@@ -138,7 +138,7 @@ class LateWorker(Worker):
 
     def __init__(self, config: EngineConfig, platform: Platform, ctx: WorkerContext) -> None:
         super().__init__(config, platform, ctx)
-        self._reads_later = keeps_tokens_on_device(config, platform.capabilities)
+        self._reads_later = keeps_sampled_tokens_on_device(config, platform.capabilities)
 
     def load_model(self) -> None:
         super().load_model()

@@ -33,7 +33,7 @@ Shown = dict[Claim, set[str]]
 """With the tests that show it, each without its parameters."""
 
 
-def claims_of(item: pytest.Item) -> Iterator[Claim]:
+def coverage_of(item: pytest.Item) -> Iterator[Claim]:
     """What `item` shows if it passes.
 
     Raises:
@@ -85,7 +85,7 @@ class Notes:
     @pytest.hookimpl(tryfirst=True)  # before marks and names choose
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
-            if claims := list(claims_of(item)):
+            if claims := list(coverage_of(item)):
                 self._claims[item.nodeid], self._functions[item.nodeid] = claims, function_of(item)
                 for claim in claims:
                     self.collected.setdefault(claim, set()).add(function_of(item))

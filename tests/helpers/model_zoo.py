@@ -136,7 +136,7 @@ _LONGROPE = _rope(
 )
 
 
-def _spell_rope_the_old_way(config: dict[str, Any]) -> None:
+def _use_legacy_rope_keys(config: dict[str, Any]) -> None:
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
     config["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
@@ -146,7 +146,7 @@ def _drop_prefix(prefix: str) -> Callable[[dict[str, torch.Tensor]], dict[str, t
     return lambda tensors: {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
-def _as_the_first_gpt2(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _as_original_gpt2(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Names without prefix, and the causal mask of each layer among the weights."""
     tensors = _drop_prefix("transformer.")(tensors)
     for layer in range(_GPT2["n_layer"]):
@@ -192,7 +192,7 @@ ZOO: dict[str, ZooEntry] = {
     "llama-rope-longrope": ZooEntry(_llama(**_LONGROPE), max_prompt_len=48),
     "llama-rope-llama3": ZooEntry(_llama(**_LLAMA3)),
     "llama-rope-proportional": ZooEntry(_llama(**_rope("proportional", partial_rotary_factor=0.5))),
-    "llama-old-rope-keys": ZooEntry(_llama(**_LLAMA3), edit_config=_spell_rope_the_old_way),
+    "llama-old-rope-keys": ZooEntry(_llama(**_LLAMA3), edit_config=_use_legacy_rope_keys),
     "llama-without-prefix": ZooEntry(_llama(tie_word_embeddings=True), edit_tensors=_drop_prefix("model.")),
     "llama-rotary-buffers": ZooEntry(_llama(), edit_tensors=_with_rotary_buffers),
     "llama-many-files": ZooEntry(_llama(), max_shard_size="100KB"),
@@ -233,7 +233,7 @@ ZOO: dict[str, ZooEntry] = {
     "gpt2-unscaled": ZooEntry(_gpt2(scale_attn_weights=False)),
     "gpt2-scaled-by-layer": ZooEntry(_gpt2(scale_attn_by_inverse_layer_idx=True, layer_norm_epsilon=1e-3)),
     "gpt2-untied": ZooEntry(_gpt2(tie_word_embeddings=False)),
-    "gpt2-first-names": ZooEntry(_gpt2(), edit_tensors=_as_the_first_gpt2),
+    "gpt2-first-names": ZooEntry(_gpt2(), edit_tensors=_as_original_gpt2),
     **{name: ZooEntry(**settings) for name, settings in DENSE.items()},
     **{name: ZooEntry(**settings) for name, settings in SPARSE.items()},
 }

@@ -179,7 +179,7 @@ def hold(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-class SeveralRuntime(DeviceRuntime):
+class MultiDeviceRuntime(DeviceRuntime):
     """All devices of one worker."""
 
     def __init__(self, num_devices: int) -> None:
@@ -226,7 +226,7 @@ class SeveralRuntime(DeviceRuntime):
         return [tensor, *(nothing for _ in range(self.num_devices - 1))]
 
 
-class SeveralAttention(AttentionBackend):
+class MultiDeviceAttention(AttentionBackend):
     """The reference, once on each device, for its share of the heads."""
 
     def __init__(self, spec: AttentionSpec, num_devices: int) -> None:
@@ -287,7 +287,7 @@ class SeveralAttention(AttentionBackend):
         return own[0] if len(own) == 1 and own[0].dim() == 5 else own
 
 
-class SeveralPlatform(Platform):
+class MultiDevicePlatform(Platform):
     """See the module."""
 
     _num_devices = 1
@@ -321,8 +321,8 @@ class SeveralPlatform(Platform):
         return LaunchTopology(workers, devices, executors)
 
     def init_device(self, ctx: WorkerContext) -> DeviceRuntime:
-        SeveralPlatform._num_devices = ctx.num_devices
-        return SeveralRuntime(ctx.num_devices)
+        MultiDevicePlatform._num_devices = ctx.num_devices
+        return MultiDeviceRuntime(ctx.num_devices)
 
     def communicator(self, group: GroupSpec, device: torch.device) -> Communicator:
         return TorchCommunicator(group, device=device, backend="gloo")
@@ -330,4 +330,4 @@ class SeveralPlatform(Platform):
     def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
         # One of several sees all heads where it is told to forget the others.
         count = 1 if fault() == "cache" else self._num_devices
-        return ReferenceAttention(spec) if count == 1 else SeveralAttention(spec, count)
+        return ReferenceAttention(spec) if count == 1 else MultiDeviceAttention(spec, count)

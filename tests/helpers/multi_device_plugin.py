@@ -15,7 +15,7 @@ SPEC = PlatformSpec(
     vendor="tests",
     contract=(1, 0),
     probe="tests.helpers.multi_device_plugin:probe",
-    factory="tests.helpers.multi_device_platform:SeveralPlatform",
+    factory="tests.helpers.multi_device_platform:MultiDevicePlatform",
 )
 
 

@@ -114,7 +114,7 @@ def pack_gptq_v2(name: str, matrix: Rounded) -> dict[str, torch.Tensor]:
     return pack_gptq(name, matrix, less=0)
 
 
-def pack_words(name: str, matrix: Rounded) -> dict[str, torch.Tensor]:
+def pack_quantized(name: str, matrix: Rounded) -> dict[str, torch.Tensor]:
     tensors = {
         f"{name}.weight_packed": words(matrix.values, matrix.bits),
         f"{name}.weight_scale": torch.from_numpy(matrix.scales).half(),
@@ -127,7 +127,7 @@ def pack_words(name: str, matrix: Rounded) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def pack_integers(name: str, matrix: Rounded) -> dict[str, torch.Tensor]:
+def int_quantized(name: str, matrix: Rounded) -> dict[str, torch.Tensor]:
     tensors = {
         f"{name}.weight": torch.from_numpy(matrix.values - 128).to(torch.int8),
         f"{name}.weight_scale": torch.from_numpy(matrix.scales),
@@ -226,13 +226,13 @@ SCHEMES: dict[str, Scheme] = {
         lambda name, matrix: pack_gptq(name, matrix),
         floats=r"layers\.2\.",
     ),
-    "w4a16": Scheme(compressed(_GROUP), pack_words, symmetric=True),
-    "w4a16-zero-points": Scheme(compressed({**_GROUP, "symmetric": False}), pack_words),
-    "w4a16-actorder": Scheme(compressed({**_GROUP, "actorder": "group"}), pack_words, symmetric=True, act_order=True),
-    "w8a16-rows": Scheme(compressed(_CHANNEL), pack_words, bits=8, group_size=None, symmetric=True),
+    "w4a16": Scheme(compressed(_GROUP), pack_quantized, symmetric=True),
+    "w4a16-zero-points": Scheme(compressed({**_GROUP, "symmetric": False}), pack_quantized),
+    "w4a16-actorder": Scheme(compressed({**_GROUP, "actorder": "group"}), pack_quantized, symmetric=True, act_order=True),
+    "w8a16-rows": Scheme(compressed(_CHANNEL), pack_quantized, bits=8, group_size=None, symmetric=True),
     "w8a8": Scheme(
         compressed(_CHANNEL, "int-quantized", PER_TOKEN),
-        pack_integers,
+        int_quantized,
         bits=8,
         group_size=None,
         symmetric=True,
@@ -245,7 +245,7 @@ SCHEMES: dict[str, Scheme] = {
             PER_TOKEN,
             ignore=["lm_head", r"re:.*layers\.0\.mlp\..*"],
         ),
-        pack_integers,
+        int_quantized,
         bits=8,
         group_size=None,
         floats=r"lm_head|layers\.0\.mlp\.",

@@ -34,11 +34,11 @@ from mvllm.plugin_api import (
 SLEEP_MS, RAISE, EXIT, KILL, RAISE_ON_RANK, SLEEP_ON_RANK_0_MS, PRINT, SPAWN, TELL, FORGE_ON_RANK_1 = range(10)
 
 SPEC = PlatformSpec(
-    name="puppet",
+    name="scripted_worker",
     vendor="tests",
     contract=(1, 0),
     probe="tests.helpers.scripted_worker:probe",
-    factory="tests.helpers.scripted_worker:PuppetPlatform",
+    factory="tests.helpers.scripted_worker:ScriptedPlatform",
 )
 
 
@@ -51,7 +51,7 @@ def probe() -> ProbeResult:
     return ProbeResult("PUPPET" in os.environ, "PUPPET is set or not", remedy="set PUPPET")
 
 
-class PuppetPlatform(Platform):
+class ScriptedPlatform(Platform):
     spec = SPEC
     capabilities = Capabilities(dtypes=("float32",), kv_dtypes=("float32",))
 
@@ -81,10 +81,10 @@ class PuppetPlatform(Platform):
         raise NotImplementedError
 
     def worker_class(self) -> str:
-        return "tests.helpers.scripted_worker:PuppetWorker"
+        return "tests.helpers.scripted_worker:ScriptedWorker"
 
 
-class PuppetWorker:
+class ScriptedWorker:
     def __init__(self, config: EngineConfig, platform: Platform, ctx: WorkerContext) -> None:
         self.device = os.environ["PUPPET_DEVICE"]  # must be there before anything is imported
         self.rank = ctx.rank
@@ -125,7 +125,7 @@ class PuppetWorker:
             if self.rank == 0:
                 time.sleep(value / 1e3)
         elif code == PRINT:
-            print(f"puppet on {self.device}\nsecond line", flush=True)
+            print(f"scripted_worker on {self.device}\nsecond line", flush=True)
         elif code == SPAWN:
             multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,)).start()  # a daemon must not
         elif code == TELL:

@@ -87,10 +87,10 @@ class ServerProcess:
         return httpx.Client(base_url=self.url, timeout=settings.pop("timeout", 120), trust_env=False, **settings)
 
     def pids(self) -> set[int]:
-        """Of it and everything that it has started, but for `trial_pids`, which come with requests and are replaced."""
-        return {process.pid for process in tagged(self.tag)} - self.trial_pids()
+        """Of it and everything that it has started, but for `sandbox_pids`, which come with requests and are replaced."""
+        return {process.pid for process in tagged(self.tag)} - self.sandbox_pids()
 
-    def trial_pids(self) -> set[int]:
+    def sandbox_pids(self) -> set[int]:
         """Of processes in which forms of outputs are tried out, and chat templates run."""
         found = set()
         for process in tagged(self.tag):

@@ -14,15 +14,15 @@ from mvllm.executor.interface import Executor
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.topology import WorkerContext
 from mvllm.worker.worker_wrapper import WorkerWrapper
-from tests.helpers.thread_ranks import ThreadCommunicator, _Meeting
+from tests.helpers.thread_ranks import ThreadCommunicator, _ThreadRendezvous
 
 
-class MeetingPlatform:
+class ThreadGroupPlatform:
     """A platform whose ranks meet in this process."""
 
     def __init__(self, platform: Any) -> None:
         self._platform = platform
-        self._meetings: dict[tuple[str, tuple[int, ...]], _Meeting] = {}
+        self._rendezvous_by_group: dict[tuple[str, tuple[int, ...]], _ThreadRendezvous] = {}
         self._lock = threading.Lock()
 
     def __getattr__(self, name: str) -> Any:
@@ -30,14 +30,14 @@ class MeetingPlatform:
 
     def communicator(self, group: Any, device: Any) -> ThreadCommunicator:
         with self._lock:
-            meeting = self._meetings.setdefault((group.name, group.ranks), _Meeting(len(group.ranks)))
+            meeting = self._rendezvous_by_group.setdefault((group.name, group.ranks), _ThreadRendezvous(len(group.ranks)))
         return ThreadCommunicator(meeting, group.rank_in_group, len(group.ranks))
 
 
 class ThreadExecutor(Executor):
     """Calls reach every worker in order; only the first rank of the last stage answers a step."""
 
-    most_under_way = 0
+    max_in_flight = 0
     """Most steps that any executor of this class has had under way at once."""
 
     def __init__(self, config: Any, platform: Any) -> None:
@@ -45,7 +45,7 @@ class ThreadExecutor(Executor):
         with enter_phase(Phase.ENGINE):
             size = platform.topology(config.parallel).num_workers
         num_devices = config.parallel.world_size // size
-        shared = MeetingPlatform(platform)
+        shared = ThreadGroupPlatform(platform)
         self._answering = size - config.parallel.tensor_parallel_size // num_devices
         self._threads = [ThreadPoolExecutor(1) for _ in range(size)]
         self._workers = [
@@ -78,7 +78,7 @@ class ThreadExecutor(Executor):
     def execute_model(self, plan: Any) -> Future[Any]:
         futures = [thread.submit(worker.execute_model, plan) for thread, worker in zip(self._threads, self._workers)]
         self._under_way = [future for future in [*self._under_way, futures[self._answering]] if not future.done()]
-        ThreadExecutor.most_under_way = max(ThreadExecutor.most_under_way, len(self._under_way))
+        ThreadExecutor.max_in_flight = max(ThreadExecutor.max_in_flight, len(self._under_way))
         return futures[self._answering]
 
     def shutdown(self) -> None:

@@ -18,7 +18,7 @@ from mvllm.platform.topology import GroupSpec
 T = TypeVar("T")
 
 
-class _Meeting:
+class _ThreadRendezvous:
     """Where the ranks of a group hand each other what they have."""
 
     def __init__(self, world_size: int) -> None:
@@ -42,7 +42,7 @@ class ThreadCommunicator(Communicator):
 
     on_host = True
 
-    def __init__(self, meeting: _Meeting, rank: int, world_size: int) -> None:
+    def __init__(self, meeting: _ThreadRendezvous, rank: int, world_size: int) -> None:
         self._meeting, self.rank, self.world_size = meeting, rank, world_size
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -81,14 +81,14 @@ class ThreadCommunicator(Communicator):
 
 def fake_group(name: str, rank: int, world_size: int) -> GroupCoordinator:
     """A rank of a group whose collectives nobody will call."""
-    meeting = _Meeting(world_size)
+    meeting = _ThreadRendezvous(world_size)
     spec = GroupSpec(name, tuple(range(world_size)), rank)
     return GroupCoordinator(spec, ThreadCommunicator(meeting, rank, world_size))
 
 
 def run_ranks(world_size: int, body: Callable[[GroupCoordinator], T], name: str = "tp") -> list[T]:
     """Runs `body` once per rank, in threads, and returns the results in rank order."""
-    meeting = _Meeting(world_size)
+    meeting = _ThreadRendezvous(world_size)
 
     def run(rank: int) -> T:
         spec = GroupSpec(name, tuple(range(world_size)), rank)
@@ -104,7 +104,7 @@ def run_ranks(world_size: int, body: Callable[[GroupCoordinator], T], name: str 
 
 def make_groups(name: str, world_size: int) -> list[GroupCoordinator]:
     """All ranks of one group, to be used from one thread: they may send and receive."""
-    meeting, ranks = _Meeting(world_size), tuple(range(world_size))
+    meeting, ranks = _ThreadRendezvous(world_size), tuple(range(world_size))
     return [
         GroupCoordinator(GroupSpec(name, ranks, rank), ThreadCommunicator(meeting, rank, world_size)) for rank in ranks
     ]

@@ -44,7 +44,7 @@ class Family:
 
 
 # A name begins with the checkpoint's `model_type`.
-FALLBACK_ZOO: dict[str, Family] = {
+TRANSFORMERS_BACKEND_ZOO: dict[str, Family] = {
     # Families that have classes of our own, too.
     "llama": Family("Llama"),
     "llama-tied-biases": Family("Llama", {"tie_word_embeddings": True, "attention_bias": True}),
@@ -126,9 +126,9 @@ FALLBACK_ZOO: dict[str, Family] = {
 }
 
 
-def make_fallback_checkpoint(name: str, folder: Path) -> Path:
+def make_transformers_backend_checkpoint(name: str, folder: Path) -> Path:
     """Writes checkpoint `name` into `folder`."""
-    family = FALLBACK_ZOO[name]
+    family = TRANSFORMERS_BACKEND_ZOO[name]
     settings = {
         key: value
         for key, value in {**_SIZES, **family.settings}.items()

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 
 from mvllm.entrypoints.bench.client import Target
 from mvllm.entrypoints.bench.datasets import make_samples
-from mvllm.entrypoints.bench.serving import Load, run_load
+from mvllm.entrypoints.bench.serving import Load, run_benchmark
 
 CHUNK = (
     b"data: "
@@ -73,7 +73,7 @@ def serve(pipe: Connection, num_tokens: int) -> None:
 
 async def ours(url: str, streams: int) -> int:
     samples = make_samples("builtin", streams, tokenizer=None, seed=0)
-    outcome = await run_load(Target(url, "/v1/completions", "m"), samples, Load())
+    outcome = await run_benchmark(Target(url, "/v1/completions", "m"), samples, Load())
     assert all(trace.success for trace in outcome.traces), outcome.traces[0].error
     return sum(len(trace.itl) + 1 for trace in outcome.traces)
 
@@ -81,7 +81,7 @@ async def ours(url: str, streams: int) -> int:
 async def httpx_client(url: str, streams: int) -> int:
     import httpx
 
-    async def one(client: httpx.AsyncClient) -> int:
+    async def one(client: httpx.AsyncEngineCoreClient) -> int:
         times = []
         async with client.stream("POST", f"{url}/v1/completions", json={"prompt": "x", "stream": True}) as response:
             async for line in response.aiter_lines():
@@ -91,7 +91,7 @@ async def httpx_client(url: str, streams: int) -> int:
         return len(times) - 1
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as client:
+    async with httpx.AsyncEngineCoreClient(timeout=None, limits=limits, trust_env=False) as client:
         return sum(await asyncio.gather(*(one(client) for _ in range(streams))))
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from mvllm.engine.process.dp_load_balancer import ReplicaChoice
+from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
 
 BLOCK = 16
 
@@ -30,7 +30,7 @@ class Rule(Protocol):
 
     def choose(self, prompt: Sequence[int], salt: str | None, num_sequences: int) -> int: ...
     def end(self, replica: int) -> None: ...
-    def report(self, replica: int, num_waiting_tokens: int, num_taken: int) -> None: ...
+    def report(self, replica: int, num_waiting_tokens: int, num_acknowledged: int) -> None: ...
 
 
 class LeastLoaded:
@@ -50,7 +50,7 @@ class LeastLoaded:
     def end(self, replica: int) -> None:
         self.loads[replica] -= 1
 
-    def report(self, replica: int, num_waiting_tokens: int, num_taken: int) -> None: ...
+    def report(self, replica: int, num_waiting_tokens: int, num_acknowledged: int) -> None: ...
 
 
 class FirstTokens(LeastLoaded):
@@ -184,8 +184,8 @@ def block_names(text: Sequence[int]) -> list[int]:
     return names
 
 
-def fitted(load: Workload) -> ReplicaChoice:
-    choice = ReplicaChoice(load.num_replicas)
+def fitted(load: Workload) -> DPLoadBalancer:
+    choice = DPLoadBalancer(load.num_replicas)
     choice.fit(BLOCK, load.cache // BLOCK)
     return choice
 

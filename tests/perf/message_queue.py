@@ -42,7 +42,7 @@ ONE_WAY_TARGET_US = 20.0
 IDLE_TARGET_PERCENT = 1.0
 
 
-class QueueWay:
+class QueueTransport:
     """Sender and receivers over message queues: one out, one back per reader."""
 
     title = "MessageQueue"
@@ -91,8 +91,8 @@ class QueueWay:
             end.close()
 
 
-class PickleWay(QueueWay):
-    """As QueueWay, but the message is a pickled object, built again at the other side."""
+class PickleTransport(QueueTransport):
+    """As QueueTransport, but the message is a pickled object, built again at the other side."""
 
     title = "pickle, same ring"
 
@@ -107,7 +107,7 @@ class PickleWay(QueueWay):
         return sent, len(payload), time.perf_counter_ns()
 
 
-class PipeWay:
+class PipeTransport:
     title = "Pipe"
 
     def __init__(self, num_readers):
@@ -153,7 +153,7 @@ class PipeWay:
                 end.close()
 
 
-class PubSubWay:
+class PubSubTransport:
     """ZeroMQ PUB/SUB, with PUSH/PULL for the answers."""
 
     title = "ZMQ PUB/SUB"
@@ -213,7 +213,7 @@ class PubSubWay:
         self.context.term()
 
 
-class WakeWay:
+class EventfdTransport:
     """The limit: one eventfd each way and a stamp in shared memory. No message, no back-pressure, no dead peers."""
 
     title = "eventfd alone"
@@ -266,7 +266,7 @@ class WakeWay:
             os.close(fd)
 
 
-WAYS = (QueueWay, PickleWay, PipeWay, PubSubWay, WakeWay)
+WAYS = (QueueTransport, PickleTransport, PipeTransport, PubSubTransport, EventfdTransport)
 
 
 def run_reader(arguments, num_messages, result):
@@ -355,7 +355,7 @@ def run_all(options, interval):
 
 
 def verdict(way, size, num_readers, p50, idle):
-    if way is not QueueWay or size != 10_000 or num_readers != 1:
+    if way is not QueueTransport or size != 10_000 or num_readers != 1:
         return ""
     met = p50 < ONE_WAY_TARGET_US and idle * 100 < IDLE_TARGET_PERCENT
     return "  target met" if met else "  TARGET MISSED"

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from mvllm.messages.sampling_params import SamplingParams
-from mvllm.platform.staging_buffers import StepStaging
+from mvllm.platform.staging_buffers import StagingBuffers
 from mvllm.sampling import sampler as module
 from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.sampling_state import SamplingState, TokenHistory
@@ -46,7 +46,7 @@ def measure(params: SamplingParams, args: argparse.Namespace, *, on_device: bool
     for row in range(args.rows):
         history.set_row(row, rng.integers(0, args.vocab, args.tokens), args.tokens)
         state.set_row(row, params, eos_token_ids=[1], request_id=str(row), num_prompt_tokens=args.tokens)
-    staging = StepStaging(runtime)
+    staging = StagingBuffers(runtime)
     sampler = Sampler(staging) if on_device else Sampler()
     rows, logits = np.arange(args.rows), torch.randn(args.rows, args.vocab)
     on_device_rows = torch.arange(args.rows, dtype=torch.int32)
@@ -67,10 +67,10 @@ def measure(params: SamplingParams, args: argparse.Namespace, *, on_device: bool
 def make_state(args: argparse.Namespace, runtime: HostRuntime, *, on_device: bool) -> SamplingState:
     """With counts on the device, if asked for."""
     try:
-        from mvllm.sampling.penalties import DeviceCounts
+        from mvllm.sampling.penalties import DeviceTokenCounts
     except ImportError:  # an older version
         return SamplingState(args.rows, args.vocab, 0)
-    counts = DeviceCounts(runtime.empty, args.rows, args.vocab, args.tokens + args.steps) if on_device else None
+    counts = DeviceTokenCounts(runtime.empty, args.rows, args.vocab, args.tokens + args.steps) if on_device else None
     return SamplingState(args.rows, args.vocab, 0, device_counts=counts)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from mvllm import LLM, SamplingParams
 from mvllm.layers.quantization import registry
 from mvllm.layers.quantization.interface import IntegerFormat
-from mvllm.layers.quantization.online_quantization import OnLoad
+from mvllm.layers.quantization.online_quantization import OnlineQuantization
 from tools.demo_model import corpus
 
 FORMATS: dict[str, IntegerFormat] = {
@@ -32,9 +32,9 @@ FORMATS: dict[str, IntegerFormat] = {
 """Beside `int8` and `int4` themselves."""
 
 
-def method_of(format: IntegerFormat) -> type[OnLoad]:
+def method_of(format: IntegerFormat) -> type[OnlineQuantization]:
     """Which quantizes so while loading."""
-    return type("Variant", (OnLoad,), {"format": format})
+    return type("Variant", (OnlineQuantization,), {"format": format})
 
 
 def perplexity(prompts: Sequence[str], *, dtype: str, quantization: str | None) -> tuple[float, int]:

@@ -19,7 +19,7 @@ import numpy as np
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.platform.shapes import ShapePolicy
 from mvllm.sampling.sampling_state import SamplingState
-from mvllm.worker.input_batch import RowTable
+from mvllm.worker.input_batch import InputBatch
 from mvllm.worker.step_inputs import StepInputBuilder
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--scheduled", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
-    table = RowTable(args.rows, args.blocks * BLOCK_SIZE, BLOCK_SIZE, SamplingState(args.rows, 1000, 0))
+    table = InputBatch(args.rows, args.blocks * BLOCK_SIZE, BLOCK_SIZE, SamplingState(args.rows, 1000, 0))
     limits = {"max_tokens": max(2048, args.rows), "max_rows": args.rows}
     builder = StepInputBuilder(table, block_size=BLOCK_SIZE, runtime=HostRuntime(), shapes=ShapePolicy(), **limits)
     print(f"{args.rows} rows of {args.blocks} blocks: a table of {table.block_table.nbytes / 2**20:.1f} MiB")

@@ -14,9 +14,9 @@ _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"
 
 # These scalings stretch `max_position_embeddings`. All others (llama3, longrope, ...) are written into the config
 # together with a `max_position_embeddings` that is already the long one.
-_STRETCHING = ("linear", "dynamic", "yarn")
+_SCALED_ROPE_TYPES = ("linear", "dynamic", "yarn")
 # Families whose `max_position_embeddings` is the long one under every scaling.
-_NOT_STRETCHED = ("gemma3_text",)
+_UNSCALED_ROPE_TYPES = ("gemma3_text",)
 # What transformers assumes in families whose first checkpoints came without any of the keys.
 _ABSENT_LENGTH = {"falcon": 2048}
 _LARGEST_FACTOR = 1_000_000
@@ -33,7 +33,7 @@ class ContextLength:
     reason: str
 
 
-def settle_max_model_len(hf_config: HFConfig, asked: int | None) -> int:
+def resolve_max_model_len(hf_config: HFConfig, asked: int | None) -> int:
     """The longest sequence that the engine will accept, prompt and output together.
 
     Args:
@@ -82,7 +82,7 @@ def derive_context_length(hf_config: HFConfig) -> ContextLength | None:
     rope = _full_attention(rope_settings(hf_config))
     rope_type = rope_type_of(rope)
     factor = rope.get("factor")
-    if rope_type not in _STRETCHING or factor is None or model_type in _NOT_STRETCHED:
+    if rope_type not in _SCALED_ROPE_TYPES or factor is None or model_type in _UNSCALED_ROPE_TYPES:
         return ContextLength(base, f"{key} = {base}")
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= _LARGEST_FACTOR:
         raise ModelError(

@@ -76,7 +76,7 @@ class HFConfig:
         if value is _MISSING or value is None:
             raise ModelError(f"{self.source} lacks the key {key!r}, which this architecture needs.")
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-            raise ModelError(f"{self.source}: {key!r} should be {_in_words(kind)}, found {value!r}.")
+            raise ModelError(f"{self.source}: {key!r} should be {_kind_name(kind)}, found {value!r}.")
         return value
 
     def positive_int(self, key: str, default: int | None = None, *, at_most: int = _LARGEST) -> int:
@@ -133,6 +133,6 @@ def read_json_object(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]
     return values
 
 
-def _in_words(kind: type | tuple[type, ...]) -> str:
+def _kind_name(kind: type | tuple[type, ...]) -> str:
     kinds = kind if isinstance(kind, tuple) else (kind,)
     return " or ".join(_KIND_NAMES.get(k, k.__name__) for k in kinds)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mvllm.config.context_length import settle_max_model_len
+from mvllm.config.context_length import resolve_max_model_len
 from mvllm.config.generation_config import (
     describe_defaults,
     end_token_ids,
@@ -24,7 +24,7 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_kind import ModelKind
 from mvllm.config.pooler_config import check_pooler_config
-from mvllm.config.quantization import settle_quantization
+from mvllm.config.quantization import resolve_quantization
 from mvllm.config.sentence_transformers_config import max_seq_length
 from mvllm.errors import ConfigError, ModelError
 from mvllm.logging import get_logger
@@ -146,7 +146,7 @@ def build_model_config(
     architecture = architecture_of(hf_config)
     kind = ModelKind.of(architecture, hf_config)
     if max_model_len is None and not kind.generates:
-        longest = settle_max_model_len(hf_config, None)
+        longest = resolve_max_model_len(hf_config, None)
         max_model_len = min(longest, max_seq_length(folder) or longest)
     return ModelConfig(
         model=model,
@@ -156,7 +156,7 @@ def build_model_config(
         architecture=architecture,
         dtype=DTYPE_ALIASES.get(dtype, dtype),
         checkpoint_dtype=checkpoint_dtype(hf_config),
-        max_model_len=settle_max_model_len(hf_config, max_model_len),
+        max_model_len=resolve_max_model_len(hf_config, max_model_len),
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         num_layers=shape.num_layers,
@@ -172,7 +172,7 @@ def build_model_config(
         revision=revision,
         seed=secrets.randbits(_DRAWN_SEED_BITS) if seed is None else seed,
         seed_is_drawn=seed is None,
-        quantization=settle_quantization(hf_config, quantization),
+        quantization=resolve_quantization(hf_config, quantization),
         kind=kind,
         pooler_config=check_pooler_config(pooler_config or {}),
     )

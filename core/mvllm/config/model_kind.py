@@ -23,7 +23,7 @@ _HEADLESS = ("Model", "ForMaskedLM")
 
 HEADLESS_DECODERS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 
-_MOST_LABELS = 1 << 20
+_MAX_LABELS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _is_encoder(architecture: str) -> bool:
 def _num_labels(hf_config: HFConfig) -> int:
     """`num_labels`, or as many as `id2label` names; two where neither is there, as transformers has it."""
     if "num_labels" in hf_config:
-        return hf_config.positive_int("num_labels", at_most=_MOST_LABELS)
+        return hf_config.positive_int("num_labels", at_most=_MAX_LABELS)
     labels = hf_config.get("id2label")
     if labels is None:
         return 2

@@ -8,7 +8,7 @@ from typing import Any
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
-from mvllm.config.sentence_transformers_config import has_modules, read_modules
+from mvllm.config.sentence_transformers_config import has_sentence_transformers_modules, read_sentence_transformers_modules
 from mvllm.errors import ConfigError, ModelError, RequestError
 from mvllm.messages.pooling_params import Activation, PoolingParams, PoolingTask, PoolingType
 
@@ -74,8 +74,8 @@ class PoolerConfig:
         """
         kind, hf, wanted = model.kind, model.hf_config, PoolingParams(**model.pooler_config)
         pooling_type, normalize = PoolingType.CLS if kind.is_encoder else PoolingType.LAST, True
-        if has_modules(model.path) and not kind.num_labels:
-            pooling_type, normalize = read_modules(model.path)
+        if has_sentence_transformers_modules(model.path) and not kind.num_labels:
+            pooling_type, normalize = read_sentence_transformers_modules(model.path)
         sizes = hf.get("matryoshka_dimensions", [])
         if not isinstance(sizes, list) or not all(isinstance(size, int) and size > 0 for size in sizes):
             raise ModelError(f"{hf.source}: 'matryoshka_dimensions' should be a list of sizes, found {sizes!r}.")
@@ -98,7 +98,7 @@ class PoolerConfig:
         """
         task = params.task or (PoolingTask.CLASSIFY if self.num_labels else PoolingTask.EMBED)
         if task is PoolingTask.CLASSIFY:
-            return self._settle_scores(params)
+            return self._resolve_score_params(params)
         if self.num_labels:
             raise RequestError("The model classifies prompts: it gives no embeddings.", parameter="task")
         if params.use_activation is not None:
@@ -124,7 +124,7 @@ class PoolerConfig:
             task=task,
         )
 
-    def _settle_scores(self, params: PoolingParams) -> PoolingParams:
+    def _resolve_score_params(self, params: PoolingParams) -> PoolingParams:
         if not self.num_labels:
             raise RequestError(
                 "The model does not classify prompts: it has no head for that (...ForSequenceClassification).",

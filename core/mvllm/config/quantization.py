@@ -37,7 +37,7 @@ def method_name(text: str) -> str:
     return text.lower().replace("_", "-")
 
 
-def settle_quantization(hf_config: HFConfig, asked: str | None) -> str | None:
+def resolve_quantization(hf_config: HFConfig, asked: str | None) -> str | None:
     """The name of the method that the model runs with, or None.
 
     Raises:

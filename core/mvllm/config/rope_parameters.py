@@ -49,11 +49,11 @@ def rope_settings(config: HFConfig) -> dict[str, Any]:
         if settings is not None and not isinstance(settings, dict):
             raise ModelError(f"{config.source}: {key!r} should be a JSON object, found {settings!r}.")
         if settings:
-            return _in_known_words(dict(settings), config.get("model_type"))
+            return _canonical_rope_settings(dict(settings), config.get("model_type"))
     return {}
 
 
-def _in_known_words(settings: dict[str, Any], model_type: object) -> dict[str, Any]:
+def _canonical_rope_settings(settings: dict[str, Any], model_type: object) -> dict[str, Any]:
     """LongRoPE was called `su` at first, and in some Phi-3 checkpoints `yarn`."""
     name = rope_type_of(settings)
     if name == "su" or (name == "yarn" and model_type == "phi3"):

@@ -34,12 +34,12 @@ _OLD_MODES = {
 _LENGTH_FILES = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json")
 
 
-def has_modules(folder: Path) -> bool:
+def has_sentence_transformers_modules(folder: Path) -> bool:
     """Whether a model's folder says how its vectors are made."""
     return (folder / "modules.json").is_file()
 
 
-def read_modules(folder: Path) -> tuple[PoolingType, bool]:
+def read_sentence_transformers_modules(folder: Path) -> tuple[PoolingType, bool]:
     """Which states count, and whether a module scales what comes out.
 
     Raises:

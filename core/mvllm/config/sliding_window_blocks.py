@@ -9,12 +9,12 @@ window 6, block_size 4, the next step begins at token 13: its first query sees t
 from __future__ import annotations
 
 
-def first_seen_block(num_computed_tokens: int, window: int, block_size: int) -> int:
+def first_visible_block(num_computed_tokens: int, window: int, block_size: int) -> int:
     """The first block that queries from position `num_computed_tokens` on see."""
     return max(0, num_computed_tokens - window + 1) // block_size
 
 
-def most_blocks_held(num_tokens: int, window: int | None, block_size: int, max_step_tokens: int) -> int:
+def max_blocks_held(num_tokens: int, window: int | None, block_size: int, max_step_tokens: int) -> int:
     """The most blocks that a request of `num_tokens` tokens ever holds in a group of layers.
 
     Args:

@@ -17,7 +17,7 @@ from mvllm.errors import ConfigError
 
 NGRAM, DRAFT_MODEL = "ngram", "draft_model"
 
-MOST_SPECULATIVE_TOKENS = 64
+MAX_SPECULATIVE_TOKENS = 64
 _LONGEST_NGRAM = 64
 _LARGEST_DIFFERENCE = 1024
 """Vocabularies of one tokenizer are filled up to round sizes, and not to the same ones for every size of model."""
@@ -82,7 +82,7 @@ def read_speculative_config(
         raise ConfigError(
             "speculative_config: num_speculative_tokens is missing: how many tokens to guess at a time, for instance 4."
         )
-    count = _integer(settings, "num_speculative_tokens", 1, 1, MOST_SPECULATIVE_TOKENS)
+    count = _integer(settings, "num_speculative_tokens", 1, 1, MAX_SPECULATIVE_TOKENS)
     if method == NGRAM:
         longest = _integer(settings, "prompt_lookup_max", 4, 1, _LONGEST_NGRAM)
         shortest = _integer(settings, "prompt_lookup_min", min(2, longest), 1, _LONGEST_NGRAM)

@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 HOST_BACKEND = "gloo"
 """Torch's backend for tensors in the host's memory."""
 
-_MOST_UNSETTLED = 16
+_MAX_PENDING_SENDS = 16
 """Sends to one rank that it may not have received yet. More than any pipeline has steps under way."""
 
 _CLOSING_SECONDS = 2.0
@@ -68,7 +68,7 @@ class TorchCommunicator(Communicator):
         self.on_host = backend == HOST_BACKEND
         self._device = device
         self._owns_world = not dist.is_initialized()
-        self._unsettled: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
+        self._pending_sends: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
         limit = timedelta(seconds=timeout)
         if self._owns_world:
             if spec.init_method is None:
@@ -113,9 +113,9 @@ class TorchCommunicator(Communicator):
         tensor = tensor.contiguous()
         work = dist.isend(tensor, dst=self._global(destination), group=self._group)
         assert work is not None
-        unsettled = self._unsettled[destination]
+        unsettled = self._pending_sends[destination]
         unsettled.append((work, tensor))  # which must live until it has been sent
-        if len(unsettled) > _MOST_UNSETTLED:
+        if len(unsettled) > _MAX_PENDING_SENDS:
             unsettled.popleft()[0].wait()
 
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
@@ -160,14 +160,14 @@ class TorchCommunicator(Communicator):
     def _settle(self) -> None:
         """Lets others receive what they were sent; whoever is gone, or does not want it any more, is not waited for."""
         deadline = time.monotonic() + _CLOSING_SECONDS
-        for unsettled in self._unsettled.values():
+        for unsettled in self._pending_sends.values():
             for work, _ in unsettled:
                 try:
                     work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
                 except RuntimeError as e:
                     logger.debug("A message to another rank was not received: %s", e)
                     break
-        self._unsettled.clear()
+        self._pending_sends.clear()
 
     def _global(self, rank: int) -> int:
         assert self._group is not None

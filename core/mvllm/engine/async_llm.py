@@ -2,7 +2,7 @@
 
     generate() ── validate, tokenize ── AsyncMPClient ══ EngineCoreProc
         ^                                     │
-        └── RequestStream <── OutputProcessor ┘   news of a step: text, stop strings; wakes who has something to take
+        └── RequestOutputStream <── OutputProcessor ┘   news of a step: text, stop strings; wakes who has something to take
 
 The idea: nothing is queued between engine and caller. What a request has not shown yet is kept where it is anyway, in
 the request's own state, and is put together when the caller comes for it. So a slow caller gets fewer and larger
@@ -21,21 +21,21 @@ from typing import Any, TypeVar
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.model import ModelConfig
-from mvllm.engine.frontend.lora_request_validator import AdapterDoor
-from mvllm.engine.process.async_core_client import AsyncClient, make_async_client
+from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
+from mvllm.engine.process.async_core_client import AsyncEngineCoreClient, make_async_client
 from mvllm.engine.frontend.frontend_startup import FrontEnd
 from mvllm.engine.frontend.input_processor import InputProcessor, ProcessedRequest
-from mvllm.engine.core.kv_cache_sizing import CacheSummary
-from mvllm.engine.metrics.stats import EngineFigures, EngineLoad, EngineMetrics, RateMeter
+from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
+from mvllm.engine.metrics.stats import EngineMetricsSnapshot, EngineLoad, EngineMetrics, RateMeter
 from mvllm.engine.frontend.output_processor import OutputProcessor
 from mvllm.engine.frontend.outputs import RequestOutput
-from mvllm.engine.frontend.parallel_sampling import CoreIds
+from mvllm.engine.frontend.parallel_sampling import CoreRequestIds
 from mvllm.engine.frontend.pooling_input_processor import PoolingInputProcessor
 from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
-from mvllm.engine.frontend.request_output_stream import RequestStream
-from mvllm.engine.frontend.in_flight_requests import RequestsUnderWay
-from mvllm.engine.core.sleep import check_sleep_level, check_tags
-from mvllm.engine.metrics.periodic_stats_log import StatsLine
+from mvllm.engine.frontend.request_output_stream import RequestOutputStream
+from mvllm.engine.frontend.in_flight_requests import InFlightRequests
+from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
+from mvllm.engine.metrics.periodic_stats_log import PeriodicStatsLog
 from mvllm.engine.frontend.tokenizer import Tokenizer
 from mvllm.engine.metrics.tracing import Tracer
 from mvllm.errors import EngineDeadError, EngineSleepingError
@@ -48,10 +48,10 @@ from mvllm.messages.sampling_params import SamplingParams
 
 logger = get_logger(__name__)
 
-_SHORT_TEXT = 4096  # characters that are tokenized in the loop's own thread: handing them over takes as long
-_SHORT_IDS = 1 << 16
+_MAX_INLINE_TEXT_CHARS = 4096  # characters that are tokenized in the loop's own thread: handing them over takes as long
+_MAX_INLINE_TOKEN_IDS = 1 << 16
 _NUM_TOKENIZER_THREADS = 2
-_DRAIN_LOOK_SECONDS = 0.05
+_DRAIN_POLL_SECONDS = 0.05
 
 _T = TypeVar("_T")
 
@@ -83,11 +83,11 @@ class AsyncLLM:
         config: EngineConfig,
         *,
         log_stats: bool = True,
-        client: AsyncClient | None = None,
+        client: AsyncEngineCoreClient | None = None,
         name: str = "",
-        elsewhere: Callable[[], Iterable[EngineFigures]] = tuple,
+        elsewhere: Callable[[], Iterable[EngineMetricsSnapshot]] = tuple,
     ) -> None:
-        self._front_end: FrontEnd[AsyncClient] = FrontEnd(config, make_async_client, client)
+        self._front_end: FrontEnd[AsyncEngineCoreClient] = FrontEnd(config, make_async_client, client)
         front_end = self._front_end
         self._phases = front_end.phases
         self._stat_loggers = front_end.stat_loggers
@@ -98,23 +98,23 @@ class AsyncLLM:
         self.metrics = EngineMetrics(self.config.model.max_model_len)
         self._prompt_rate, self._generation_rate = RateMeter(), RateMeter()
         self._elsewhere = elsewhere
-        self._adapter_door = AdapterDoor(self.config)
-        self._requests = RequestsUnderWay(
+        self._lora_validator = LoRARequestValidator(self.config)
+        self._requests = InFlightRequests(
             self.config,
             self._client,
             OutputProcessor(front_end.tokenizer),
-            CoreIds(name),
+            CoreRequestIds(name),
             self.metrics,
-            lambda: self._dead is None and not self._is_closed,
+            lambda: self._fatal_error is None and not self._is_closed,
         )
         self._request_ids = itertools.count()
-        self._dead: EngineDeadError | None = None
+        self._fatal_error: EngineDeadError | None = None
         self._is_closed = False
         self._is_sleeping = False
         self._sleep_lock = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-        self._stats_line = StatsLine(lambda: self.load, lambda: self.stats) if log_stats else None
+        self._stats_log = PeriodicStatsLog(lambda: self.load, lambda: self.stats) if log_stats else None
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, *, log_stats: bool = True) -> AsyncLLM:
@@ -203,7 +203,7 @@ class AsyncLLM:
         priority: int = 0,
         arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
-    ) -> RequestStream:
+    ) -> RequestOutputStream:
         """As `generate`, but the request is checked and queued when this returns, before the first output is there.
 
         The stream has to be read to its end, or closed.
@@ -228,7 +228,7 @@ class AsyncLLM:
         arrival_time: float | None = None,
         pooling: bool = False,
         lora_request: LoRARequest | None = None,
-    ) -> list[RequestStream]:
+    ) -> list[RequestOutputStream]:
         """Several prompts of one caller under one id: all of them are checked before any is queued.
 
         Args:
@@ -241,7 +241,7 @@ class AsyncLLM:
         """
         arrived = time.monotonic() if arrival_time is None else arrival_time
         self._require_ready()
-        self._requests.check_room(len(prompts), 0)  # before any work is done for it
+        self._requests.check_capacity(len(prompts), 0)  # before any work is done for it
         if request_id is None:
             request_id = str(next(self._request_ids))
         ids = [request_id] * len(prompts)
@@ -258,16 +258,16 @@ class AsyncLLM:
                 lora_requests=[lora_request] * len(ids),
             )
 
-        if sum(_weight(prompt) for prompt in prompts) <= 1.0:
+        if sum(_tokenization_cost(prompt) for prompt in prompts) <= 1.0:
             requests = process()
         else:
             with self._requests.preparing(len(prompts)):
-                requests = await self._in_thread(process)
+                requests = await self._run_in_thread(process)
             self._require_ready()  # it took a while
-        if lora_request is not None and not self._adapter_door.is_known(self._adapter_door.check(lora_request)):
+        if lora_request is not None and not self._lora_validator.is_known(self._lora_validator.check(lora_request)):
             await self.add_lora(lora_request)
             self._require_ready()
-        self._requests.check_room(
+        self._requests.check_capacity(
             sum(r.params.num_sequences for r in requests), sum(len(r.core.prompt_token_ids) for r in requests)
         )
         return [self._start(request) for request in requests]
@@ -279,13 +279,13 @@ class AsyncLLM:
 
     async def abort_all(self) -> None:
         """As `abort`, for every request."""
-        self._requests.end_all()
+        self._requests.abort_all()
 
     async def wait_for_requests_to_drain(self, timeout: float) -> bool:
         """Waits until no request is under way, for up to `timeout` seconds; returns whether that is so."""
         deadline = time.monotonic() + timeout
-        while self._requests and self._dead is None and time.monotonic() < deadline:
-            await asyncio.sleep(_DRAIN_LOOK_SECONDS)
+        while self._requests and self._fatal_error is None and time.monotonic() < deadline:
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)
         return not self._requests
 
     # --- text
@@ -318,7 +318,7 @@ class AsyncLLM:
         def encode() -> list[int]:
             return self.tokenizer.encode(self.input_processor.check_text(text), add_special_tokens=add_special_tokens)
 
-        return encode() if len(text) <= _SHORT_TEXT else await self._in_thread(encode)
+        return encode() if len(text) <= _MAX_INLINE_TEXT_CHARS else await self._run_in_thread(encode)
 
     # --- state
 
@@ -333,7 +333,7 @@ class AsyncLLM:
         return self._client.platform_summary
 
     @property
-    def cache_summary(self) -> CacheSummary:
+    def cache_summary(self) -> KVCacheSummary:
         """The KV cache as it was sized, of each replica."""
         return self._client.cache_summary
 
@@ -355,9 +355,9 @@ class AsyncLLM:
     @property
     def dead_error(self) -> EngineDeadError | None:
         """Why the engine has died; None if it has not."""
-        if self._dead is None and not self._is_closed:
-            self._dead = self._client.failure  # noticed here first, where no loop has been running
-        return self._dead
+        if self._fatal_error is None and not self._is_closed:
+            self._fatal_error = self._client.failure  # noticed here first, where no loop has been running
+        return self._fatal_error
 
     @property
     def heartbeat_age(self) -> float:
@@ -383,7 +383,7 @@ class AsyncLLM:
     def load(self) -> EngineLoad:
         """How busy it is."""
         stats = self.stats
-        self._note_rates(stats)
+        self._update_rates(stats)
         return EngineLoad(
             num_requests=len(self._requests),
             num_running=stats.num_running,
@@ -440,10 +440,10 @@ class AsyncLLM:
             EngineSleepingError: The engine sleeps.
         """
         self._require_alive()
-        door = self._adapter_door
+        door = self._lora_validator
         if door.is_known(door.check(lora_request)):
             return False
-        await self._in_thread(lambda: door.inspect(lora_request))
+        await self._run_in_thread(lambda: door.inspect(lora_request))
         await self._client.call("add_lora", lora_request)
         if door.is_known(door.check(lora_request)):  # by another call, meanwhile
             return False
@@ -457,14 +457,14 @@ class AsyncLLM:
             Whether it was known.
         """
         self._require_alive()
-        known = self._adapter_door.forget(lora_id)
+        known = self._lora_validator.forget(lora_id)
         if known:
             await self._client.call("remove_lora", lora_id)
         return known
 
     async def list_loras(self) -> set[int]:
         """The ids of the adapters that requests have named, or `add_lora` has loaded."""
-        return self._adapter_door.ids
+        return self._lora_validator.ids
 
     async def sleep(self, level: int = 1) -> None:
         """Aborts all requests, gives memory back, and takes no requests until `wake_up`.
@@ -479,16 +479,16 @@ class AsyncLLM:
         check_sleep_level(level)
         self._require_alive()
         self._is_sleeping = True  # before anything is waited for: nothing new gets in
-        self._requests.end_all()
+        self._requests.abort_all()
         async with self._sleep_lock:
             self._is_sleeping = True
-            self._requests.end_all()  # who got in while another call was waking it up
-            await self._client.tell_sleep(True)
+            self._requests.abort_all()  # who got in while another call was waking it up
+            await self._client.broadcast_sleep(True)
             try:
                 await self._client.call("sleep", level)
             except Exception:
-                self._is_sleeping = self._dead is None and not await self._client.call("wake_up", [])
-                await self._client.tell_sleep(self._is_sleeping)
+                self._is_sleeping = self._fatal_error is None and not await self._client.call("wake_up", [])
+                await self._client.broadcast_sleep(self._is_sleeping)
                 raise
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -501,11 +501,11 @@ class AsyncLLM:
             RequestError: There is no such tag, or the KV cache is to come before the weights.
             CacheError, ModelError: There is no room any more, or no checkpoint. It may be tried again.
         """
-        wanted = check_tags(tags)
+        wanted = check_wake_up_tags(tags)
         self._require_alive()
         async with self._sleep_lock:
             self._is_sleeping = not await self._client.call("wake_up", wanted)
-            await self._client.tell_sleep(self._is_sleeping)
+            await self._client.broadcast_sleep(self._is_sleeping)
 
     async def is_sleeping(self) -> bool:
         """As `is_asleep`."""
@@ -524,8 +524,8 @@ class AsyncLLM:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._stats_line is not None:
-            self._stats_line.close()
+        if self._stats_log is not None:
+            self._stats_log.close()
         self._requests.fail_all(EngineDeadError("The engine has been shut down."))
         try:
             self._client.shutdown()
@@ -536,11 +536,11 @@ class AsyncLLM:
 
     # --- inside
 
-    def _sleep_as_told(self, is_sleeping: bool) -> None:
+    def _apply_remote_sleep(self, is_sleeping: bool) -> None:
         """Another front end of the same engine was asked for it."""
         self._is_sleeping = is_sleeping
         if is_sleeping:
-            self._requests.end_all()
+            self._requests.abort_all()
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -553,8 +553,8 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
-            self._client.on_sleep(self._sleep_as_told)
-            self._client.attach(loop, self._take, self._die)
+            self._client.on_sleep(self._apply_remote_sleep)
+            self._client.attach(loop, self._take, self._handle_core_death)
         elif self._loop is not loop:  # where nothing would ever come
             raise RuntimeError(
                 "This AsyncLLM is used from another event loop than the one that first used it, which alone gets its "
@@ -566,36 +566,36 @@ class AsyncLLM:
         if self._is_sleeping:
             raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before sending requests.")
 
-    def _start(self, request: ProcessedRequest) -> RequestStream:
-        self._phases.note_request()
+    def _start(self, request: ProcessedRequest) -> RequestOutputStream:
+        self._phases.record_first_request()
         stream = self._requests.begin(request)
-        if self._stats_line is not None:
-            self._stats_line.wake()
+        if self._stats_log is not None:
+            self._stats_log.wake()
         return stream
 
     def _take(self, outputs: EngineCoreOutputs) -> None:
         """What a step has to tell."""
         num_new = self._requests.take(outputs) if outputs.outputs else 0
         if num_new:
-            self._phases.note_tokens()
+            self._phases.record_first_token()
         if outputs.stats is not None:
-            self._note_rates(outputs.stats)
+            self._update_rates(outputs.stats)
             self._stat_loggers.record(outputs.stats, num_new)
-            if self._stats_line is not None and outputs.stats.num_running:
-                self._stats_line.wake()  # requests of other front ends count, too
+            if self._stats_log is not None and outputs.stats.num_running:
+                self._stats_log.wake()  # requests of other front ends count, too
 
-    def _note_rates(self, stats: SchedulerStats) -> None:
+    def _update_rates(self, stats: SchedulerStats) -> None:
         """Rates are the core's: outputs of requests that are not streamed come all at their end."""
-        self._prompt_rate.note_total(stats.num_prompt_tokens)
-        self._generation_rate.note_total(stats.num_generated_tokens)
+        self._prompt_rate.update_total(stats.num_prompt_tokens)
+        self._generation_rate.update_total(stats.num_generated_tokens)
 
-    def _die(self, error: EngineDeadError) -> None:
-        if self._dead is None and not self._is_closed:
-            self._dead = error
+    def _handle_core_death(self, error: EngineDeadError) -> None:
+        if self._fatal_error is None and not self._is_closed:
+            self._fatal_error = error
             logger.error("The engine has died: %s", str(error).partition("\n")[0])
         self._requests.fail_all(error)
 
-    async def _in_thread(self, work: Callable[[], _T]) -> _T:
+    async def _run_in_thread(self, work: Callable[[], _T]) -> _T:
         def work_unless_closed() -> _T:
             self._require_open()
             return work()
@@ -604,7 +604,7 @@ class AsyncLLM:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work_unless_closed)
 
 
-def _weight(prompt: object) -> float:
+def _tokenization_cost(prompt: object) -> float:
     """What it takes to check a prompt, by what may be done in the loop's own thread."""
     if isinstance(prompt, dict):
         ids = prompt.get("prompt_token_ids")
@@ -613,4 +613,4 @@ def _weight(prompt: object) -> float:
         length = len(prompt)  # type: ignore[arg-type]
     except TypeError:
         return 0.0  # whatever it is, it will be refused
-    return length / (_SHORT_TEXT if isinstance(prompt, str) else _SHORT_IDS)
+    return length / (_MAX_INLINE_TEXT_CHARS if isinstance(prompt, str) else _MAX_INLINE_TOKEN_IDS)

@@ -8,17 +8,17 @@ from typing import Any, Protocol
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.model import ModelConfig
-from mvllm.engine.frontend.lora_request_validator import AdapterDoor
+from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
 from mvllm.engine.frontend.beam_search import BeamSearch
 from mvllm.engine.process.inproc_client import make_client
 from mvllm.engine.frontend.frontend_startup import FrontEnd
 from mvllm.engine.frontend.input_processor import InputProcessor, ProcessedRequest
-from mvllm.engine.core.kv_cache_sizing import CacheSummary
+from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
 from mvllm.engine.frontend.output_processor import OutputProcessor
 from mvllm.engine.frontend.outputs import RequestOutput
-from mvllm.engine.frontend.parallel_sampling import CoreIds, fan_out
+from mvllm.engine.frontend.parallel_sampling import CoreRequestIds, fan_out
 from mvllm.engine.frontend.pooling_input_processor import PoolingInputProcessor
-from mvllm.engine.core.sleep import check_sleep_level, check_tags
+from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
 from mvllm.engine.frontend.tokenizer import Tokenizer
 from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
 from mvllm.messages.inputs import PromptType
@@ -27,7 +27,7 @@ from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, Schedu
 from mvllm.messages.sampling_params import SamplingParams
 
 
-class EngineClient(Protocol):
+class EngineCoreClient(Protocol):
     """What the front end needs of an engine core, wherever it runs."""
 
     @property
@@ -39,7 +39,7 @@ class EngineClient(Protocol):
         """The platform's name and the plugin it came from."""
 
     @property
-    def cache_summary(self) -> CacheSummary:
+    def cache_summary(self) -> KVCacheSummary:
         """The KV cache as it was sized."""
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -87,20 +87,20 @@ class LLMEngine:
         PlatformError, ConfigError, ModelError: The engine cannot be started as asked. Nothing stays behind.
     """
 
-    def __init__(self, config: EngineConfig, client: EngineClient | None = None) -> None:
+    def __init__(self, config: EngineConfig, client: EngineCoreClient | None = None) -> None:
         self._front_end = front_end = FrontEnd(config, make_client, client)
         self._phases = front_end.phases
         self._stat_loggers = front_end.stat_loggers
         self._client = front_end.client
         self.config = self._client.config
         self._closed = False
-        self._dead: BaseException | None = None
+        self._fatal_error: BaseException | None = None
         self._is_sleeping = False
         self.input_processor = InputProcessor(self.config, front_end.tokenizer)
         self.pooling_input_processor = PoolingInputProcessor(self.config, front_end.tokenizer)
-        self._adapter_door = AdapterDoor(self.config)
+        self._lora_validator = LoRARequestValidator(self.config)
         self._output_processor = OutputProcessor(front_end.tokenizer)
-        self._core_ids = CoreIds()
+        self._core_ids = CoreRequestIds()
         self._stats: SchedulerStats | None = None
         self.num_generated_tokens = 0
 
@@ -127,7 +127,7 @@ class LLMEngine:
         return self._client.platform_summary
 
     @property
-    def cache_summary(self) -> CacheSummary:
+    def cache_summary(self) -> KVCacheSummary:
         """The KV cache as it was sized."""
         return self._client.cache_summary
 
@@ -194,8 +194,8 @@ class LLMEngine:
         self._require_alive()
         if self._is_sleeping:
             raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before sending requests.")
-        self._load_adapters(requests)
-        self._phases.note_request()
+        self._load_loras(requests)
+        self._phases.record_first_request()
         fresh: set[str] = set()
         for request in requests:
             request_id = request.core.request_id
@@ -226,12 +226,12 @@ class LLMEngine:
             RequestError: Its files are not usable with this model, or its id is another adapter's.
         """
         self._require_alive()
-        request = self._adapter_door.check(lora_request)
-        if self._adapter_door.is_known(request):
+        request = self._lora_validator.check(lora_request)
+        if self._lora_validator.is_known(request):
             return False
-        self._adapter_door.inspect(request)
+        self._lora_validator.inspect(request)
         self._client.add_lora(request)
-        self._adapter_door.note(request)
+        self._lora_validator.note(request)
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
@@ -241,16 +241,16 @@ class LLMEngine:
             Whether it was known.
         """
         self._require_alive()
-        known = self._adapter_door.forget(lora_id)
+        known = self._lora_validator.forget(lora_id)
         if known:
             self._client.remove_lora(lora_id)
         return known
 
     def list_loras(self) -> set[int]:
         """The ids of the adapters that requests have named, or `add_lora` has loaded."""
-        return self._adapter_door.ids
+        return self._lora_validator.ids
 
-    def _load_adapters(self, requests: Sequence[ProcessedRequest]) -> None:
+    def _load_loras(self, requests: Sequence[ProcessedRequest]) -> None:
         """Loads what is named for the first time, before anything is queued."""
         named = {id(lora): lora for request in requests if (lora := request.core.lora_request) is not None}
         for lora_request in named.values():
@@ -260,7 +260,7 @@ class LLMEngine:
         """Drops requests in whatever state they are; no output follows for them. Unknown ids are ignored."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         core_ids = self._output_processor.abort_requests(ids)
-        if core_ids and self._dead is None and not self._closed:
+        if core_ids and self._fatal_error is None and not self._closed:
             self._client.abort_requests(core_ids)
 
     def has_unfinished_requests(self) -> bool:
@@ -280,7 +280,7 @@ class LLMEngine:
         try:
             return self._step()
         except BaseException as e:  # an interrupt, too, leaves the step half done
-            self._dead = e
+            self._fatal_error = e
             if isinstance(e, EngineDeadError) or not isinstance(e, Exception):
                 raise
             raise EngineDeadError(f"The engine stopped: {type(e).__name__}: {e}") from e
@@ -288,7 +288,7 @@ class LLMEngine:
     def _step(self) -> list[RequestOutput]:
         core_outputs = self._client.step()
         if core_outputs.outputs:
-            self._phases.note_tokens()
+            self._phases.record_first_token()
         if core_outputs.stats is not None:
             self._stats = core_outputs.stats
         processed = self._output_processor.process(core_outputs)
@@ -339,7 +339,7 @@ class LLMEngine:
             CacheError, ModelError: There is no room any more, or no checkpoint. It may be tried again.
         """
         self._require_alive()
-        self._is_sleeping = not self._client.wake_up(check_tags(tags))
+        self._is_sleeping = not self._client.wake_up(check_wake_up_tags(tags))
 
     @property
     def is_sleeping(self) -> bool:
@@ -358,6 +358,6 @@ class LLMEngine:
     def _require_alive(self) -> None:
         if self._closed:
             raise EngineDeadError("The engine has been shut down; create a new one.")
-        if self._dead is not None:
-            what = str(self._dead) or type(self._dead).__name__
-            raise EngineDeadError(f"The engine stopped after an earlier error: {what}") from self._dead
+        if self._fatal_error is not None:
+            what = str(self._fatal_error) or type(self._fatal_error).__name__
+            raise EngineDeadError(f"The engine stopped after an earlier error: {what}") from self._fatal_error

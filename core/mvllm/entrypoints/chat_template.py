@@ -117,13 +117,13 @@ def render_chat(
     return str(text)
 
 
-def has_plain_templates(tokenizer: Tokenizer) -> bool:
+def uses_transformers_template(tokenizer: Tokenizer) -> bool:
     """Whether the tokenizer renders its template as those of transformers do, and not by code of its own."""
     apply = getattr(type(tokenizer.hf), "apply_chat_template", None)
     return getattr(apply, "__module__", None) == "transformers.tokenization_utils_base"
 
 
-def find_template(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+def resolve_chat_template(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
     """The template that `render_chat` would use, None if there is none, and the special tokens that it knows by name.
 
     Args:
@@ -141,7 +141,7 @@ def find_template(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> tuple[st
         raise RequestError(f"The chat template failed: {type(e).__name__}: {e}", parameter="messages") from e
 
 
-def read_template(folder: Path) -> tuple[str | None, dict[str, str]]:
+def read_default_template(folder: Path) -> tuple[str | None, dict[str, str]]:
     """A folder's default template and special tokens, read without transformers; None where none is in its files."""
     settings: dict[str, Any] = {}
     with contextlib.suppress(ModelError):

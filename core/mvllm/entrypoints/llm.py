@@ -19,7 +19,7 @@ from mvllm.engine.frontend.pooling_outputs import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from mvllm.engine.frontend.scoring import Scoring
+from mvllm.engine.frontend.scoring import ScoringRequests
 from mvllm.entrypoints.chat_template import Conversation, is_conversation, render_chat
 from mvllm.entrypoints.interrupts import interrupts_between_steps
 from mvllm.entrypoints.generate_progress import Progress
@@ -155,7 +155,7 @@ class LLM:
             EngineDeadError: The engine has stopped, or was closed.
         """
         engine = self.llm_engine
-        return self._run(engine, _each_prompt(prompts), sampling_params, use_tqdm, priority, lora_request)
+        return self._run(engine, _as_prompt_list(prompts), sampling_params, use_tqdm, priority, lora_request)
 
     def chat(
         self,
@@ -228,9 +228,9 @@ class LLM:
         requests = engine.input_processor.process_batch(
             ids,
             prompts,
-            _final_only(_one_each(chosen, len(prompts), "sampling_params")),
-            priorities=None if priority is None else _one_each(priority, len(prompts), "priority"),
-            lora_requests=None if lora_request is None else _one_each(lora_request, len(prompts), "lora_request"),
+            _final_only(_one_per_prompt(chosen, len(prompts), "sampling_params")),
+            priorities=None if priority is None else _one_per_prompt(priority, len(prompts), "priority"),
+            lora_requests=None if lora_request is None else _one_per_prompt(lora_request, len(prompts), "lora_request"),
         )
         return self._finish(engine, requests, use_tqdm)
 
@@ -258,7 +258,7 @@ class LLM:
         engine = self.llm_engine
         settings = params.as_sampling_params()
         settings.detokenize = engine.has_tokenizer
-        outputs = self._run(engine, _each_prompt(prompts), settings, use_tqdm, priority)
+        outputs = self._run(engine, _as_prompt_list(prompts), settings, use_tqdm, priority)
         return [_as_beam_search_output(output, settings.length_penalty) for output in outputs]
 
     def encode(
@@ -285,14 +285,14 @@ class LLM:
             EngineDeadError: The engine has stopped, or was closed.
         """
         engine = self.llm_engine
-        each = _each_prompt(prompts)
+        each = _as_prompt_list(prompts)
         if not each:
             return []
         requests = engine.pooling_input_processor.process_batch(
             [str(next(self._request_ids)) for _ in each],
             each,
-            _one_each(pooling_params, len(each), "pooling_params"),
-            priorities=None if priority is None else _one_each(priority, len(each), "priority"),
+            _one_per_prompt(pooling_params, len(each), "pooling_params"),
+            priorities=None if priority is None else _one_per_prompt(priority, len(each), "priority"),
         )
         return [PoolingRequestOutput.of(output) for output in self._finish(engine, requests, use_tqdm)]
 
@@ -366,7 +366,7 @@ class LLM:
         if pooling_params is not None and not isinstance(pooling_params, PoolingParams):
             raise RequestError("pooling_params must be PoolingParams.", parameter="pooling_params")
         first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
-        scoring = Scoring.of(engine.pooling_input_processor, first, second, pooling_params or PoolingParams())
+        scoring = ScoringRequests.of(engine.pooling_input_processor, first, second, pooling_params or PoolingParams())
         answers = self.encode(scoring.prompts, scoring.params, use_tqdm=use_tqdm)
         return scoring.outputs(answers)
 
@@ -428,7 +428,7 @@ def _as_beam_search_output(output: RequestOutput, length_penalty: float) -> Beam
     return BeamSearchOutput(sequences)
 
 
-def _each_prompt(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
+def _as_prompt_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
     """The prompts, of which there may be one that stands alone."""
     return [cast(PromptType, prompts)] if _is_single_prompt(prompts) else list(cast(Iterable[PromptType], prompts))
 
@@ -454,7 +454,7 @@ def _is_single_prompt(prompts: object) -> bool:
     return getattr(prompts, "ndim", 2) < 2 or not isinstance(prompts, Iterable)
 
 
-def _one_each(value: Any, count: int, name: str) -> Any:
+def _one_per_prompt(value: Any, count: int, name: str) -> Any:
     """`value` for each of `count` prompts; a list must have one entry per prompt."""
     if isinstance(value, list | tuple):
         if len(value) != count:

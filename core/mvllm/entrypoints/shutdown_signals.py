@@ -18,7 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 EXIT_INTERRUPTED = 130
-LAST_SECONDS = 30.0
+SHUTDOWN_SECONDS = 30.0
 """What the end of a server may take after its last answer; the processes below it have shorter limits of their own."""
 
 _SIGNALS = tuple(number for number in signal.Signals if number.name in ("SIGTERM", "SIGINT", "SIGHUP"))
@@ -28,7 +28,7 @@ _handled: set[int] = set()
 _is_program = False
 
 
-def end_at_once_on_signals() -> None:
+def exit_on_signals() -> None:
     """From now on, until somebody else handles them. Does nothing outside the main thread, where nobody can.
 
     A signal that is ignored, as by `nohup` or a shell's `&`, stays so.
@@ -43,17 +43,17 @@ def end_at_once_on_signals() -> None:
             _handled.add(number)
 
 
-def end_signals() -> list[signal.Signals]:
+def shutdown_signals() -> list[signal.Signals]:
     """The signals that end a server: SIGTERM, SIGINT, and SIGHUP, unless that is ignored, as by `nohup`."""
     return [number for number in _SIGNALS if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN]
 
 
-def remove_at_end(path: Path) -> None:
+def remove_on_exit(path: Path) -> None:
     """Has a file removed if a signal ends this process."""
     _to_remove.append(path)
 
 
-def end_now(number: int) -> NoReturn:
+def exit_now(number: int) -> NoReturn:
     """Ends this process as a signal does: status 130 for Ctrl-C, 0 for others."""
     for path in _to_remove:
         with contextlib.suppress(OSError):
@@ -64,32 +64,32 @@ def end_now(number: int) -> NoReturn:
     os._exit(EXIT_INTERRUPTED if number == signal.SIGINT else 0)
 
 
-def end_within(seconds: float) -> None:
+def force_exit_after(seconds: float) -> None:
     """Has this process ended with status 1, and its threads' stacks on stderr, if it has not ended by then.
 
     For what comes after the last answer. The clock runs without the interpreter, so that no thread can hold it up.
-    Does nothing where `end_at_once_on_signals` has not been called: then the process is somebody else's.
+    Does nothing where `exit_on_signals` has not been called: then the process is somebody else's.
     """
     if _is_program:
         faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
 
-def leave_program(status: int) -> NoReturn:
+def exit_program(status: int) -> NoReturn:
     """Ends this process without a wait for its threads, one of which may be busy for hours in a library's code.
 
     What is registered with `atexit` is done; the interpreter's own end would join threads first.
     """
     from mvllm.executor.process.process_utils import leave  # the first lines of a program wait for no imports
 
-    end_within(LAST_SECONDS)
+    force_exit_after(SHUTDOWN_SECONDS)
     atexit._run_exitfuncs()
     leave(status)
 
 
-def ignore_signals() -> None:
+def ignore_shutdown_signals() -> None:
     """From now on: what they ask for is being done, and its exit status is to be told.
 
-    Does nothing where `end_at_once_on_signals` has not been called: then signals are somebody else's.
+    Does nothing where `exit_on_signals` has not been called: then signals are somebody else's.
     """
     if _handled:
         for number in _SIGNALS:
@@ -99,4 +99,4 @@ def ignore_signals() -> None:
 def _end(number: int, frame: FrameType | None) -> None:
     with contextlib.suppress(OSError):
         os.write(2, b"Ended before the model was loaded.\n")
-    end_now(number)
+    exit_now(number)

@@ -10,14 +10,14 @@ from mvllm.worker.worker_wrapper import WorkerWrapper
 
 
 def start_step(
-    worker: WorkerWrapper, plan: SchedulerOutput, *, answers_at_once: bool = True
+    worker: WorkerWrapper, plan: SchedulerOutput, *, output_is_complete: bool = True
 ) -> Future[ModelRunnerOutput]:
     """Calls `execute_model`. Errors are raised by the future.
 
     Args:
         worker: Runs or submits the step.
         plan: The step.
-        answers_at_once: The output that comes at once, if one does, is all there is; see `collect_output`.
+        output_is_complete: The output that comes at once, if one does, is all there is; see `collect_output`.
     """
     future: Future[ModelRunnerOutput] = Future()
     try:
@@ -25,8 +25,8 @@ def start_step(
     except Exception as e:  # noqa: BLE001  (stored; raised where the result is asked for)
         future.set_exception(e)
         return future
-    if output is None or not answers_at_once:
-        return LateOutput(lambda: worker.call("collect_output", plan.step))
+    if output is None or not output_is_complete:
+        return DeferredOutputFuture(lambda: worker.call("collect_output", plan.step))
     future.set_result(output)
     return future
 
@@ -50,7 +50,7 @@ def finish_step(
         future.set_result(output)
 
 
-class LateOutput(Future[ModelRunnerOutput]):
+class DeferredOutputFuture(Future[ModelRunnerOutput]):
     """Fetched when asked for, in the caller's thread: steps launched meanwhile run beside.
 
     Args:

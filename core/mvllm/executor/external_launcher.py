@@ -32,7 +32,7 @@ from mvllm.platform.worker_protocol import KVCacheNeeds
 
 _T = TypeVar("_T")
 
-_HOW_TO_START = "Start the program with torchrun --nproc-per-node=<ranks>, or set what it sets"
+_LAUNCH_HINT = "Start the program with torchrun --nproc-per-node=<ranks>, or set what it sets"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class LaunchedRank:
         if missing:
             raise ConfigError(
                 f"distributed_executor_backend 'external_launcher' was asked for, but {', '.join(missing)} "
-                f"{'is' if len(missing) == 1 else 'are'} not in the environment. {_HOW_TO_START}."
+                f"{'is' if len(missing) == 1 else 'are'} not in the environment. {_LAUNCH_HINT}."
             )
         rank, world_size, local_rank, _ = (
             _number(env, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", names[-1])
@@ -72,14 +72,14 @@ class LaunchedRank:
         if not (rank < world_size and local_rank < local_world_size <= world_size):
             raise ConfigError(
                 f"The launcher's variables contradict each other: RANK={rank}, WORLD_SIZE={world_size}, "
-                f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_world_size}. {_HOW_TO_START}."
+                f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_world_size}. {_LAUNCH_HINT}."
             )
         return cls(rank, world_size, local_rank, local_world_size, env["MASTER_ADDR"])
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
     if not env[name].isascii() or not env[name].isdigit():
-        raise ConfigError(f"{name} in the environment must be a whole number, found {env[name]!r}. {_HOW_TO_START}.")
+        raise ConfigError(f"{name} in the environment must be a whole number, found {env[name]!r}. {_LAUNCH_HINT}.")
     return int(env[name])
 
 
@@ -104,7 +104,7 @@ class ExecutorWithExternalLauncher(InProcessExecutor):
                 f"makes {parallel.world_size}{drives}. Start {parallel.world_size}, or set sizes whose product is "
                 f"{launched.world_size * num_devices}."
             )
-        self._answers_at_once = launched.rank >= parallel.world_size - parallel.tensor_parallel_size
+        self._output_is_complete = launched.rank >= parallel.world_size - parallel.tensor_parallel_size
         self._exchange = RankExchange(launched.rank, launched.world_size, launched.host)
         config = _with_common_seed(config, self._gather(_drawn_seed(config), int | None))
         if config.model.seed_is_drawn and launched.rank == 0:
@@ -127,11 +127,11 @@ class ExecutorWithExternalLauncher(InProcessExecutor):
         Raises:
             ConfigError: The ranks were started with different settings.
         """
-        _check_agreement(self._gather(_settings(self._config), dict[str, str]))
+        _check_equal_settings(self._gather(_settings(self._config), dict[str, str]))
         super().start()
 
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        self._begun = start_step(self._worker, plan, answers_at_once=self._answers_at_once)
+        self._begun = start_step(self._worker, plan, output_is_complete=self._output_is_complete)
         return self._begun
 
     def sample_tokens(self, step: int, mask_rows: list[int], token_masks: bytes) -> None:
@@ -160,7 +160,7 @@ def _with_common_seed(config: EngineConfig, drawn: list[int | None]) -> EngineCo
     Args:
         drawn: By rank; None of ranks that were given a seed.
     """
-    if None in drawn:  # given to some of them only: `_check_agreement` tells
+    if None in drawn:  # given to some of them only: `_check_equal_settings` tells
         return config
     return replace_field(config, "model.seed", drawn[0])
 
@@ -183,7 +183,7 @@ def _settings(config: EngineConfig) -> dict[str, str]:
     return {name: repr(value) for name, value in values.items()}
 
 
-def _check_agreement(by_rank: list[dict[str, str]]) -> None:
+def _check_equal_settings(by_rank: list[dict[str, str]]) -> None:
     for name, value in by_rank[0].items():
         others = {rank: settings.get(name) for rank, settings in enumerate(by_rank) if settings.get(name) != value}
         if others:

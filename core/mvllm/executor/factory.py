@@ -88,7 +88,7 @@ def _preferred(topology: LaunchTopology, platform: Platform) -> str | None:
     for name in listed:
         if name in offered:
             try:
-                _, found = plugin_groups.load_by_name(plugin_groups.EXECUTORS, name)
+                _, found = plugin_groups.load_plugin_by_name(plugin_groups.EXECUTORS, name)
             except ConfigError as e:  # nobody has named it, so the engine can do without
                 logger.warning("The executor %r is not considered for this engine. %s", name, e)
                 continue

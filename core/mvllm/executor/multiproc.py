@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from mvllm.config.engine_config import EngineConfig
 from mvllm.executor.config_codec import encode_worker_configs
 from mvllm.executor.worker_topology import devices_per_worker, launch_topology
-from mvllm.executor.rpc_queues import EngineQueues
-from mvllm.executor.process.handshake import WorkerStart
+from mvllm.executor.rpc_queues import RpcQueues
+from mvllm.executor.process.handshake import WorkerStartArgs
 from mvllm.executor.process.child_process_group import Launch, ProcessGroup
-from mvllm.executor.process.process_utils import keep_standard_streams, search_path, unnamed_file
+from mvllm.executor.process.process_utils import ensure_standard_streams, module_search_path, anonymous_file
 from mvllm.executor.rpc_executor import RpcExecutor, worker_names
-from mvllm.executor.process.activity_table import StatusBoard
+from mvllm.executor.process.activity_table import ActivityTable
 from mvllm.logging import log_level
 from mvllm.platform.interface import Platform
 from mvllm.platform.topology import LaunchTopology, WorkerContext
@@ -33,13 +33,13 @@ class MultiprocExecutor(RpcExecutor):
 
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
         topology = launch_topology(config, platform)
-        keep_standard_streams()
+        ensure_standard_streams()
         super().__init__(config, platform, topology.num_workers)
         names = worker_names(config.parallel, topology.num_workers)
         with contextlib.ExitStack() as undo:
-            board = StatusBoard.create(len(names))
+            board = ActivityTable.create(len(names))
             undo.callback(board.close)
-            queues = EngineQueues(names, parallel=config.parallel)
+            queues = RpcQueues(names, parallel=config.parallel)
             undo.callback(queues.close)
             meeting = _meeting_place() if len(names) > 1 else None
             launches = _launches(config, platform, topology, names, queues, meeting, board)
@@ -64,17 +64,17 @@ def _launches(
     platform: Platform,
     topology: LaunchTopology,
     names: Sequence[str],
-    queues: EngineQueues,
-    meeting: _MeetingPlace | None,
-    board: StatusBoard,
+    queues: RpcQueues,
+    meeting: _Rendezvous | None,
+    board: ActivityTable,
 ) -> list[Launch]:
     encoded = encode_worker_configs(config, len(names))
     parallel = config.parallel
     launches = []
     for rank, name in enumerate(names):
         requests, replies = queues.ends(rank)
-        stack_fd = unnamed_file("stacks")
-        start = WorkerStart(
+        stack_fd = anonymous_file("stacks")
+        start = WorkerStartArgs(
             name=name,
             context=WorkerContext(
                 rank=rank,
@@ -90,9 +90,9 @@ def _launches(
             config=encoded[rank],
             requests=requests,
             replies=replies,
-            board_fd=board.fd,
+            activity_fd=board.fd,
             stack_fd=stack_fd,
-            sys_path=search_path(),
+            sys_path=module_search_path(),
             python_path=os.environ.get("PYTHONPATH"),
             log_level=log_level(),
         )
@@ -103,7 +103,7 @@ def _launches(
 
 
 @dataclass(frozen=True)
-class _MeetingPlace:
+class _Rendezvous:
     """Where the ranks find each other: an address for `init_method`, and descriptors that must be inherited for it."""
 
     address: str
@@ -115,11 +115,11 @@ class _MeetingPlace:
             os.close(fd)
 
 
-def _meeting_place() -> _MeetingPlace:
+def _meeting_place() -> _Rendezvous:
     """An unnamed file on Linux: no port that somebody may take first, nothing that listens, nothing left behind."""
     if _HAS_PROC:
-        fd = unnamed_file("rendezvous")
-        return _MeetingPlace(f"file:///proc/self/fd/{fd}", (fd,))
+        fd = anonymous_file("rendezvous")
+        return _Rendezvous(f"file:///proc/self/fd/{fd}", (fd,))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return _MeetingPlace(f"tcp://127.0.0.1:{probe.getsockname()[1]}")
+        return _Rendezvous(f"tcp://127.0.0.1:{probe.getsockname()[1]}")

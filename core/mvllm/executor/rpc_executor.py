@@ -38,12 +38,12 @@ from mvllm.executor.message_queue import (
     ReaderGroup,
 )
 from mvllm.executor.rpc_messages import FLUSH_ID, STOP_ID, MethodCodec, Reply, Request, codec_of
-from mvllm.executor.process.activity_table import StatusBoard
+from mvllm.executor.process.activity_table import ActivityTable
 from mvllm.executor.worker_group import FailureCallback, WorkerGroup, WorkerView
 from mvllm.logging import get_logger
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.interface import Platform
-from mvllm.platform.tokens_on_device import keeps_tokens_on_device
+from mvllm.platform.tokens_on_device import keeps_sampled_tokens_on_device
 
 logger = get_logger(__name__)
 
@@ -88,12 +88,12 @@ class RpcFuture(Future[T], Generic[T]):
     def done(self) -> bool:
         """Whether `result` would return at once."""
         if not super().done():
-            self._executor.ask_for(self)
-            self._executor.take_replies()
+            self._executor.request_deferred_reply(self)
+            self._executor.poll_replies()
         return super().done()
 
     @property
-    def is_settled(self) -> bool:
+    def is_resolved(self) -> bool:
         """`done`, without looking for replies."""
         return super().done()
 
@@ -139,11 +139,11 @@ class RpcExecutor(Executor):
         self._next_id = STOP_ID + 1
         self._calls: dict[int, _Call] = {}
         self._senders: dict[str, int] = {}  # by the name of their queue
-        self._answers_late = keeps_tokens_on_device(config, platform.capabilities)
+        self._defers_replies = keeps_sampled_tokens_on_device(config, platform.capabilities)
         self._owed: Future[Any] | None = None  # of the step that workers will answer when something follows it
 
     def _use(
-        self, group: WorkerGroup, writer: MessageWriter, readers: Sequence[MessageReader[Reply]], board: StatusBoard
+        self, group: WorkerGroup, writer: MessageWriter, readers: Sequence[MessageReader[Reply]], board: ActivityTable
     ) -> None:
         """Takes over the workers and the executor's ends of the queues; from now on `shutdown` ends them.
 
@@ -178,7 +178,7 @@ class RpcExecutor(Executor):
         future: RpcFuture[ModelRunnerOutput] = RpcFuture(self, None)
         call = self._send(STEP_METHOD, (plan,), ranks=None, expect=(self._reply_rank,), future=future)
         call.label = f"{STEP_METHOD} of step {plan.step}"
-        self._owed = future if self._answers_late else None
+        self._owed = future if self._defers_replies else None
         return future
 
     def can_sample_later(self) -> bool:
@@ -230,8 +230,8 @@ class RpcExecutor(Executor):
         warn_at = start + _WARN_SECONDS
         stacks = True  # once per wait: what hangs for long goes on hanging in the same place
         limit = self._config.parallel.step_timeout if timeout is None else timeout
-        self.ask_for(future)
-        while not future.is_settled:
+        self.request_deferred_reply(future)
+        while not future.is_resolved:
             if not self._finalizer.alive:
                 self._fail_calls(EngineDeadError(_SHUT_DOWN))
                 return
@@ -249,11 +249,11 @@ class RpcExecutor(Executor):
                 else:
                     raise self._timeout(self._call_of(future), limit) from None
             except (PeerDiedError, QueueStoppedError) as e:
-                self._fail_calls(self._end_behind(e))
+                self._fail_calls(self._root_cause(e))
             else:
                 self._dispatch(ready)
 
-    def take_replies(self) -> None:
+    def poll_replies(self) -> None:
         """Settles whatever can be settled without waiting."""
         if not self._finalizer.alive:
             return
@@ -261,11 +261,11 @@ class RpcExecutor(Executor):
             try:
                 self._dispatch(self._replies.wait(0.0))
             except (PeerDiedError, QueueStoppedError) as e:
-                self._fail_calls(self._end_behind(e))
+                self._fail_calls(self._root_cause(e))
 
-    def ask_for(self, future: RpcFuture[Any]) -> None:
+    def request_deferred_reply(self, future: RpcFuture[Any]) -> None:
         """Has the workers answer a step that they would answer only when another follows."""
-        if self._owed is future and not future.is_settled and self._finalizer.alive:
+        if self._owed is future and not future.is_resolved and self._finalizer.alive:
             self._owed = None
             with contextlib.suppress(QueueError):  # which the wait for the reply meets, too, and reports
                 self._writer.enqueue(Request(FLUSH_ID, "", b""), timeout=self._config.parallel.step_timeout)
@@ -294,7 +294,7 @@ class RpcExecutor(Executor):
         try:
             self._writer.enqueue(request, timeout=limit)
         except (PeerDiedError, QueueStoppedError) as e:
-            raise self._end_behind(e) from None
+            raise self._root_cause(e) from None
         except QueueTimeoutError as e:
             busy = self._busy()
             late = [*busy, *(worker for worker in self._group.stopped() if worker not in busy)] or self._group.workers
@@ -322,7 +322,7 @@ class RpcExecutor(Executor):
             call = self._calls.get(reply.id)
             self._answered(reply, call.codec.name if call is not None else None)
             if reply.failure is not None:
-                self._take_failure(
+                self._handle_failure(
                     reply.failure.to_exception(), call, is_step=reply.failure.activity.startswith(STEP_METHOD)
                 )
             elif call is None:
@@ -346,17 +346,17 @@ class RpcExecutor(Executor):
         except msgspec.DecodeError as e:
             sender = self._group.workers[reply.rank]
             error = _unreadable(sender, f"something else than {call.label} returns: {e}", e)
-            self._take_failure(error, call, is_step=call.codec.name == STEP_METHOD)
+            self._handle_failure(error, call, is_step=call.codec.name == STEP_METHOD)
             return False
 
-    def _take_failure(self, error: Exception, call: _Call | None, *, is_step: bool) -> None:
+    def _handle_failure(self, error: Exception, call: _Call | None, *, is_step: bool) -> None:
         if is_step:
             # The rows of this rank are not what the others think any more; nothing after this could be right. If
             # another rank's death is behind it, that is the better story.
             self._fail_calls(self._group.settle(error))
         elif call is not None:
             del self._calls[call.id]
-            call.future.set_exception(self._group.cause_of(error))
+            call.future.set_exception(self._group.root_cause_of(error))
 
     def _fail_calls(self, error: Exception) -> None:
         calls, self._calls = list(self._calls.values()), {}
@@ -377,7 +377,7 @@ class RpcExecutor(Executor):
     def _busy(self) -> list[WorkerView]:
         return [worker for worker in self._group.workers if not worker.activity.is_idle]
 
-    def _end_behind(self, error: PeerDiedError | QueueStoppedError) -> Exception:
+    def _root_cause(self, error: PeerDiedError | QueueStoppedError) -> Exception:
         """Why a wait for the workers has ended: their failure, or somebody's wish."""
         found = self._group.settle(error)
         return EngineDeadError(_SHUT_DOWN) if isinstance(found, QueueStoppedError) else found
@@ -438,20 +438,20 @@ def _shut_down(
     group: WorkerGroup,
     writer: MessageWriter,
     readers: Sequence[MessageReader[Reply]],
-    board: StatusBoard,
+    board: ActivityTable,
     pid: int,
 ) -> None:
     """The ladder: a message, then whatever WorkerGroup.end does, then the queues."""
     if os.getpid() != pid:  # a fork of the engine's process: nothing of this is its own
         return
-    if group.is_watched_here():  # by the garbage collector, which comes in any thread; this one has to see the ends
+    if group.is_monitor_thread():  # by the garbage collector, which comes in any thread; this one has to see the ends
         args = (group, writer, readers, board, pid)
         threading.Thread(target=_shut_down, args=args, name="worker-shutdown", daemon=True).start()
         return
     told = False
     try:
         if group.failure is None and group.workers and all(worker.is_ready for worker in group.workers):
-            group.expect_ends()
+            group.expect_exits()
             with contextlib.suppress(QueueError):
                 writer.enqueue(Request(STOP_ID, "", b""), timeout=0.5)
                 told = True

@@ -1,7 +1,7 @@
 """The queues of one engine: rpc_broadcast_mq and every worker_response_mq, planned together.
 
 worker on this machine      reads a ring and writes a ring of its own                        made here, all of them
-worker on another machine   reads the same messages over TCP, and makes its own queue back   see FarResponses
+worker on another machine   reads the same messages over TCP, and makes its own queue back   see RemoteResponseQueue
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from mvllm.executor.message_queue import (
 from mvllm.executor.rpc_messages import Reply
 
 ENGINE = "EngineCore"
-_REPLY_SHARE = 4
+_REPLY_SIZE_DIVISOR = 4
 """Replies are shorter than requests: their slots are as many, and a quarter as large."""
 
 
-class EngineQueues:
+class RpcQueues:
     """The executor's side. Holds every descriptor; close it when all workers have theirs.
 
     Args:
@@ -80,7 +80,7 @@ class EngineQueues:
         """What a worker on this machine needs."""
         return self._broadcast.reader_handle(self._index[rank]), self._responses[rank].writer_handle()
 
-    def far_end(self, rank: int) -> RemoteReaderHandle:
+    def remote_worker_handle(self, rank: int) -> RemoteReaderHandle:
         """What a worker on another machine needs to read requests."""
         return self._broadcast.remote_reader_handle(self._index[rank])
 
@@ -98,7 +98,7 @@ class EngineQueues:
             queue.close()
 
 
-class FarResponses:
+class RemoteResponseQueue:
     """The worker_response_mq of a worker on another machine than the executor: the worker makes it, and listens.
 
     Args:
@@ -124,7 +124,7 @@ def request_settings(parallel: ParallelConfig) -> QueueSettings:
 
 def reply_settings(parallel: ParallelConfig) -> QueueSettings:
     """What every worker_response_mq should be like."""
-    return QueueSettings(parallel.mq_num_slots, parallel.mq_slot_bytes // _REPLY_SHARE, parallel.mq_spin_seconds)
+    return QueueSettings(parallel.mq_num_slots, parallel.mq_slot_bytes // _REPLY_SIZE_DIVISOR, parallel.mq_spin_seconds)
 
 
 def response_queue_name(worker: str) -> str:

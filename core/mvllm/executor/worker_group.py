@@ -53,7 +53,7 @@ class WorkerView(Protocol):
         """The error that says how it ended and what it was doing."""
         ...
 
-    def describe_death(self) -> str:
+    def describe_exit(self) -> str:
         """How it ended and what it was doing."""
         ...
 
@@ -95,7 +95,7 @@ class WorkerGroup(ABC):
         """
 
     @abstractmethod
-    def is_watched_here(self) -> bool:
+    def is_monitor_thread(self) -> bool:
         """Whether the calling thread is the one that notices ends: it must not wait for any."""
 
     @abstractmethod
@@ -163,10 +163,10 @@ class WorkerGroup(ABC):
 
     def settle(self, error: Exception) -> Exception:
         """Ends the group because of `error`, or of what caused it; returns that."""
-        self.fail(self._behind_stopped(self.cause_of(error)))
+        self.fail(self._behind_stopped(self.root_cause_of(error)))
         return self.failure or error
 
-    def cause_of(self, error: Exception) -> Exception:
+    def root_cause_of(self, error: Exception) -> Exception:
         """The failure behind `error`, if there is one: a death comes to light a moment after what it did to others."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure, self._cause_seconds)
@@ -204,7 +204,7 @@ class WorkerGroup(ABC):
         behind.__cause__ = error
         return behind
 
-    def expect_ends(self) -> None:
+    def expect_exits(self) -> None:
         """From now on, a worker that ends is no failure. Call before telling workers to stop."""
         self._ending = True
 
@@ -221,5 +221,5 @@ def _deaths(dead: Sequence[WorkerView]) -> Exception:
     """One error for all that have died; the first is named in its attributes."""
     first = dead[0].death()
     if len(dead) > 1 and isinstance(first, WorkerDiedError):
-        first.args = ("\n".join([str(first), *(worker.describe_death() for worker in dead[1:])]),)
+        first.args = ("\n".join([str(first), *(worker.describe_exit() for worker in dead[1:])]),)
     return first

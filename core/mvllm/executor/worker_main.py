@@ -1,25 +1,25 @@
 """A worker process: `python -m mvllm.executor.worker_main <name> <control socket>`.
 
-    start   name itself, promise to die with its parent, read WorkerStart from the control socket
+    start   name itself, promise to die with its parent, read WorkerStartArgs from the control socket
     build   find the platform by name, build the worker (this is where torch is imported), say "ready"
     loop    take requests until told to stop: WorkerProc
 
-Nothing heavy is imported before WorkerStart is there, and the platform's environment variables are set before this
+Nothing heavy is imported before WorkerStartArgs is there, and the platform's environment variables are set before this
 program starts.
 """
 
 from __future__ import annotations
 
 from mvllm.executor.process.child_startup import begin
-from mvllm.executor.process.handshake import Handshake, WorkerStart, send_message
+from mvllm.executor.process.handshake import Handshake, WorkerStartArgs, send_message
 from mvllm.executor.message_queue import MessageWriter
-from mvllm.executor.process.process_utils import leave, write_last_words
+from mvllm.executor.process.process_utils import leave, write_crash_report
 from mvllm.executor.worker_proc import WorkerProc
 
 
 def main() -> None:
     """The program. Never returns."""
-    start, control, board = begin(WorkerStart)
+    start, control, board = begin(WorkerStartArgs)
     try:
         replies = MessageWriter.attach(start.replies)
         proc = WorkerProc.build(start.name, start.context, start.platform, start.config, start.requests, replies, board)
@@ -30,7 +30,7 @@ def main() -> None:
     try:
         proc.worker_busy_loop()
     except Exception as e:  # noqa: BLE001  (a queue that cannot be read or written any more; told by way of the parent)
-        write_last_words(start.stack_fd, e)
+        write_crash_report(start.stack_fd, e)
         leave(1)
     proc.shutdown()
     leave(0)

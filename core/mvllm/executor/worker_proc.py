@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from mvllm.executor.process.process_utils import collector_paused
+from mvllm.executor.process.process_utils import gc_paused
 from mvllm.executor.rpc_messages import FLUSH_ID, STOP_ID, Reply, Request, codec_of, describe_failure
-from mvllm.executor.process.activity_table import IDLE, StatusBoard
+from mvllm.executor.process.activity_table import IDLE, ActivityTable
 from mvllm.logging import get_logger
 from mvllm.platform.topology import WorkerContext
 
@@ -48,7 +48,7 @@ class WorkerProc:
         worker: WorkerWrapper,
         requests: MessageReader[Request],
         replies: MessageWriter,
-        board: StatusBoard,
+        board: ActivityTable,
     ) -> None:
         self._name = name
         self._rank = rank
@@ -67,7 +67,7 @@ class WorkerProc:
         config: bytes,
         requests: ReaderHandle | RemoteReaderHandle,
         replies: MessageWriter,
-        board: StatusBoard,
+        board: ActivityTable,
     ) -> WorkerProc:
         """Finds the platform by its name and builds the worker; this is where torch is imported.
 
@@ -87,7 +87,7 @@ class WorkerProc:
         board.write(rank, f"loading the platform {platform}")
         chosen = choose_platform(platform).platform
         board.write(rank, "importing the worker")
-        with collector_paused():
+        with gc_paused():
             from mvllm.worker.worker_wrapper import WorkerWrapper
 
             worker = WorkerWrapper(decode_config(config), chosen, context)
@@ -109,12 +109,12 @@ class WorkerProc:
                 self._serve(request, self._sample)
                 continue
             if request.method != "execute_model":
-                self._pay(0)
+                self._send_deferred_replies(0)
             if request.id != FLUSH_ID and request.concerns(self._rank):
                 self._serve(request, self._execute)
-            self._pay(1)
+            self._send_deferred_replies(1)
 
-    def _pay(self, but: int) -> None:
+    def _send_deferred_replies(self, but: int) -> None:
         """Sends the replies that are owed, in order, but for the last so many: the device is busy with those."""
         while len(self._owed) > but:
             request, step = self._owed.popleft()

@@ -21,7 +21,7 @@ BlockHash = bytes
 """32 bytes."""
 
 
-def cache_root(seed: int | None = None) -> BlockHash:
+def make_root_hash(seed: int | None = None) -> BlockHash:
     """Where all chains of one engine begin.
 
     Args:
@@ -32,7 +32,7 @@ def cache_root(seed: int | None = None) -> BlockHash:
     return hashlib.sha256(b"mvllm block names, seed %d" % seed).digest()
 
 
-def request_root(root: BlockHash, keys: Sequence[tuple[str, str]]) -> BlockHash:
+def request_root_hash(root: BlockHash, keys: Sequence[tuple[str, str]]) -> BlockHash:
     """Where the chain of one request begins: requests with different keys have no block name in common.
 
     Args:

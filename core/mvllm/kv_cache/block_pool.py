@@ -54,14 +54,14 @@ class BlockPool:
         """The block of that name, in use or free."""
         return self._named.get(block_hash)
 
-    def num_free_among(self, block_ids: Iterable[int]) -> int:
+    def count_free(self, block_ids: Iterable[int]) -> int:
         """How many of these blocks nobody uses."""
         ref_counts = self.ref_counts
         return sum(1 for block in block_ids if not ref_counts[block])
 
     def free_blocks(self) -> list[int]:
         """The free list, the block to be taken next first."""
-        blocks = self._listed_blocks()
+        blocks = self._linked_blocks()
         first_named = next((i for i, block in enumerate(blocks) if self._hashes[block] is not None), len(blocks))
         return [*blocks[:first_named], *range(self._ring, self.num_blocks), *blocks[first_named:]]
 
@@ -171,7 +171,7 @@ class BlockPool:
             next_[tail], prev[ring] = ring, tail
         return old
 
-    def _listed_blocks(self) -> list[int]:
+    def _linked_blocks(self) -> list[int]:
         """The free list as far as blocks have joined the arrays."""
         blocks, block = [], self._next[self._ring]
         while block != self._ring:

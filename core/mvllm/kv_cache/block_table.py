@@ -37,13 +37,13 @@ class BlockTable:
         root: Where the chain of block names begins; None if no block of this request may be shared.
         num_shareable_tokens: Only full blocks within this many leading tokens get a name.
         block_hashes: Names of the leading full blocks, as far as they were needed; kept when the blocks are given back.
-        num_named_blocks: Leading blocks that are done with: found by name, or offered under their name.
+        num_hashed_blocks: Leading blocks that are done with: found by name, or offered under their name.
     """
 
     __slots__ = (
         "block_hashes",
         "groups",
-        "num_named_blocks",
+        "num_hashed_blocks",
         "num_shareable_tokens",
         "num_slots",
         "root",
@@ -59,7 +59,7 @@ class BlockTable:
         self.groups = tuple(GroupBlocks() for _ in range(num_groups))
         self.block_hashes: list[BlockHash] = []
         self.num_slots = 0
-        self.num_named_blocks = 0
+        self.num_hashed_blocks = 0
 
     @property
     def block_ids(self) -> list[int]:

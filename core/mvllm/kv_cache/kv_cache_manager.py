@@ -29,13 +29,13 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from mvllm.config.sliding_window_blocks import first_seen_block, most_blocks_held
-from mvllm.kv_cache.block_hash import BlockHash, cache_root, hash_block, request_root
+from mvllm.config.sliding_window_blocks import first_visible_block, max_blocks_held
+from mvllm.kv_cache.block_hash import BlockHash, make_root_hash, hash_block, request_root_hash
 from mvllm.kv_cache.block_pool import BlockPool
 from mvllm.kv_cache.block_table import BlockTable
-from mvllm.kv_cache.unconfirmed_block_hashes import UnconfirmedNames
+from mvllm.kv_cache.unconfirmed_block_hashes import UnconfirmedBlockHashes
 
-_UNSEEN = -1
+_OUT_OF_WINDOW = -1
 """In the place of a found block that no token to come sees."""
 
 
@@ -72,11 +72,11 @@ class KVCacheManager:
         self.enable_caching = enable_caching
         self._windows = tuple(windows)
         self._max_step_tokens = max_step_tokens
-        self._sees_everything = self._windows == (None,)
+        self._has_one_full_group = self._windows == (None,)
         self._pool = BlockPool(num_blocks)
-        self._root = cache_root(hash_seed)
+        self._root = make_root_hash(hash_seed)
         self._tables: set[BlockTable] = set()  # those that hold blocks
-        self.unconfirmed = UnconfirmedNames()
+        self.unconfirmed = UnconfirmedBlockHashes()
 
     @property
     def num_blocks(self) -> int:
@@ -101,7 +101,7 @@ class KVCacheManager:
     def blocks_for(self, num_tokens: int) -> int:
         """The most blocks that a request of `num_tokens` tokens holds at once, in all groups together."""
         return sum(
-            most_blocks_held(num_tokens, window, self.block_size, self._max_step_tokens) for window in self._windows
+            max_blocks_held(num_tokens, window, self.block_size, self._max_step_tokens) for window in self._windows
         )
 
     def make_table(
@@ -128,10 +128,10 @@ class KVCacheManager:
             keys.append(("position_key", str(position_key)))
         keys.extend(adapter_keys)
         if self.enable_caching:
-            return BlockTable(token_ids, request_root(self._root, keys), sys.maxsize, self.num_groups)
+            return BlockTable(token_ids, request_root_hash(self._root, keys), sys.maxsize, self.num_groups)
         if sibling_group is not None:
             keys.append(("sibling_group", sibling_group))
-            return BlockTable(token_ids, request_root(self._root, keys), len(token_ids), self.num_groups)
+            return BlockTable(token_ids, request_root_hash(self._root, keys), len(token_ids), self.num_groups)
         return BlockTable(token_ids, None, 0, self.num_groups)
 
     def get_computed_blocks(self, table: BlockTable) -> list[int]:
@@ -145,9 +145,9 @@ class KVCacheManager:
         if table.root is None:
             return []
         hashes = self._block_hashes(table, (len(table.token_ids) - 1) // self.block_size)
-        if self._sees_everything:
-            return self._leading_blocks(hashes, 0)
-        return self._agreed_blocks(hashes)
+        if self._has_one_full_group:
+            return self._cached_blocks_of_group(hashes, 0)
+        return self._common_cached_blocks(hashes)
 
     def allocate_slots(
         self,
@@ -182,7 +182,7 @@ class KVCacheManager:
             the other; or None, with nothing taken, if the pool has not enough.
         """
         pool, size = self._pool, self.block_size
-        if self._sees_everything and not computed_blocks:  # the usual case, the short way
+        if self._has_one_full_group and not computed_blocks:  # the usual case, the short way
             held = table.groups[0].block_ids
             num_new = -(-num_tokens // size) - len(held)
             if num_new <= 0:
@@ -198,29 +198,29 @@ class KVCacheManager:
         if computed_blocks:
             assert not table.block_ids
             num_computed_tokens = num_found * size
-        self._drop_unseen(table, num_computed_tokens)
+        self._free_blocks_outside_window(table, num_computed_tokens)
         wanted = -(-num_tokens // size)
         missing = []
         for blocks, window in zip(table.groups, self._windows):
             end = wanted
             if window is not None:
-                first = first_seen_block(num_computed_tokens, window, size)
-                end = min(wanted, first + most_blocks_held(num_tokens, window, size, self._max_step_tokens))
+                first = first_visible_block(num_computed_tokens, window, size)
+                end = min(wanted, first + max_blocks_held(num_tokens, window, size, self._max_step_tokens))
             missing.append(max(0, end - len(blocks.block_ids) - num_found))
         num_new = sum(missing)
         if not num_new:
             return []
-        found = [block for block in computed_blocks if block != _UNSEEN]
-        if num_new + num_spare > pool.num_free - pool.num_free_among(found):
+        found = [block for block in computed_blocks if block != _OUT_OF_WINDOW]
+        if num_new + num_spare > pool.num_free - pool.count_free(found):
             return None
         if computed_blocks:
             pool.share(found)
-            self.unconfirmed.note_reader(table, found)
+            self.unconfirmed.record_reader(table, found)
             for i, blocks in enumerate(table.groups):
                 own = computed_blocks[i * num_found : (i + 1) * num_found]
-                blocks.num_dropped = own.count(_UNSEEN)
+                blocks.num_dropped = own.count(_OUT_OF_WINDOW)
                 blocks.block_ids += [max(block, 0) for block in own]  # workers want a block there, any will do
-            table.num_named_blocks = num_found
+            table.num_hashed_blocks = num_found
         new = pool.allocate(num_new)
         start = 0
         for blocks, count in zip(table.groups, missing):
@@ -240,23 +240,23 @@ class KVCacheManager:
         """
         num_tokens = min(num_computed_tokens, len(table.token_ids), table.num_shareable_tokens, table.num_slots)
         num_full = num_tokens // self.block_size
-        if num_full <= table.num_named_blocks:
+        if num_full <= table.num_hashed_blocks:
             return
         hashes, unconfirmed = self._block_hashes(table, num_full), self.unconfirmed.names
-        if self._sees_everything:
+        if self._has_one_full_group:
             block_ids = table.groups[0].block_ids
-            for i in range(table.num_named_blocks, num_full):
+            for i in range(table.num_hashed_blocks, num_full):
                 block = block_ids[i]
                 self._pool.name(block, hashes[i])
                 unconfirmed[block] = table
-            table.num_named_blocks = num_full
+            table.num_hashed_blocks = num_full
             return
         for group, blocks in enumerate(table.groups):
-            for i in range(max(table.num_named_blocks, blocks.num_dropped), num_full):
+            for i in range(max(table.num_hashed_blocks, blocks.num_dropped), num_full):
                 block = blocks.block_ids[i]
                 self._pool.name(block, _name(hashes[i], group))
                 unconfirmed[block] = table
-        table.num_named_blocks = num_full
+        table.num_hashed_blocks = num_full
 
     def free(self, table: BlockTable, num_computed_tokens: int) -> None:
         """Takes all blocks from a table; what is full stays to be found.
@@ -270,7 +270,7 @@ class KVCacheManager:
         for blocks in table.groups:
             blocks.block_ids.clear()
             blocks.num_dropped = 0
-        table.num_slots = table.num_named_blocks = 0
+        table.num_slots = table.num_hashed_blocks = 0
         self._tables.discard(table)
 
     def discard(self, tables: Collection[BlockTable]) -> list[BlockTable]:
@@ -311,24 +311,24 @@ class KVCacheManager:
             assert len(held) == len(set(held)), f"A table lists a block twice: {held}"
             lengths = [len(blocks.block_ids) for blocks in table.groups]
             assert table.num_slots == min(lengths) * self.block_size
-            assert table.num_named_blocks <= min(lengths)
+            assert table.num_hashed_blocks <= min(lengths)
             assert len(table.block_hashes) * self.block_size <= len(table.token_ids)
             for blocks, window in zip(table.groups, self._windows, strict=True):
                 assert not blocks.num_dropped or window is not None, "A block was dropped that is seen"
                 assert all(0 <= block < self.num_blocks for block in blocks.block_ids)
 
-    def _drop_unseen(self, table: BlockTable, num_computed_tokens: int) -> None:
+    def _free_blocks_outside_window(self, table: BlockTable, num_computed_tokens: int) -> None:
         """Gives back what no token from position `num_computed_tokens` on sees."""
         for blocks, window in zip(table.groups, self._windows):
             if window is None or not blocks.block_ids:
                 continue
-            first = first_seen_block(num_computed_tokens, window, self.block_size)
+            first = first_visible_block(num_computed_tokens, window, self.block_size)
             if first > blocks.num_dropped:
                 self.cache_blocks(table, num_computed_tokens)
                 self._pool.release(blocks.block_ids[blocks.num_dropped : first])
                 blocks.num_dropped = first
 
-    def _leading_blocks(self, hashes: Sequence[BlockHash], group: int) -> list[int]:
+    def _cached_blocks_of_group(self, hashes: Sequence[BlockHash], group: int) -> list[int]:
         """The longest run of leading blocks that the group has."""
         found = []
         lookup = self._pool.lookup
@@ -339,9 +339,9 @@ class KVCacheManager:
             found.append(block)
         return found
 
-    def _agreed_blocks(self, hashes: Sequence[BlockHash]) -> list[int]:
+    def _common_cached_blocks(self, hashes: Sequence[BlockHash]) -> list[int]:
         """The longest prefix that all groups have, each as far as it matters. As `get_computed_blocks` returns it."""
-        found = {g: self._leading_blocks(hashes, g) for g, window in enumerate(self._windows) if window is None}
+        found = {g: self._cached_blocks_of_group(hashes, g) for g, window in enumerate(self._windows) if window is None}
         length = min([len(hashes), *map(len, found.values())])
         # Every shorter prefix that contains the missing block sees it, too: what is seen begins no later there.
         while length and (missing := self._first_missing(hashes, length)) is not None:
@@ -351,16 +351,16 @@ class KVCacheManager:
             if window is None:
                 blocks += found[group][:length]
             else:
-                first = first_seen_block(length * self.block_size, window, self.block_size)
+                first = first_visible_block(length * self.block_size, window, self.block_size)
                 seen = [self._pool.lookup(_name(block_hash, group)) for block_hash in hashes[first:length]]
-                blocks += [_UNSEEN] * first + [block for block in seen if block is not None]
+                blocks += [_OUT_OF_WINDOW] * first + [block for block in seen if block is not None]
         return blocks
 
     def _first_missing(self, hashes: Sequence[BlockHash], length: int) -> int | None:
         """The first of the blocks that tokens behind `length` blocks see and that a group with a window has not."""
         for group, window in enumerate(self._windows):
             if window is not None:
-                for i in range(first_seen_block(length * self.block_size, window, self.block_size), length):
+                for i in range(first_visible_block(length * self.block_size, window, self.block_size), length):
                     if self._pool.lookup(_name(hashes[i], group)) is None:
                         return i
         return None

@@ -8,7 +8,7 @@ from mvllm.kv_cache.block_table import BlockTable
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 
 
-class NoKVCache(KVCacheManager):
+class NullKVCacheManager(KVCacheManager):
     """Hands out no blocks.
 
     Args:

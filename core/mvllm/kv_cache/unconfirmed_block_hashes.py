@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from mvllm.kv_cache.block_table import BlockTable
 
 
-class _PlanRecord:
+class _PlanBlockHashes:
     """Of one plan.
 
     Attributes:
@@ -35,7 +35,7 @@ class _PlanRecord:
         self.readers: dict[BlockTable, list[BlockTable]] = {}
 
 
-class UnconfirmedNames:
+class UnconfirmedBlockHashes:
     """The records of plans under way that gave names, and of the plan that is being made or comes next.
 
     Most steps of a decoding batch of few requests name nothing. They have no record, and cost a look at `names` and
@@ -47,15 +47,15 @@ class UnconfirmedNames:
     """
 
     def __init__(self) -> None:
-        self._current = _PlanRecord()
+        self._current = _PlanBlockHashes()
         self.names = self._current.names
-        self.under_way: deque[_PlanRecord] = deque()
+        self.under_way: deque[_PlanBlockHashes] = deque()
 
     def end_plan(self, step: int) -> None:
         """The plan of that number is complete and will be executed. Not needed where it gave no names."""
         self._current.step = step
         self.under_way.append(self._current)
-        self._current = _PlanRecord()
+        self._current = _PlanBlockHashes()
         self.names = self._current.names
 
     def confirm(self, step: int) -> None:
@@ -64,11 +64,11 @@ class UnconfirmedNames:
             self.under_way.popleft()
 
     @property
-    def records(self) -> list[_PlanRecord]:
+    def records(self) -> list[_PlanBlockHashes]:
         """All records, oldest first."""
         return [*self.under_way, self._current]
 
-    def note_reader(self, table: BlockTable, block_ids: Sequence[int]) -> None:
+    def record_reader(self, table: BlockTable, block_ids: Sequence[int]) -> None:
         """`table` shares these blocks, which it has found by their names."""
         for record in self.records:
             names = record.names

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mvllm.layers.context import BuildContext, ForwardStep
-from mvllm.layers.linear import HeadShare
+from mvllm.layers.linear import HeadShard
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.platform.attention import AttentionSpec, KVCache
 
@@ -38,7 +38,7 @@ class Attention(nn.Module):
     def __init__(
         self,
         ctx: BuildContext,
-        heads: HeadShare,
+        heads: HeadShard,
         head_size: int,
         scale: float,
         *,
@@ -99,7 +99,7 @@ class Sinks(nn.Module):
 
     partitions: Mapping[str, int] = {"weight": 0}
 
-    def __init__(self, ctx: BuildContext, name: str, num_heads: int, heads: HeadShare) -> None:
+    def __init__(self, ctx: BuildContext, name: str, num_heads: int, heads: HeadShard) -> None:
         super().__init__()
         self.name, self._num_heads, self._first = name, num_heads, heads.first_head
         self.weight = ctx.parameter(heads.num_heads)

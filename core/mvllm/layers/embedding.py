@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mvllm.layers.context import BuildContext
-from mvllm.layers.linear import loaded_product, not_loaded
+from mvllm.layers.linear import resolve_linear_op, unloaded_linear_op
 from mvllm.layers.matrix_layout import MatrixLayout, Part
 from mvllm.layers.quantization.quantized_matrix import Product, QuantizedMatrix
 from mvllm.layers.quantization.rtn_matrix import float_targets
@@ -51,7 +51,7 @@ class Embedding(nn.Module):
         yield f"{self.name}.weight", WeightTarget(self.weight, tuple(self.weight.shape), everything, everything)
 
 
-class VocabBand(nn.Module):
+class VocabShard(nn.Module):
     """This rank's band of a [vocab_size, hidden_size] table.
 
     Attributes:
@@ -85,7 +85,7 @@ class VocabBand(nn.Module):
         self._tp = ctx.tp
 
 
-class VocabEmbedding(VocabBand):
+class VocabEmbedding(VocabShard):
     """Token embedding, cut along the vocabulary.
 
     Attributes:
@@ -114,12 +114,12 @@ class VocabEmbedding(VocabBand):
     def prepare_weights(self) -> None:
         """Where a head shares the weight, it is turned into that one's form at once, and rows are read from that."""
         for head in self.shared_by:
-            self._lookup = head.take_weight()
+            self._lookup = head.adopt_tied_weight()
             del self.weight
             self.weight = head.weight
 
 
-class LMHead(VocabBand):
+class LMHead(VocabShard):
     """Hidden states to logits.
 
     Args:
@@ -160,7 +160,7 @@ class LMHead(VocabBand):
         self._shares = tied_to is not None and self._op is not None and self._op.lookup is not None
         if tied_to is not None and self._shares:
             tied_to.shared_by = (self,)
-        self._linear: Product = not_loaded if self._op is None else self._op.function
+        self._linear: Product = unloaded_linear_op if self._op is None else self._op.function
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden_size] to [n, vocab_size], the same on every rank."""
@@ -181,13 +181,13 @@ class LMHead(VocabBand):
         if not self._shares:
             self._prepare()
 
-    def take_weight(self) -> Lookup:
+    def adopt_tied_weight(self) -> Lookup:
         """Turns the token embedding's weight into the form that multiplies; returns what reads rows of that."""
         assert self._op is not None and self._op.lookup is not None
         self._prepare()
         return self._op.lookup
 
     def _prepare(self) -> None:
-        self._linear, prepared = loaded_product(self.weight, self._op)
+        self._linear, prepared = resolve_linear_op(self.weight, self._op)
         del self.weight
         self.weight = prepared

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mvllm.layers.context import ForwardStep
-from mvllm.layers.linear import HeadShare
+from mvllm.layers.linear import HeadShard
 
 
 class EncoderAttention(nn.Module):
@@ -28,7 +28,7 @@ class EncoderAttention(nn.Module):
         scale: Factor on query-key products.
     """
 
-    def __init__(self, heads: HeadShare, head_size: int, scale: float) -> None:
+    def __init__(self, heads: HeadShard, head_size: int, scale: float) -> None:
         super().__init__()
         self._num_heads = heads.num_heads
         self._head_size = head_size

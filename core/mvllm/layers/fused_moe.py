@@ -24,7 +24,7 @@ from mvllm.layers.quantization.rtn_matrix import float_targets
 from mvllm.layers.weight_target import WeightTarget
 
 
-class GatedExperts(nn.Module):
+class FusedMoE(nn.Module):
     """Experts gated by silu, each of three matrices of its own.
 
     Args:
@@ -77,7 +77,7 @@ class GatedExperts(nn.Module):
             )
             self._layouts.append(layouts)
             for which, layout in enumerate(layouts):
-                stored = stored_matrix(ctx, layout)
+                stored = quantization_of_layout(ctx, layout)
                 if stored is not None:
                     self.stored[f"{e} {which}"] = stored
         if len(self.stored) == 2 * num_experts:  # the checkpoint fills nothing of these
@@ -125,7 +125,7 @@ class GatedExperts(nn.Module):
             self.gate_up, self.down = prepared
 
 
-def stored_matrix(ctx: BuildContext, layout: MatrixLayout) -> QuantizedMatrix | None:
+def quantization_of_layout(ctx: BuildContext, layout: MatrixLayout) -> QuantizedMatrix | None:
     """How a matrix is stored whose layer multiplies floats only; None where the checkpoint has it as floats."""
     if ctx.quantization is None or ctx.quantization.quantizes_on_load:
         return None

@@ -26,7 +26,7 @@ from mvllm.layers.quantization.mxfp4 import GROUP_SIZE, MXFP4, dequantize
 from mvllm.layers.weight_target import WeightTarget
 
 
-class ClampedExperts(nn.Module):
+class GptOssExperts(nn.Module):
     """The experts.
 
     Args:
@@ -37,7 +37,7 @@ class ClampedExperts(nn.Module):
         alpha, limit: As in the operation `clamped_moe`.
 
     Attributes:
-        gate_up, down: As in GatedExperts.
+        gate_up, down: As in FusedMoE.
         gate_up_bias: [num_experts, 2 · size], gate first.
         down_bias: [num_experts, hidden_size]; zero on all ranks but the first.
 
@@ -97,7 +97,7 @@ class ClampedExperts(nn.Module):
         self._moe = self._op.function
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """As in GatedExperts."""
+        """As in FusedMoE."""
         up, down = (self.gate_up, self.gate_up_bias), (self.down, self.down_bias)
         return self._moe(x, *up, *down, ids, weights, self.alpha, self.limit)
 

@@ -51,13 +51,13 @@ class Linear(nn.Module):
             layer a QuantizedMatrix, and after loading whatever that one's product takes.
         bias: [out_features] or None.
         quantized: Whether the matrix is quantized.
-        takes_adapters: Whether LoRA adapters may add to its product. Not where a layer uses the matrix in another way.
+        supports_lora: Whether LoRA adapters may add to its product. Not where a layer uses the matrix in another way.
         partitions: The dimension along which devices of this worker share each parameter; those not named are whole.
     """
 
     weight: Any
     bias: nn.Parameter | None
-    takes_adapters: bool = True
+    supports_lora: bool = True
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Linear(nn.Module):
         self._op: ResolvedOp | None = None
         if matrix is None:
             self._op = ctx.op("linear", in_features=self.layout.num_columns, out_features=out_features, bias=bias)
-        self._linear: Product = not_loaded if self._op is None else self._op.function
+        self._linear: Product = unloaded_linear_op if self._op is None else self._op.function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in on this rank] to [..., out on this rank]."""
@@ -132,11 +132,11 @@ class Linear(nn.Module):
 
     def prepare_weights(self) -> None:
         """Turns the loaded weight into the form that multiplies."""
-        self._linear, prepared = loaded_product(self.weight, self._op)
+        self._linear, prepared = resolve_linear_op(self.weight, self._op)
         del self.weight
         self.weight = prepared
 
-    def replace_product(self, around: Callable[[Product], Product]) -> None:
+    def wrap_linear_op(self, around: Callable[[Product], Product]) -> None:
         """Has the layer multiply with what `around` makes of its product. After `prepare_weights`."""
         self._linear = around(self._linear)
 
@@ -204,7 +204,7 @@ class ReplicatedLinear(Linear):
 
 
 @dataclass(frozen=True)
-class HeadShare:
+class HeadShard:
     """Attention heads of one rank.
 
     Attributes:
@@ -217,10 +217,10 @@ class HeadShare:
     num_kv_heads: int
     first_head: int
     first_kv_head: int
-    devices: tuple[HeadShare, ...] = ()
+    devices: tuple[HeadShard, ...] = ()
 
     @classmethod
-    def of(cls, num_heads: int, num_kv_heads: int, shares: Sequence[Share]) -> HeadShare:
+    def of(cls, num_heads: int, num_kv_heads: int, shares: Sequence[Share]) -> HeadShard:
         """The heads of this rank. With fewer key/value heads than shares, neighbouring ones hold copies of one.
 
             8 heads, 2 key/value heads, 4 shares:  share      0     1     2     3
@@ -280,15 +280,15 @@ class QKVLinear(Linear):
         transposed: bool = False,
         by_group: bool = False,
     ) -> None:
-        self_heads = HeadShare.of(num_heads, num_kv_heads, ctx.shares)
+        self_heads = HeadShard.of(num_heads, num_kv_heads, ctx.shares)
         devices = self_heads.devices or (self_heads,)
         q_size, kv_size = devices[0].num_heads * head_size, devices[0].num_kv_heads * head_size
         parts = []
         for i, device in enumerate(devices):
             if by_group:
-                own = _parts_by_group(names[0], device, num_heads, num_kv_heads, head_size)
+                own = _grouped_qkv_parts(names[0], device, num_heads, num_kv_heads, head_size)
             else:
-                own = _parts_one_below_the_other(names, device, num_heads, num_kv_heads, head_size)
+                own = _stacked_qkv_parts(names, device, num_heads, num_kv_heads, head_size)
             start = i * (q_size + 2 * kv_size)
             for part in own:
                 rows = slice(start + part.destination.start, start + part.destination.stop)
@@ -309,8 +309,8 @@ class QKVLinear(Linear):
         return q.view(shape), k.view(shape), v.view(shape)
 
 
-def _parts_one_below_the_other(
-    names: tuple[str, ...], device: HeadShare, num_heads: int, num_kv_heads: int, head_size: int
+def _stacked_qkv_parts(
+    names: tuple[str, ...], device: HeadShard, num_heads: int, num_kv_heads: int, head_size: int
 ) -> list[Part]:
     """Queries, keys and values of a device, out of three matrices, or of one in which these lie in this order."""
     sizes = [count * head_size for count in (device.num_heads, device.num_kv_heads, device.num_kv_heads)]
@@ -326,7 +326,7 @@ def _parts_one_below_the_other(
     return parts
 
 
-def _parts_by_group(name: str, share: HeadShare, num_heads: int, num_kv_heads: int, head_size: int) -> list[Part]:
+def _grouped_qkv_parts(name: str, share: HeadShard, num_heads: int, num_kv_heads: int, head_size: int) -> list[Part]:
     """Queries, keys and values of a device, out of a matrix that holds them group by group.
 
     6 heads, 2 key/value heads:   q0 q1 q2 k0 v0 q3 q4 q5 k1 v1
@@ -351,12 +351,12 @@ def _parts_by_group(name: str, share: HeadShare, num_heads: int, num_kv_heads: i
     return [*queries, *keys, *values]
 
 
-def not_loaded(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+def unloaded_linear_op(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
     """Stands for the product of a quantized matrix until its tensors are loaded."""
     raise AssertionError("prepare_weights comes first")
 
 
-def loaded_product(weight: Any, op: ResolvedOp | None) -> tuple[Product, Any]:
+def resolve_linear_op(weight: Any, op: ResolvedOp | None) -> tuple[Product, Any]:
     """What multiplies, and the weight that it takes, once the tensors are loaded.
 
     Args:

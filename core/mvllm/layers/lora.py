@@ -25,24 +25,24 @@ from mvllm.layers.quantization.quantized_matrix import Product
 
 
 @dataclass(frozen=True)
-class LoRABatch:
+class LoRAMapping:
     """Which tokens of a step have which adapter; the fields as the operation `add_lora` takes them."""
 
     tokens: torch.Tensor | None
     segments: tuple[tuple[int, int, int], ...]
 
 
-class LoRAStep:
+class CurrentLoRAMapping:
     """What the layers are told about the step under way.
 
     Attributes:
         batch: None in a step without adapters.
     """
 
-    batch: LoRABatch | None = None
+    batch: LoRAMapping | None = None
 
     @contextmanager
-    def of(self, batch: LoRABatch) -> Iterator[None]:
+    def of(self, batch: LoRAMapping) -> Iterator[None]:
         """Has the layers add what `batch` says, within."""
         self.batch = batch
         try:
@@ -52,7 +52,7 @@ class LoRAStep:
 
 
 @dataclass(frozen=True)
-class LoRAMatrices:
+class LoRALayerWeights:
     """One adapter's matrices for one checkpoint matrix, whole, on the host, in the compute dtype.
 
     Attributes:
@@ -64,7 +64,7 @@ class LoRAMatrices:
     up: torch.Tensor
 
 
-class LoRASlots:
+class StackedLoRAWeights:
     """The adapters of one linear layer, as many as may be on the device.
 
     Args:
@@ -78,7 +78,7 @@ class LoRASlots:
         shapes: (out_features, in_features) of the whole checkpoint matrices, by module name.
     """
 
-    def __init__(self, linear: Linear, ctx: BuildContext, step: LoRAStep, num_slots: int, max_rank: int) -> None:
+    def __init__(self, linear: Linear, ctx: BuildContext, step: CurrentLoRAMapping, num_slots: int, max_rank: int) -> None:
         layout = linear.layout
         self._layout = layout
         self.shapes = {part.name: (part.num_rows, layout.in_features) for part in layout.parts}
@@ -98,9 +98,9 @@ class LoRASlots:
 
             return with_adapters
 
-        linear.replace_product(around)
+        linear.wrap_linear_op(around)
 
-    def fill(self, slot: int, adapter: dict[str, LoRAMatrices]) -> None:
+    def fill(self, slot: int, adapter: dict[str, LoRALayerWeights]) -> None:
         """Puts an adapter in a slot.
 
         Args:

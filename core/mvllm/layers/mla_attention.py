@@ -26,84 +26,84 @@ from torch import nn
 from mvllm.config.rope_parameters import RopeParameters
 from mvllm.layers.attention import Attention
 from mvllm.layers.context import BuildContext, ForwardStep
-from mvllm.layers.fused_moe import stored_matrix
-from mvllm.layers.linear import ColumnParallelLinear, HeadShare, ReplicatedLinear, RowParallelLinear
+from mvllm.layers.fused_moe import quantization_of_layout
+from mvllm.layers.linear import ColumnParallelLinear, HeadShard, ReplicatedLinear, RowParallelLinear
 from mvllm.layers.matrix_layout import MatrixLayout, Part
 from mvllm.layers.norm import RMSNorm
 from mvllm.layers.quantization.rtn_matrix import float_targets
-from mvllm.layers.rotary import RotaryEmbedding, StepAngles
+from mvllm.layers.rotary import RotaryEmbedding, CosSinRows
 from mvllm.layers.weight_target import WeightTarget
 
 _NORM_EPS = 1e-6  # of the norms on latents, whatever the model's other norms have
 
 
 @dataclass(frozen=True)
-class LatentShape:
+class MLAConfig:
     """Sizes of latent attention.
 
     Attributes:
         hidden_size, num_heads: Of the whole model.
-        query_rank: Size of the vector that queries are made of; None where they are made of the input.
+        q_lora_rank: Size of the vector that queries are made of; None where they are made of the input.
         rank: Size of the latent.
-        plain_size, rope_size: Elements of a query or key head that are not rotated, and those that are.
+        qk_nope_head_dim, qk_rope_head_dim: Elements of a query or key head that are not rotated, and those that are.
         value_size: Elements of a value head.
         bias: Whether the products that make latents, and the last one, have biases.
     """
 
     hidden_size: int
     num_heads: int
-    query_rank: int | None
+    q_lora_rank: int | None
     rank: int
-    plain_size: int
-    rope_size: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
     value_size: int
     bias: bool = False
 
 
-class LatentAttention(nn.Module):
+class MLAAttention(nn.Module):
     """Self-attention over latents.
 
     Args:
         ctx: Build context.
         name: The checkpoint module.
         shape: Its sizes.
-        rotary: Rotates `rope_size` elements.
+        rotary: Rotates `qk_rope_head_dim` elements.
     """
 
-    def __init__(self, ctx: BuildContext, name: str, shape: LatentShape, rotary: RotaryEmbedding) -> None:
+    def __init__(self, ctx: BuildContext, name: str, shape: MLAConfig, rotary: RotaryEmbedding) -> None:
         super().__init__()
         self.shape = shape
-        share = HeadShare.of(shape.num_heads, shape.num_heads, ctx.shares)
-        heads = HeadShare(share.num_heads, 1, share.first_head, 0)
-        query_size = shape.num_heads * (shape.plain_size + shape.rope_size)
+        share = HeadShard.of(shape.num_heads, shape.num_heads, ctx.shares)
+        heads = HeadShard(share.num_heads, 1, share.first_head, 0)
+        query_size = shape.num_heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim)
         hidden_size, bias = shape.hidden_size, shape.bias
-        self.query_latent = self.query_norm = None
+        self.q_a_proj = self.q_a_layernorm = None
         query_name, query_input = f"{name}.q_proj", hidden_size
-        if shape.query_rank is not None:
-            self.query_latent = ReplicatedLinear(ctx, f"{name}.q_a_proj", hidden_size, shape.query_rank, bias=bias)
-            self.query_norm = RMSNorm(ctx, f"{name}.q_a_layernorm", shape.query_rank, _NORM_EPS)
-            query_name, query_input = f"{name}.q_b_proj", shape.query_rank
+        if shape.q_lora_rank is not None:
+            self.q_a_proj = ReplicatedLinear(ctx, f"{name}.q_a_proj", hidden_size, shape.q_lora_rank, bias=bias)
+            self.q_a_layernorm = RMSNorm(ctx, f"{name}.q_a_layernorm", shape.q_lora_rank, _NORM_EPS)
+            query_name, query_input = f"{name}.q_b_proj", shape.q_lora_rank
         self.query = ColumnParallelLinear(ctx, [(query_name, query_size)], query_input, bias=False)
-        key_size = shape.rank + shape.rope_size
+        key_size = shape.rank + shape.qk_rope_head_dim
         self.latent = ReplicatedLinear(ctx, f"{name}.kv_a_proj_with_mqa", hidden_size, key_size, bias=bias)
-        self.latent_norm = RMSNorm(ctx, f"{name}.kv_a_layernorm", shape.rank, _NORM_EPS)
-        self.heads = _HeadMatrices(ctx, f"{name}.kv_b_proj", shape, heads)
+        self.kv_a_layernorm = RMSNorm(ctx, f"{name}.kv_a_layernorm", shape.rank, _NORM_EPS)
+        self.heads = _KVBProjection(ctx, f"{name}.kv_b_proj", shape, heads)
         self.attention = Attention(ctx, heads, key_size, _scale(shape, rotary.rope), latent_size=shape.rank)
         self.output = RowParallelLinear(
             ctx, f"{name}.o_proj", shape.num_heads * shape.value_size, hidden_size, bias=bias
         )
         self._rotary = [rotary]  # in a list: it belongs to the model, not to every layer
 
-    def forward(self, x: torch.Tensor, angles: StepAngles, step: ForwardStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
         shape = self.shape
         made_of = x
-        if self.query_latent is not None and self.query_norm is not None:
-            made_of = self.query_norm(self.query_latent(x))
-        query = self.query(made_of).unflatten(-1, (-1, shape.plain_size + shape.rope_size))
-        plain, rotated = query.split((shape.plain_size, shape.rope_size), dim=-1)
-        latent, key_rotated = self.latent(x).split((shape.rank, shape.rope_size), dim=-1)
-        latent, key_rotated = self.latent_norm(latent).unsqueeze(1), key_rotated.unsqueeze(1)
+        if self.q_a_proj is not None and self.q_a_layernorm is not None:
+            made_of = self.q_a_layernorm(self.q_a_proj(x))
+        query = self.query(made_of).unflatten(-1, (-1, shape.qk_nope_head_dim + shape.qk_rope_head_dim))
+        plain, rotated = query.split((shape.qk_nope_head_dim, shape.qk_rope_head_dim), dim=-1)
+        latent, key_rotated = self.latent(x).split((shape.rank, shape.qk_rope_head_dim), dim=-1)
+        latent, key_rotated = self.kv_a_layernorm(latent).unsqueeze(1), key_rotated.unsqueeze(1)
         rotated, key_rotated = self._rotary[0](angles, rotated, key_rotated)
         key = torch.cat((latent, key_rotated), dim=-1)
         query = torch.cat((self.heads.absorb(plain), rotated), dim=-1)
@@ -111,32 +111,32 @@ class LatentAttention(nn.Module):
         return self.output(self.heads.expand(found.unflatten(-1, (-1, shape.rank))))
 
 
-class _HeadMatrices(nn.Module):
+class _KVBProjection(nn.Module):
     """K and V of this rank's heads: the checkpoint has them as one matrix, whose rows are each head's K, then its V.
 
     Attributes:
-        weight: [heads · (plain_size + value_size), rank].
+        weight: [heads · (qk_nope_head_dim + value_size), rank].
     """
 
     partitions: Mapping[str, int] = {"weight": 0}
 
-    def __init__(self, ctx: BuildContext, name: str, shape: LatentShape, heads: HeadShare) -> None:
+    def __init__(self, ctx: BuildContext, name: str, shape: MLAConfig, heads: HeadShard) -> None:
         super().__init__()
-        size = shape.plain_size + shape.value_size
+        size = shape.qk_nope_head_dim + shape.value_size
         rows, num_rows = (
             slice(heads.first_head * size, (heads.first_head + heads.num_heads) * size),
             heads.num_heads * size,
         )
         part = Part(name, shape.num_heads * size, rows, slice(0, num_rows))
         self._layout = MatrixLayout((part,), shape.rank, slice(0, shape.rank), num_rows)
-        self._sizes = (shape.plain_size, shape.value_size)
-        self.stored = stored_matrix(ctx, self._layout)
+        self._sizes = (shape.qk_nope_head_dim, shape.value_size)
+        self.stored = quantization_of_layout(ctx, self._layout)
         weight = ctx.parameter(num_rows, shape.rank)
         self.weight: torch.Tensor = weight if self.stored is None else weight.data
         self._place = ctx.place
 
     def absorb(self, plain: torch.Tensor) -> torch.Tensor:
-        """Query heads [T, heads, plain_size] in the latent's space, [T, heads, rank]."""
+        """Query heads [T, heads, qk_nope_head_dim] in the latent's space, [T, heads, rank]."""
         return torch.bmm(plain.transpose(0, 1), self._of_heads()[0]).transpose(0, 1)
 
     def expand(self, latents: torch.Tensor) -> torch.Tensor:
@@ -161,9 +161,9 @@ class _HeadMatrices(nn.Module):
         return self.weight.unflatten(0, (-1, sum(self._sizes))).split(self._sizes, dim=1)
 
 
-def _scale(shape: LatentShape, rope: RopeParameters) -> float:
+def _scale(shape: MLAConfig, rope: RopeParameters) -> float:
     """The usual scale of scores, sharpened where the rotation is stretched (`mscale_all_dim`)."""
-    scale = (shape.plain_size + shape.rope_size) ** -0.5
+    scale = (shape.qk_nope_head_dim + shape.qk_rope_head_dim) ** -0.5
     weight, factor = rope.values.get("mscale_all_dim"), rope.values.get("factor")
     if rope.rope_type == "default" or not weight or not factor or factor <= 1:
         return scale

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mvllm.layers.context import BuildContext
-from mvllm.layers.linear import HeadShare
+from mvllm.layers.linear import HeadShard
 from mvllm.layers.weight_target import WeightTarget
 
 
@@ -54,7 +54,7 @@ class RMSNorm(nn.Module):
         yield whole(f"{self.name}.weight", self.weight)
 
 
-class OffsetRMSNorm(RMSNorm):
+class GemmaRMSNorm(RMSNorm):
     """As RMSNorm, with a checkpoint that holds the weight less one."""
 
     def prepare_weights(self) -> None:
@@ -62,7 +62,7 @@ class OffsetRMSNorm(RMSNorm):
         self.weight.add_(1.0)
 
 
-class QKWidthNorm(nn.Module):
+class FullWidthQKNorm(nn.Module):
     """Root-mean-square norms of queries and of keys, each over all heads together, those of other ranks included.
 
     Args:
@@ -78,7 +78,7 @@ class QKWidthNorm(nn.Module):
         self,
         ctx: BuildContext,
         names: tuple[str, str],
-        heads: HeadShare,
+        heads: HeadShard,
         num_heads: int,
         num_kv_heads: int,
         head_size: int,

@@ -28,7 +28,7 @@ from mvllm.layers.rope_scaling import dynamic_frequencies, frequencies, long_fre
 
 
 @dataclass(frozen=True)
-class StepAngles:
+class CosSinRows:
     """The angles of one step's tokens.
 
     Attributes:
@@ -64,9 +64,9 @@ class RotaryEmbedding(nn.Module):
         self._table = self._build_table(by_length).to(ctx.device)
         self._by_length = None if by_length is None else by_length.to(ctx.device)
         self._rotate = ctx.op("rotary_embedding", head_size=rope.head_size, rotary_dim=rope.rotary_dim).function
-        self._order = _evens_first(rope).to(ctx.device) if interleaved else None
+        self._order = _interleaved_order(rope).to(ctx.device) if interleaved else None
 
-    def angles(self, positions: torch.Tensor, prompt_lens: torch.Tensor | None = None) -> StepAngles:
+    def angles(self, positions: torch.Tensor, prompt_lens: torch.Tensor | None = None) -> CosSinRows:
         """Looks up the angles of a step's tokens, once for all layers.
 
         Args:
@@ -74,15 +74,15 @@ class RotaryEmbedding(nn.Module):
             prompt_lens: [T], integers, as in ForwardStep; None treats every prompt as within the original context.
         """
         if prompt_lens is None or not self.uses_prompt_lens:
-            return StepAngles(positions, self._table)
+            return CosSinRows(positions, self._table)
         if self._by_length is None:
             # Behind the usual rows stand those of long prompts: the long frequencies at every position.
-            return StepAngles(positions + self.max_len * (prompt_lens > self.rope.native_len), self._table)
+            return CosSinRows(positions + self.max_len * (prompt_lens > self.rope.native_len), self._table)
         inv_freq = self._by_length.index_select(0, torch.maximum(positions, prompt_lens - 1))
         rows = _cos_sin(positions.unsqueeze(-1) * inv_freq, 1.0)
-        return StepAngles(torch.arange(len(positions), device=positions.device), rows)
+        return CosSinRows(torch.arange(len(positions), device=positions.device), rows)
 
-    def forward(self, angles: StepAngles, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, angles: CosSinRows, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotates query [T, heads, head_size] and key [T, kv_heads, head_size]; their storage may be reused."""
         if self._order is not None:
             query, key = query.index_select(-1, self._order), key.index_select(-1, self._order)
@@ -101,7 +101,7 @@ class RotaryEmbedding(nn.Module):
         return torch.cat((table[:native], long_table[native:], long_table))
 
 
-def _evens_first(rope: RopeParameters) -> torch.Tensor:
+def _interleaved_order(rope: RopeParameters) -> torch.Tensor:
     """Where each element of a head is taken from, so that the first of each pair come first, then the second."""
     order = torch.arange(rope.head_size)
     order[: rope.rotary_dim] = order[: rope.rotary_dim].view(-1, 2).T.flatten()

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from mvllm.layers.gpt_oss_experts import ClampedExperts
+from mvllm.layers.gpt_oss_experts import GptOssExperts
 from mvllm.layers.context import BuildContext
-from mvllm.layers.fused_moe import GatedExperts
+from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.linear import ReplicatedLinear
 from mvllm.layers.norm import whole
 from mvllm.layers.routing import Routing
@@ -38,7 +38,7 @@ class MoE(nn.Module):
         self,
         ctx: BuildContext,
         router: str,
-        experts: GatedExperts | ClampedExperts,
+        experts: FusedMoE | GptOssExperts,
         hidden_size: int,
         num_experts: int,
         routing: Routing,

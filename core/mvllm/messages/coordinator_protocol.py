@@ -35,7 +35,7 @@ class Loads(msgspec.Struct, tag=2, array_like=True, frozen=True):
 
 
 class SentPrefixes(msgspec.Struct, tag=3, array_like=True, frozen=True):
-    """A replica was sent prompts with these beginnings, see ReplicaChoice."""
+    """A replica was sent prompts with these beginnings, see DPLoadBalancer."""
 
     rank: int
     names: list[int]

@@ -1,8 +1,8 @@
 """What a front end and an engine core in another process say to each other. Typed msgpack; nothing is pickled.
 
-    front end  ── AddRequests | AbortRequests | CallCore ──────>  engine core      numbered from 1
-    its owner  ── StopCore | DropFrontEnd ─────────────────────>  engine core      which may be a front end, too
-    front end  <─ CoreNews(taken, is_busy, outputs, results) ───  engine core
+    front end  ── AddRequests | AbortRequests | CallUtility ──────>  engine core      numbered from 1
+    its owner  ── StopCore | DropClient ─────────────────────>  engine core      which may be a front end, too
+    front end  <─ EngineCoreUpdate(taken, is_busy, outputs, results) ───  engine core
 
 News say how many commands have been taken and whether there is work left. So a front end whose commands were all taken
 by a core without work knows that nothing more will come, and need not follow single requests for that. Where several
@@ -35,8 +35,8 @@ class AbortRequests(msgspec.Struct, tag=2, array_like=True, frozen=True):
     request_ids: list[str]
 
 
-class CallCore(msgspec.Struct, tag=3, array_like=True, frozen=True):
-    """A call that is answered with a CallResult.
+class CallUtility(msgspec.Struct, tag=3, array_like=True, frozen=True):
+    """A call that is answered with a UtilityResult.
 
     Attributes:
         id: Given back in the result.
@@ -53,7 +53,7 @@ class StopCore(msgspec.Struct, tag=4, array_like=True, frozen=True):
     """End after the step under way."""
 
 
-class DropFrontEnd(msgspec.Struct, tag=5, array_like=True, frozen=True):
+class DropClient(msgspec.Struct, tag=5, array_like=True, frozen=True):
     """A front end has died: drop all of its requests, and tell it nothing any more.
 
     Attributes:
@@ -63,10 +63,10 @@ class DropFrontEnd(msgspec.Struct, tag=5, array_like=True, frozen=True):
     index: int
 
 
-Command = AddRequests | AbortRequests | CallCore | StopCore | DropFrontEnd
+Command = AddRequests | AbortRequests | CallUtility | StopCore | DropClient
 
 
-class ErrorLink(msgspec.Struct, frozen=True):
+class ExceptionInfo(msgspec.Struct, frozen=True):
     """One exception of a chain of causes.
 
     Attributes:
@@ -80,7 +80,7 @@ class ErrorLink(msgspec.Struct, frozen=True):
     facts: dict[str, int | float | str | None] = {}
 
 
-class CoreFailure(msgspec.Struct, frozen=True):
+class ProcessFailure(msgspec.Struct, frozen=True):
     """An exception on its way from an engine core.
 
     Attributes:
@@ -93,19 +93,19 @@ class CoreFailure(msgspec.Struct, frozen=True):
     name: str
     pid: int
     activity: str
-    links: list[ErrorLink]
+    links: list[ExceptionInfo]
     traceback: str
 
 
-class CallResult(msgspec.Struct, array_like=True, frozen=True):
+class UtilityResult(msgspec.Struct, array_like=True, frozen=True):
     """What became of a call: its value, or why it failed."""
 
     id: int
     value: bool | None = None
-    failure: CoreFailure | None = None
+    failure: ProcessFailure | None = None
 
 
-class CoreNews(msgspec.Struct, array_like=True, frozen=True):
+class EngineCoreUpdate(msgspec.Struct, array_like=True, frozen=True):
     """What a front end learns at once.
 
     Attributes:
@@ -118,4 +118,4 @@ class CoreNews(msgspec.Struct, array_like=True, frozen=True):
     taken: int
     is_busy: bool
     outputs: EngineCoreOutputs
-    results: list[CallResult] = []
+    results: list[UtilityResult] = []

@@ -508,7 +508,7 @@ def _output_kind(name: str, value: object) -> RequestOutputKind:
     return RequestOutputKind(number)
 
 
-_CHECK_OF_FIELD: dict[str, _Check] = {
+_FIELD_CHECKS: dict[str, _Check] = {
     "n": _integer(1, MAX_N),
     "temperature": _temperature,
     "top_p": _number(0.0, 1.0, above=True),
@@ -544,7 +544,7 @@ _CHECK_OF_FIELD: dict[str, _Check] = {
     "extra_args": _extra_args,
 }
 _CHECKS = tuple(
-    (field.name, field.default, _CHECK_OF_FIELD[field.name]) for field in msgspec.structs.fields(SamplingParams)
+    (field.name, field.default, _FIELD_CHECKS[field.name]) for field in msgspec.structs.fields(SamplingParams)
 )
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
 _BEAM_FIELDS = ("beam_width", "length_penalty", "early_stopping")

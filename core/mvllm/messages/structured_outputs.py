@@ -167,7 +167,7 @@ def _schema_text(value: object) -> str:
             _refuse("json must be a JSON schema: an object, or the text of one")
         if value is True:  # the schema of everything, in a form that the library knows
             value = {}
-        check_extent(value)
+        check_json_size(value)
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except RecursionError:
         _refuse(f"json nests deeper than {MAX_NESTING} levels")
@@ -218,7 +218,7 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON value")
 
 
-def check_extent(value: object) -> None:
+def check_json_size(value: object) -> None:
     """Returns if a JSON value is small enough to be looked at, after a look at no more than that much of it.
 
     Raises:

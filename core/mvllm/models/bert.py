@@ -1,6 +1,6 @@
 """BERT, RoBERTa, XLM-RoBERTa and DistilBERT: encoders with learned positions and a norm behind each block.
 
-They differ in the names of their tensors and in the head that classifies, which `EncoderLayout` says, in where
+They differ in the names of their tensors and in the head that classifies, which `EncoderFamily` says, in where
 positions begin, and in whether tokens know which of two texts they belong to, which `config.json` says.
 """
 
@@ -21,11 +21,11 @@ from mvllm.layers.encoder_attention import EncoderAttention
 from mvllm.layers.linear import QKVLinear, ReplicatedLinear, RowParallelLinear
 from mvllm.layers.mlp import MLP
 from mvllm.layers.norm import LayerNorm
-from mvllm.models.pooling_model import Headless
+from mvllm.models.pooling_model import PoolingModel
 
 
 @dataclass(frozen=True)
-class EncoderLayout:
+class EncoderFamily:
     """In what the families differ.
 
     Attributes:
@@ -53,9 +53,9 @@ class EncoderLayout:
     activation_key: str = "hidden_act"
 
 
-BERT = EncoderLayout("bert", head=("bert.pooler.dense", "classifier"))
-ROBERTA = EncoderLayout("roberta")
-DISTILBERT = EncoderLayout(
+BERT = EncoderFamily("bert", head=("bert.pooler.dense", "classifier"))
+ROBERTA = EncoderFamily("roberta")
+DISTILBERT = EncoderFamily(
     "distilbert",
     layers="transformer.layer",
     query="attention.q_lin",
@@ -76,7 +76,7 @@ DISTILBERT = EncoderLayout(
 class EncoderEmbeddings(nn.Module):
     """The sum of what a token is, where it stands and which text it belongs to; normalised."""
 
-    def __init__(self, config: ModelConfig, ctx: BuildContext, layout: EncoderLayout) -> None:
+    def __init__(self, config: ModelConfig, ctx: BuildContext, layout: EncoderFamily) -> None:
         super().__init__()
         name, hf, size = f"{layout.root}.embeddings", config.hf_config, config.hidden_size
         self.words = VocabEmbedding(ctx, f"{name}.word_embeddings", config.vocab_size, size)
@@ -99,7 +99,7 @@ class EncoderEmbeddings(nn.Module):
 class EncoderLayer(nn.Module):
     """Attention and MLP, each added to what it was given and then normalised."""
 
-    def __init__(self, config: ModelConfig, ctx: BuildContext, layout: EncoderLayout, layer: int) -> None:
+    def __init__(self, config: ModelConfig, ctx: BuildContext, layout: EncoderFamily, layer: int) -> None:
         super().__init__()
         name, hf, size = f"{layout.root}.{layout.layers}.{layer}", config.hf_config, config.hidden_size
         heads, head_size = config.num_heads, config.head_size
@@ -129,7 +129,7 @@ class EncoderLayer(nn.Module):
 class EncoderHead(nn.Module):
     """Scores of the first token's state: two matrices, and a function between them."""
 
-    def __init__(self, config: ModelConfig, ctx: BuildContext, layout: EncoderLayout) -> None:
+    def __init__(self, config: ModelConfig, ctx: BuildContext, layout: EncoderFamily) -> None:
         super().__init__()
         dense, output, size = *layout.head, config.hidden_size
         self.dense = ReplicatedLinear(ctx, dense, size, size, bias=True)
@@ -141,10 +141,10 @@ class EncoderHead(nn.Module):
         return self.output(self._act(self.dense(pooled)))
 
 
-class Encoder(Headless):
+class Encoder(PoolingModel):
     """An encoder, with a head where it classifies."""
 
-    layout: EncoderLayout
+    layout: EncoderFamily
     layer_names = re.compile(r"\w+\.(?:encoder|transformer)\.layer\.(\d+)\.")
     # Heads that fill in masked tokens, and what they share; the state that BERT was trained to compare sentences with.
     ignored_names = re.compile(

@@ -6,28 +6,28 @@ from mvllm.config.model import ModelConfig
 from mvllm.layers.context import BuildContext
 from mvllm.models.llama import LlamaForCausalLM
 from mvllm.models.mistral import MistralForCausalLM
-from mvllm.models.pooling_model import Headless, ScoreHead
+from mvllm.models.pooling_model import PoolingModel, ScoreHead
 from mvllm.models.qwen2 import Qwen2ForCausalLM
 from mvllm.models.qwen3 import Qwen3ForCausalLM
 
 
-class LlamaModel(Headless, LlamaForCausalLM):
+class LlamaModel(PoolingModel, LlamaForCausalLM):
     """`LlamaModel` of Hugging Face checkpoints."""
 
 
-class MistralModel(Headless, MistralForCausalLM):
+class MistralModel(PoolingModel, MistralForCausalLM):
     """`MistralModel` of Hugging Face checkpoints."""
 
 
-class Qwen2Model(Headless, Qwen2ForCausalLM):
+class Qwen2Model(PoolingModel, Qwen2ForCausalLM):
     """`Qwen2Model` of Hugging Face checkpoints."""
 
 
-class Qwen3Model(Headless, Qwen3ForCausalLM):
+class Qwen3Model(PoolingModel, Qwen3ForCausalLM):
     """`Qwen3Model` of Hugging Face checkpoints."""
 
 
-class _Classifier(Headless):
+class _ClassifierModel(PoolingModel):
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
         super().__init__(config, ctx)
         self.last_stage_names = (*self.last_stage_names, "score.")
@@ -35,17 +35,17 @@ class _Classifier(Headless):
             self.scores = ScoreHead(ctx, config.hidden_size, config.kind.num_labels)
 
 
-class LlamaForSequenceClassification(_Classifier, LlamaForCausalLM):
+class LlamaForSequenceClassification(_ClassifierModel, LlamaForCausalLM):
     """`LlamaForSequenceClassification` of Hugging Face checkpoints."""
 
 
-class MistralForSequenceClassification(_Classifier, MistralForCausalLM):
+class MistralForSequenceClassification(_ClassifierModel, MistralForCausalLM):
     """`MistralForSequenceClassification` of Hugging Face checkpoints."""
 
 
-class Qwen2ForSequenceClassification(_Classifier, Qwen2ForCausalLM):
+class Qwen2ForSequenceClassification(_ClassifierModel, Qwen2ForCausalLM):
     """`Qwen2ForSequenceClassification` of Hugging Face checkpoints."""
 
 
-class Qwen3ForSequenceClassification(_Classifier, Qwen3ForCausalLM):
+class Qwen3ForSequenceClassification(_ClassifierModel, Qwen3ForCausalLM):
     """`Qwen3ForSequenceClassification` of Hugging Face checkpoints."""

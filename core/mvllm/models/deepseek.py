@@ -8,8 +8,8 @@ from torch import nn
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError
 from mvllm.layers.context import BuildContext
-from mvllm.layers.fused_moe import GatedExperts
-from mvllm.layers.mla_attention import LatentAttention, LatentShape
+from mvllm.layers.fused_moe import FusedMoE
+from mvllm.layers.mla_attention import MLAAttention, MLAConfig
 from mvllm.layers.sparse_moe_block import MoE
 from mvllm.layers.rotary import RotaryEmbedding
 from mvllm.layers.routing import Routing
@@ -34,17 +34,17 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int
     ) -> nn.Module:
         hf = self.config.hf_config
-        shape = LatentShape(
+        shape = MLAConfig(
             hidden_size=self.config.hidden_size,
             num_heads=self.config.num_heads,
-            query_rank=hf.positive_int("q_lora_rank") if "q_lora_rank" in hf else None,
+            q_lora_rank=hf.positive_int("q_lora_rank") if "q_lora_rank" in hf else None,
             rank=hf.positive_int("kv_lora_rank"),
-            plain_size=hf.positive_int("qk_nope_head_dim"),
-            rope_size=hf.positive_int("qk_rope_head_dim"),
+            qk_nope_head_dim=hf.positive_int("qk_nope_head_dim"),
+            qk_rope_head_dim=hf.positive_int("qk_rope_head_dim"),
             value_size=hf.positive_int("v_head_dim"),
             bias=bool(hf.get("attention_bias", False)),
         )
-        return LatentAttention(ctx, f"model.layers.{layer}.self_attn", shape, rotary)
+        return MLAAttention(ctx, f"model.layers.{layer}.self_attn", shape, rotary)
 
     def build_mlp(self, ctx: BuildContext, options: LlamaOptions, layer: int) -> nn.Module:
         hf, name, hidden_size = self.config.hf_config, f"model.layers.{layer}.mlp", self.config.hidden_size
@@ -57,11 +57,11 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         return MoE(
             ctx,
             f"{name}.gate",
-            GatedExperts(ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=routing.top_k),
+            FusedMoE(ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=routing.top_k),
             hidden_size,
             count,
             routing,
-            correction=f"{name}.gate.e_score_correction_bias" if self.corrects_choice else None,
+            correction=f"{name}.gate.e_score_correction_bias" if self.has_correction_bias else None,
             router_dtype=torch.float32,
             beside=shared_mlp(self.config, ctx, f"{name}.shared_experts", size * num_shared, bias=bias)
             if num_shared
@@ -70,7 +70,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
 
     dense_layers = 0
     """Layers without experts, where the config does not say."""
-    corrects_choice = False
+    has_correction_bias = False
     """Whether the router has `e_score_correction_bias`."""
 
     def routing(self) -> Routing:
@@ -95,7 +95,7 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     """`DeepseekV3ForCausalLM` of Hugging Face checkpoints, without the layers that predict further tokens."""
 
     dense_layers = 3
-    corrects_choice = True
+    has_correction_bias = True
 
     def routing(self) -> Routing:
         """The best by sigmoid, corrected for the choice, of the groups whose best two are best."""

@@ -19,7 +19,7 @@ from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import QKVLinear, RowParallelLinear
 from mvllm.layers.mlp import MLP
 from mvllm.layers.norm import LayerNorm
-from mvllm.layers.rotary import RotaryEmbedding, StepAngles
+from mvllm.layers.rotary import RotaryEmbedding, CosSinRows
 from mvllm.models.causal_lm import CausalLM
 
 
@@ -35,7 +35,7 @@ class FalconAttention(nn.Module):
         self.attention = Attention(ctx, self.qkv.heads, head_size, head_size**-0.5)
         self._rotary = [rotary]  # in a list: it belongs to the model, not to every layer
 
-    def forward(self, x: torch.Tensor, angles: StepAngles, step: ForwardStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
         query, key, value = self.qkv.split(x)
         query, key = self._rotary[0](angles, query, key)
@@ -59,7 +59,7 @@ class FalconLayer(nn.Module):
         inner, act = hf.positive_int("ffn_hidden_size", 4 * size), hf.get("activation", "gelu")
         self.mlp = MLP(ctx, *names, size, inner, act, bias=_has_bias(config))
 
-    def forward(self, x: torch.Tensor, angles: StepAngles, step: ForwardStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
         normed = self.attention_norm(x)
         attended = self.attention(normed, angles, step)

@@ -9,7 +9,7 @@ from typing import Any
 
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError
-from mvllm.layers.norm import OffsetRMSNorm
+from mvllm.layers.norm import GemmaRMSNorm
 from mvllm.models.layer_windows import layer_windows
 from mvllm.models.llama import LayerNorms, LlamaForCausalLM, LlamaOptions
 
@@ -29,11 +29,11 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
     def options(cls, config: ModelConfig) -> LlamaOptions:
         """The first layer of each two has the window."""
         windows = layer_windows(config, lambda layer: layer % 2 == 1)
-        caps = absent_or(config, "attn_logit_softcapping", 50.0), absent_or(config, "final_logit_softcapping", 30.0)
-        return LlamaOptions(windows, soft_cap=caps[0], logits_soft_cap=caps[1], **gemma_facts(config))
+        caps = number_or_default(config, "attn_logit_softcapping", 50.0), number_or_default(config, "final_logit_softcapping", 30.0)
+        return LlamaOptions(windows, soft_cap=caps[0], logits_soft_cap=caps[1], **gemma_options(config))
 
 
-def gemma_facts(config: ModelConfig) -> dict[str, Any]:
+def gemma_options(config: ModelConfig) -> dict[str, Any]:
     """The options that Gemma 2 and 3 have in common.
 
     Raises:
@@ -48,7 +48,7 @@ def gemma_facts(config: ModelConfig) -> dict[str, Any]:
     bias = bool(hf.get("attention_bias", False))
     return {
         "norms": GEMMA_NORMS,
-        "norm": OffsetRMSNorm,
+        "norm": GemmaRMSNorm,
         "qkv_bias": bias,
         "output_bias": bias,
         "hidden_act": hf.get("hidden_activation", "gelu_pytorch_tanh"),
@@ -57,7 +57,7 @@ def gemma_facts(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def absent_or(config: ModelConfig, key: str, absent: float | None) -> float | None:
+def number_or_default(config: ModelConfig, key: str, absent: float | None) -> float | None:
     """The number of `key`; None where it is null, `absent` where the key is not there at all."""
     hf = config.hf_config
     if key not in hf.as_dict():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from mvllm.config.model import ModelConfig
 from mvllm.config.rope_parameters import RopeParameters, rope_settings, settings_by_type
-from mvllm.models.gemma2 import absent_or, gemma_facts
+from mvllm.models.gemma2 import number_or_default, gemma_options
 from mvllm.models.layer_windows import layer_windows
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
 
@@ -30,8 +30,8 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
             qk_norm=True,
             rope=full,
             local_rope=local,
-            logits_soft_cap=absent_or(config, "final_logit_softcapping", None),
-            **gemma_facts(config),
+            logits_soft_cap=number_or_default(config, "final_logit_softcapping", None),
+            **gemma_options(config),
         )
 
 

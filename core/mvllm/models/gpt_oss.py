@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from mvllm.config.model import ModelConfig
-from mvllm.layers.gpt_oss_experts import ClampedExperts
+from mvllm.layers.gpt_oss_experts import GptOssExperts
 from mvllm.layers.context import BuildContext
 from mvllm.layers.sparse_moe_block import MoE
 from mvllm.layers.routing import Routing
@@ -27,7 +27,7 @@ class GptOssForCausalLM(LlamaForCausalLM):
     def build_mlp(self, ctx: BuildContext, options: LlamaOptions, layer: int) -> nn.Module:
         hf, name, hidden_size = self.config.hf_config, f"model.layers.{layer}.mlp", self.config.hidden_size
         count, top_k = num_experts(hf, "num_local_experts", "num_experts"), hf.positive_int("num_experts_per_tok", 4)
-        experts = ClampedExperts(
+        experts = GptOssExperts(
             ctx,
             f"{name}.experts",
             hidden_size,

@@ -13,8 +13,8 @@ from mvllm.layers.attention import Attention, Sinks
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import QKVLinear, RowParallelLinear
 from mvllm.layers.mlp import GatedMLP
-from mvllm.layers.norm import Norm, NormMaker, QKWidthNorm, RMSNorm
-from mvllm.layers.rotary import RotaryEmbedding, StepAngles
+from mvllm.layers.norm import Norm, NormMaker, FullWidthQKNorm, RMSNorm
+from mvllm.layers.rotary import RotaryEmbedding, CosSinRows
 from mvllm.models.causal_lm import CausalLM
 
 
@@ -112,7 +112,7 @@ class LlamaAttention(nn.Module):
         self.k_norm = options.norm(ctx, f"{name}.k_norm", head_size, eps) if options.qk_norm else None
         names, heads = (f"{name}.q_norm", f"{name}.k_norm"), (config.num_heads, config.num_kv_heads)
         self.qk_norm = (
-            QKWidthNorm(ctx, names, self.qkv.heads, *heads, head_size, eps) if options.qk_width_norm else None
+            FullWidthQKNorm(ctx, names, self.qkv.heads, *heads, head_size, eps) if options.qk_width_norm else None
         )
         scale = head_size**-0.5 if options.attention_scale is None else options.attention_scale
         self.sinks = Sinks(ctx, f"{name}.sinks", config.num_heads, self.qkv.heads) if options.sinks else None
@@ -127,7 +127,7 @@ class LlamaAttention(nn.Module):
         )
         self._rotary = [rotary]  # in a list: it belongs to the model, not to every layer
 
-    def forward(self, x: torch.Tensor, angles: StepAngles, step: ForwardStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
         query, key, value = self.qkv.split(x)
         if self.q_norm is not None and self.k_norm is not None:
@@ -165,7 +165,7 @@ class LlamaLayer(nn.Module):
         self.residual_scale = options.residual_scale
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, angles: StepAngles, step: ForwardStep
+        self, x: torch.Tensor, residual: torch.Tensor | None, angles: CosSinRows, step: ForwardStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes and returns the last block's output and the residual stream before it was added."""
         x, residual = _add_norm(self.input_norm, x, residual)

@@ -8,17 +8,17 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from mvllm.errors import ModelError
-from mvllm.layers.lora import LoRAMatrices
+from mvllm.layers.lora import LoRALayerWeights
 from mvllm.models.causal_lm import CausalLM
-from mvllm.models.peft_adapter import AdaptedModule, PeftFolder
+from mvllm.models.peft_adapter import LoRAModule, PeftAdapter
 from mvllm.models.safetensors_file import SafetensorsReader, TensorEntry
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def read_adapter(
-    adapter: PeftFolder, model: CausalLM, shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype
-) -> dict[str, LoRAMatrices]:
+def load_lora_weights(
+    adapter: PeftAdapter, model: CausalLM, shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype
+) -> dict[str, LoRALayerWeights]:
     """The adapter's matrices for the layers that this rank has, by checkpoint module; each whole, on the host.
 
     Everything is compared with the layers before data is read, so that no file makes this rank claim more memory than
@@ -33,11 +33,11 @@ def read_adapter(
     Raises:
         ModelError: It is for another model, incomplete, damaged, or not finite in the compute dtype.
     """
-    ours: dict[str, AdaptedModule] = {}
+    ours: dict[str, LoRAModule] = {}
     for name, module in adapter.modules.items():
-        known = _known_as(name, shapes)
+        known = _model_module_name(name, shapes)
         if known is None:
-            if not _is_elsewhere(name, model, shapes):
+            if not _is_on_another_stage(name, model, shapes):
                 raise ModelError(_unknown(name, adapter, shapes))
             continue
         if module.shape != shapes[known]:
@@ -56,7 +56,7 @@ def read_adapter(
         return {name: _read(reader, module, dtype) for name, module in ours.items()}
 
 
-def _read(reader: SafetensorsReader, module: AdaptedModule, dtype: torch.dtype) -> LoRAMatrices:
+def _read(reader: SafetensorsReader, module: LoRAModule, dtype: torch.dtype) -> LoRALayerWeights:
     down = _tensor(reader, module.down).to(dtype)
     up = (_tensor(reader, module.up).double() * module.scale).to(dtype)
     for entry, tensor in ((module.down, down), (module.up, up)):
@@ -65,7 +65,7 @@ def _read(reader: SafetensorsReader, module: AdaptedModule, dtype: torch.dtype) 
                 f"{entry.file}: {entry.name[:200]!r} has values that are no finite numbers in {dtype}: NaN, infinite "
                 "or too large."
             )
-    return LoRAMatrices(down, up)
+    return LoRALayerWeights(down, up)
 
 
 def _tensor(reader: SafetensorsReader, entry: TensorEntry) -> torch.Tensor:
@@ -74,7 +74,7 @@ def _tensor(reader: SafetensorsReader, entry: TensorEntry) -> torch.Tensor:
     return tensor
 
 
-def _known_as(name: str, shapes: Mapping[str, tuple[int, int]]) -> str | None:
+def _model_module_name(name: str, shapes: Mapping[str, tuple[int, int]]) -> str | None:
     """The name under which the model has a module; adapters of its part below the head leave out a first component."""
     if name in shapes:
         return name
@@ -82,7 +82,7 @@ def _known_as(name: str, shapes: Mapping[str, tuple[int, int]]) -> str | None:
     return next((full for first in sorted(first_components) if (full := f"{first}.{name}") in shapes), None)
 
 
-def _is_elsewhere(name: str, model: CausalLM, shapes: Iterable[str]) -> bool:
+def _is_on_another_stage(name: str, model: CausalLM, shapes: Iterable[str]) -> bool:
     """Whether a module belongs to another pipeline stage, which will look at it."""
     if model.stage.is_first and model.stage.is_last:
         return False
@@ -94,7 +94,7 @@ def _is_target(name: str, targets: Iterable[str]) -> bool:
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
-def _unknown(name: str, adapter: PeftFolder, shapes: Mapping[str, tuple[int, int]]) -> str:
+def _unknown(name: str, adapter: PeftAdapter, shapes: Mapping[str, tuple[int, int]]) -> str:
     nearest = difflib.get_close_matches(name[:200], shapes, n=1, cutoff=0.6)
     hint = f" The nearest that it has is {nearest[0]!r}." if nearest else ""
     return (

@@ -6,7 +6,7 @@ from torch import nn
 
 from mvllm.config.model import ModelConfig
 from mvllm.layers.context import BuildContext
-from mvllm.layers.fused_moe import GatedExperts
+from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.sparse_moe_block import MoE
 from mvllm.layers.routing import Routing
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
@@ -25,7 +25,7 @@ class MixtralForCausalLM(LlamaForCausalLM):
         hf, name, hidden_size = self.config.hf_config, f"model.layers.{layer}.block_sparse_moe", self.config.hidden_size
         check_activation(hf)
         num_experts, top_k = hf.positive_int("num_local_experts", 8), hf.positive_int("num_experts_per_tok", 2)
-        experts = GatedExperts(
+        experts = FusedMoE(
             ctx,
             f"{name}.experts",
             hidden_size,

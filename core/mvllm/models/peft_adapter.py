@@ -56,7 +56,7 @@ _shown.maxstring = _shown.maxother = 100
 
 
 @dataclass(frozen=True)
-class AdaptedModule:
+class LoRAModule:
     """What an adapter adds to one linear layer.
 
     Attributes:
@@ -77,7 +77,7 @@ class AdaptedModule:
 
 
 @dataclass(frozen=True)
-class PeftFolder:
+class PeftAdapter:
     """An adapter whose description has been checked.
 
     Attributes:
@@ -88,11 +88,11 @@ class PeftFolder:
     """
 
     path: Path
-    modules: Mapping[str, AdaptedModule]
+    modules: Mapping[str, LoRAModule]
     targets: tuple[str, ...]
 
 
-def read_peft_folder(folder: str, max_rank: int) -> PeftFolder:
+def read_peft_adapter(folder: str, max_rank: int) -> PeftAdapter:
     """Reads the description of an adapter.
 
     Args:
@@ -122,8 +122,8 @@ def read_peft_folder(folder: str, max_rank: int) -> PeftFolder:
     for name, (down, up) in pairs.items():
         rank = _rank_of(config, name, max_rank, path)
         _check_shapes(name, down, up, rank)
-        modules[name] = AdaptedModule(name, down, up, _scale_of(config, name, rank, path))
-    return PeftFolder(weights, modules, _targets(config))
+        modules[name] = LoRAModule(name, down, up, _scale_of(config, name, rank, path))
+    return PeftAdapter(weights, modules, _targets(config))
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -263,7 +263,7 @@ def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(listed)
 
 
-def folder_state(folder: str) -> tuple[int, ...]:
+def folder_fingerprint(folder: str) -> tuple[int, ...]:
     """Changes when somebody writes to an adapter's files. Empty where they cannot be looked at."""
     try:
         found = [os.stat(Path(folder).expanduser() / name) for name in (CONFIG_NAME, WEIGHTS_NAME)]

@@ -13,7 +13,7 @@ from mvllm.layers.linear import ReplicatedLinear
 from mvllm.models.causal_lm import CausalLM
 
 
-class Headless(CausalLM):
+class PoolingModel(CausalLM):
     """A model without its language-model head. Stands before the class of a decoder, whose head is then not built."""
 
     ignored_names = re.compile(r"^lm_head\.|(^|\.)rotary_emb\.inv_freq$")

@@ -8,7 +8,7 @@ from torch import nn
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError
 from mvllm.layers.context import BuildContext
-from mvllm.layers.fused_moe import GatedExperts
+from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.linear import ReplicatedLinear
 from mvllm.layers.sparse_moe_block import MoE
 from mvllm.layers.routing import Routing
@@ -34,7 +34,7 @@ class Qwen2MoeForCausalLM(LlamaForCausalLM):
         check_activation(hf)
         count, top_k = num_experts(hf, "num_experts", "num_local_experts"), hf.positive_int("num_experts_per_tok")
         hidden_size, size = self.config.hidden_size, hf.positive_int("moe_intermediate_size")
-        experts = GatedExperts(ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=top_k)
+        experts = FusedMoE(ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=top_k)
         routing = Routing(top_k, normalize=bool(hf.get("norm_topk_prob", False)))
         beside = self.build_shared(ctx, name)
         return MoE(ctx, f"{name}.gate", experts, hidden_size, count, routing, beside=beside)

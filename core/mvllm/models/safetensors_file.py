@@ -245,7 +245,7 @@ class SafetensorsReader:
             self._helper.shutdown()
         self._file.close()
 
-    def read_strips(self, target: memoryview, entry: TensorEntry, offset: int, length: int, stride: int) -> None:
+    def read_strided(self, target: memoryview, entry: TensorEntry, offset: int, length: int, stride: int) -> None:
         """Fills `target` with pieces of `entry` of `length` bytes, the first from `offset` on, each a `stride` on."""
         if length == stride:
             self.read_into(target, entry, offset)

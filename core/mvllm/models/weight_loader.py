@@ -171,7 +171,7 @@ def check_tensors(
     """
     for name, entry in entries.items():
         for target in targets[name]:
-            if entry.shape != tuple(target.source_shape) and not _both_one_element(entry.shape, target.source_shape):
+            if entry.shape != tuple(target.source_shape) and not _both_scalars(entry.shape, target.source_shape):
                 raise ModelError(_wrong_shape(entry, target, vocab_size))
             fitting = _fitting(target.parameter.dtype)
             if entry.dtype not in fitting:
@@ -182,7 +182,7 @@ def check_tensors(
                 )
 
 
-def _both_one_element(found: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+def _both_scalars(found: tuple[int, ...], expected: tuple[int, ...]) -> bool:
     """One scale for a whole matrix is written as a scalar, as a vector and as a matrix."""
     return math.prod(found) == math.prod(expected) == 1
 
@@ -284,7 +284,7 @@ def _copy(reader: SafetensorsReader, entry: TensorEntry, target: WeightTarget, b
         stop = min(start + rows_at_once, rows.stop)
         view = memoryview(buffer)[: (stop - start) * part_bytes]
         offset = start * row_bytes + columns.start * column_bytes
-        reader.read_strips(view, entry, offset, part_bytes, row_bytes)
+        reader.read_strided(view, entry, offset, part_bytes, row_bytes)
         chunk = torch.frombuffer(view, dtype=dtype).view(stop - start, columns.stop - columns.start, *shape[2:])
         destination[start - rows.start : stop - rows.start].copy_(chunk[(slice(None), every_one, *source[2:])])
     return buffer

@@ -34,7 +34,7 @@ def installed_providers(names: Iterable[str]) -> list[OpProvider]:
     """
     found: list[OpProvider] = []
     for name in names:
-        source, factory = plugin_groups.load_by_name(plugin_groups.OP_PROVIDERS, name)
+        source, factory = plugin_groups.load_plugin_by_name(plugin_groups.OP_PROVIDERS, name)
         try:
             providers = factory()
         except KeyboardInterrupt:

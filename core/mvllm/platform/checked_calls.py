@@ -41,7 +41,7 @@ def ask(platform: Platform, what: str, *args: Any, returns: type | tuple[type, .
     return answer
 
 
-def ask_attention_backend(platform: Platform, spec: AttentionSpec) -> AttentionBackend:
+def checked_attention_backend(platform: Platform, spec: AttentionSpec) -> AttentionBackend:
     """The platform's backend for `spec`. What the platform does not claim is refused here, whatever its backend takes.
 
     Raises:

@@ -76,7 +76,7 @@ def choose_candidate(
     if len(candidates) == 1:
         return chosen, "the only platform that is installed"
     reason = f"the only available one of {', '.join(each.name for each in candidates)}"
-    by_name = [each.name for each in candidates if each.available and _by_name_only(each)]
+    by_name = [each.name for each in candidates if each.available and _is_by_name_only(each)]
     if by_name:
         reason += f"; {', '.join(by_name)} would have to be named"
     return chosen, reason
@@ -119,8 +119,8 @@ def _single(candidates: Sequence[Candidate]) -> Candidate:
         raise PlatformError(
             f"No platform plugin is installed, so there is nothing to run on. Install one{example}.{choices}"
         )
-    available = [c for c in candidates if c.available and not _by_name_only(c)]
-    broken = [c for c in candidates if c.failure and not _by_name_only(c)]
+    available = [c for c in candidates if c.available and not _is_by_name_only(c)]
+    broken = [c for c in candidates if c.failure and not _is_by_name_only(c)]
     if broken:
         way_on = (
             f"To go on without {'it' if len(broken) == 1 else 'them'}: "
@@ -143,7 +143,7 @@ def _single(candidates: Sequence[Candidate]) -> Candidate:
     return available[0]
 
 
-def _by_name_only(candidate: Candidate) -> bool:
+def _is_by_name_only(candidate: Candidate) -> bool:
     return candidate.spec is not None and candidate.spec.by_name_only
 
 

@@ -15,7 +15,7 @@ from mvllm.platform.contract_operations import Operation, operation_lines, read_
 from mvllm.platform.spec import CONTRACT, ENTRY_POINT_GROUP
 from mvllm.platform.source_parsing import function_parameters, parse_module
 
-DOOR = "mvllm.plugin_api"
+PLUGIN_API_MODULE = "mvllm.plugin_api"
 HOOKS = "mvllm.platform.hookspecs"
 
 _OPEN_BASES = {"ABC", "Protocol"}
@@ -88,7 +88,7 @@ class Surface:
 
 def read_surface() -> Surface:
     """The contract of this core, from its source."""
-    door = parse_module(DOOR)
+    door = parse_module(PLUGIN_API_MODULE)
     origins = {
         alias.asname or alias.name: (node.module or "", alias.name)
         for node in ast.walk(door)
@@ -193,7 +193,7 @@ def _exported(door: ast.Module) -> list[str]:
             case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
                 names: list[str] = ast.literal_eval(value)
                 return names
-    raise AssertionError(f"{DOOR} has no __all__")
+    raise AssertionError(f"{PLUGIN_API_MODULE} has no __all__")
 
 
 def _name(name: str, tree: ast.Module) -> Name:

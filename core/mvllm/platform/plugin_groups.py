@@ -146,7 +146,7 @@ def require(door: Door, name: str) -> PluginSource:
     return source
 
 
-def load_by_name(door: Door, name: str) -> tuple[PluginSource, Any]:
+def load_plugin_by_name(door: Door, name: str) -> tuple[PluginSource, Any]:
     """What is offered under a name, and by whom.
 
     Raises:

@@ -121,7 +121,7 @@ class DeviceRuntime(ABC):
         import torch
 
         return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-            type(error) is RuntimeError and _without_numbers(error) == _refusal_of_the_host()
+            type(error) is RuntimeError and _without_numbers(error) == _host_out_of_memory_message()
         )
 
     @abstractmethod
@@ -232,7 +232,7 @@ class DeviceRuntime(ABC):
 
 
 @functools.cache
-def _refusal_of_the_host() -> str:
+def _host_out_of_memory_message() -> str:
     """What torch says where the host has no memory for a tensor. The error has no class of its own, and its text is
     another one on each system, so one is asked for that no host has room for.
     """

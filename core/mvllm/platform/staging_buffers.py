@@ -26,7 +26,7 @@ class _Set:
     end: Event | None = None
 
 
-class StepStaging:
+class StagingBuffers:
     """The staging buffers of one worker.
 
     Args:

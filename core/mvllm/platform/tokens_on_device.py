@@ -6,7 +6,7 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.platform.capabilities import Capabilities
 
 
-def keeps_tokens_on_device(config: EngineConfig, capabilities: Capabilities) -> bool:
+def keeps_sampled_tokens_on_device(config: EngineConfig, capabilities: Capabilities) -> bool:
     """Whether a step is launched before the tokens of the step before have been read.
 
     Without asynchronous scheduling nothing would be gained, without asynchronous copies neither; and in a pipeline the

@@ -59,7 +59,7 @@ class PooledRows:
         """The vectors, by position in the batch, and what went wrong with those that are none. Waits for the device."""
         vectors, errors = {}, {}
         for position, params, copy in zip(self.positions, self.params, self.copies, strict=True):
-            vector = finish_vector(copy.wait().numpy(), params)
+            vector = postprocess_vector(copy.wait().numpy(), params)
             if vector is None:
                 errors[position] = "The model gave a hidden state that is not finite (NaN or infinity)."
             else:
@@ -148,7 +148,7 @@ def _whole(amount: torch.Tensor | list[torch.Tensor], kind: PoolingType | None, 
     return amount / num_tokens**0.5 if kind is PoolingType.MEAN_SQRT_LEN else amount
 
 
-def finish_vector(vector: np.ndarray, params: PoolingParams) -> bytes | None:
+def postprocess_vector(vector: np.ndarray, params: PoolingParams) -> bytes | None:
     """Cuts and scales a vector, or turns results of a head into scores; None where something is not finite.
 
     Args:

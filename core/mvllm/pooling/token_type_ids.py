@@ -9,7 +9,7 @@ import numpy as np
 from mvllm.pooling.pooler import PoolingState
 
 
-def second_text_types(
+def make_token_type_ids(
     state: PoolingState, *, rows: Sequence[int], starts: Sequence[int], firsts: Sequence[int], num_tokens: int
 ) -> np.ndarray | None:
     """For each token 1 where it belongs to its prompt's second text, else 0: int32 [num_tokens], padding included.

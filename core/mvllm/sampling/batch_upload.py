@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from mvllm.platform.staging_buffers import StepStaging
+from mvllm.platform.staging_buffers import StagingBuffers
 
 
-class Upload:
+class BatchUpload:
     """Collects arrays of numbers, sends them as one float32 tensor, and hands out the parts.
 
     float32 holds integers exactly up to 2**24, which is enough for rows and token ids. One dtype keeps it to one copy
@@ -18,7 +18,7 @@ class Upload:
         staging: Buffers to copy from without waiting for the device; None where an ordinary copy is as good.
     """
 
-    def __init__(self, staging: StepStaging | None = None) -> None:
+    def __init__(self, staging: StagingBuffers | None = None) -> None:
         self._staging = staging
         self._parts: list[np.ndarray] = []
         self._tensors: tuple[torch.Tensor, ...] = ()
@@ -28,15 +28,15 @@ class Upload:
         self._parts.append(values)
         return len(self._parts) - 1
 
-    def select(self, chosen: np.ndarray) -> Selection:
+    def select(self, chosen: np.ndarray) -> RowSelection:
         """Turns a boolean array over a batch into a selection of its rows that works on device tensors."""
         indices = np.flatnonzero(chosen)
         whole = len(indices) == len(chosen)
-        return Selection(self, None if whole else self.add(indices), indices)
+        return RowSelection(self, None if whole else self.add(indices), indices)
 
-    def mask(self, chosen: np.ndarray) -> MaskedSelection:
+    def mask(self, chosen: np.ndarray) -> MaskedRowSelection:
         """The same in a form whose shapes do not depend on how many rows are chosen."""
-        return MaskedSelection(self, self.add(chosen), np.arange(len(chosen)))
+        return MaskedRowSelection(self, self.add(chosen), np.arange(len(chosen)))
 
     def send(self, device: torch.device) -> None:
         """Copies everything to `device`."""
@@ -62,14 +62,14 @@ class Upload:
         return self._tensors[key].long()
 
 
-class Selection:
+class RowSelection:
     """Some rows of a batch; all of them costs nothing to take.
 
     Attributes:
         indices: int64 [m]: the rows chosen, rising.
     """
 
-    def __init__(self, upload: Upload, key: int | None, indices: np.ndarray) -> None:
+    def __init__(self, upload: BatchUpload, key: int | None, indices: np.ndarray) -> None:
         self._upload = upload
         self._key = key
         self.indices = indices
@@ -86,14 +86,14 @@ class Selection:
         return source if self._key is None else target.index_copy_(0, self._upload.get_ids(self._key), source)
 
 
-class MaskedSelection(Selection):
+class MaskedRowSelection(RowSelection):
     """Some rows of a batch, of which all are computed and the chosen ones kept.
 
     Attributes:
         indices: int64 [n]: all rows, since `take` gives all.
     """
 
-    def __init__(self, upload: Upload, key: int, indices: np.ndarray) -> None:
+    def __init__(self, upload: BatchUpload, key: int, indices: np.ndarray) -> None:
         super().__init__(upload, None, indices)
         self._mask = key
 

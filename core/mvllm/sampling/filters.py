@@ -12,7 +12,7 @@ ever sorted:
            (by 20 times on a processor core), and take the same time whatever the distribution.
 
 If the candidates of a small top_k hold all that stays, which they do unless dozens of tokens tie with the last one
-kept, no other weight is computed where the host may look at that (`may_look`: nothing is under way that it would wait
+kept, no other weight is computed where the host may look at that (`may_synchronize`: nothing is under way that it would wait
 for).
 Whatever the other rows need, a row gets the same weights.
 
@@ -27,10 +27,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mvllm.sampling.batch_upload import Selection
+from mvllm.sampling.batch_upload import RowSelection
 
 _NUM_BISECTIONS = 24
-_FEWEST_CANDIDATES = 64
+_MIN_CANDIDATES = 64
 _BLOCK = 64
 
 
@@ -39,7 +39,7 @@ def num_candidates(top_k: np.ndarray) -> np.ndarray:
     for each shape sees few of them.
     """
     _, bit_lengths = np.frexp(top_k - 1)
-    return np.maximum(_FEWEST_CANDIDATES, np.left_shift(np.int64(1), bit_lengths.astype(np.int64)))
+    return np.maximum(_MIN_CANDIDATES, np.left_shift(np.int64(1), bit_lengths.astype(np.int64)))
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Filters:
         top_p: 1 where it is off.
         top_p_gap: How far below the peak the logits that top_p keeps can reach, as a number <= 0.
         narrow: The rows whose top_k is small; of each, `num_candidates` largest logits are looked at, at least top_k.
-        own_candidates: int64 [n]; how many of these each row asked for by itself.
-        narrow_top_p: Whether any of them has top_p, too.
-        broad: The rows whose top_k is large, with `num_broad_candidates`.
+        row_candidates: int64 [n]; how many of these each row asked for by itself.
+        has_small_top_k_and_top_p: Whether any of them has top_p, too.
+        broad: The rows whose top_k is large, with `num_large_top_k_candidates`.
         nucleus: The rows with top_p that are not narrow.
         any: Whether any row has a filter.
-        may_look: The host may wait for the device to decide what to compute.
+        may_synchronize: The host may wait for the device to decide what to compute.
     """
 
     inv_temperature: torch.Tensor
@@ -66,15 +66,15 @@ class Filters:
     top_k: torch.Tensor
     top_p: torch.Tensor
     top_p_gap: torch.Tensor
-    narrow: Selection
-    own_candidates: torch.Tensor
+    narrow: RowSelection
+    row_candidates: torch.Tensor
     num_candidates: int
-    narrow_top_p: bool
-    broad: Selection
-    num_broad_candidates: int
-    nucleus: Selection
+    has_small_top_k_and_top_p: bool
+    broad: RowSelection
+    num_large_top_k_candidates: int
+    nucleus: RowSelection
     any: bool = True
-    may_look: bool = False
+    may_synchronize: bool = False
 
 
 def filtered_weights(logits: torch.Tensor, peaks: torch.Tensor, filters: Filters) -> torch.Tensor:
@@ -89,8 +89,8 @@ def filtered_weights(logits: torch.Tensor, peaks: torch.Tensor, filters: Filters
         float32 [n, vocab], between 0 and 1; 1 for the most probable token.
     """
     threshold = peaks + filters.min_p_gap
-    narrow = _Narrow(threshold, logits, peaks, filters) if len(filters.narrow) else None
-    if narrow is not None and filters.may_look and len(filters.narrow) == len(logits) and bool(narrow.is_all.all()):
+    narrow = _SmallTopK(threshold, logits, peaks, filters) if len(filters.narrow) else None
+    if narrow is not None and filters.may_synchronize and len(filters.narrow) == len(logits) and bool(narrow.is_all.all()):
         return narrow.weights_alone(logits)
     weights = _weights(logits, peaks, filters.inv_temperature)
     if not filters.any:
@@ -114,7 +114,7 @@ def _reaches(logits: torch.Tensor, threshold: torch.Tensor, out: torch.Tensor | 
     return torch.ge(logits, threshold.unsqueeze(1), out=out)
 
 
-class _Narrow:
+class _SmallTopK:
     """The rows with a small top_k, of which only the largest logits are looked at.
 
     Attributes:
@@ -127,7 +127,7 @@ class _Narrow:
         self._values, self._ids = _largest(rows.take(logits), filters.num_candidates)
         self._last = (rows.take(filters.top_k) - 1).unsqueeze(1)
         self._lowest = torch.maximum(rows.take(threshold), self._values.gather(1, self._last).squeeze(1))
-        own = rows.take(filters.own_candidates).unsqueeze(1) - 1  # the row's own number, not the batch's
+        own = rows.take(filters.row_candidates).unsqueeze(1) - 1  # the row's own number, not the batch's
         self.is_all = self._values.gather(1, own).squeeze(1) < self._lowest
         weights = _weights(self._values, rows.take(peaks), rows.take(filters.inv_temperature))
         self._weights = weights.mul_(_reaches(self._values, self._lowest))
@@ -135,7 +135,7 @@ class _Narrow:
     def weights_alone(self, logits: torch.Tensor) -> torch.Tensor:
         """The weights where `is_all` holds in every row, and every row is narrow."""
         kept = self._weights
-        if self._filters.narrow_top_p:
+        if self._filters.has_small_top_k_and_top_p:
             sums = kept.cumsum(dim=1)
             kept = kept * _reaches(self._values, self._nucleus(sums, sums[:, -1]))
         ids = self._ids.clamp(max=logits.shape[1] - 1)  # padding, where a row has too few tokens; it weighs nothing
@@ -144,7 +144,7 @@ class _Narrow:
     def apply(self, threshold: torch.Tensor, logits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`threshold`, raised to where these rows' filters put it."""
         lowest = self._lowest
-        if self._filters.narrow_top_p:
+        if self._filters.has_small_top_k_and_top_p:
             sums = self._weights.cumsum(dim=1)
             # The total counts every token that ties with the k-th, even those that did not get among the candidates.
             every = _reaches(self._rows.take(logits), lowest).mul_(self._rows.take(weights)).sum(dim=1)
@@ -180,8 +180,8 @@ def _largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tens
 def _apply_top_k(threshold: torch.Tensor, logits: torch.Tensor, filters: Filters) -> torch.Tensor:
     """Raises thresholds to where a large top_k puts them."""
     rows = filters.broad
-    candidates = rows.take(logits).topk(filters.num_broad_candidates, dim=1).values
-    last = (rows.take(filters.top_k) - 1).clamp(max=filters.num_broad_candidates - 1)  # more: a row that is not broad
+    candidates = rows.take(logits).topk(filters.num_large_top_k_candidates, dim=1).values
+    last = (rows.take(filters.top_k) - 1).clamp(max=filters.num_large_top_k_candidates - 1)  # more: a row that is not broad
     kth = candidates.gather(1, last.unsqueeze(1)).squeeze(1)
     return rows.put(threshold, torch.maximum(rows.take(threshold), kth))
 

@@ -121,7 +121,7 @@ def processor_classes(names: Iterable[str]) -> list[tuple[PluginSource, type[Log
     """
     found = []
     for name in names:
-        source, named = plugin_groups.load_by_name(plugin_groups.LOGITS_PROCESSORS, name)
+        source, named = plugin_groups.load_plugin_by_name(plugin_groups.LOGITS_PROCESSORS, name)
         if not isinstance(named, type) or not issubclass(named, LogitsProcessor):
             raise ConfigError(f"{source} must name a subclass of mvllm.extension_api.LogitsProcessor, got {named!r}.")
         found.append((source, named))

@@ -19,7 +19,7 @@ from mvllm.sampling.logits_processor import LogitsProcessor, LogitsProcessorCont
 logger = get_logger(__name__)
 
 
-class LogitsProcessors:
+class LogitsProcessorSet:
     """Those that the setting `logits_processors` names, in that order.
 
     Args:
@@ -65,7 +65,7 @@ class LogitsProcessors:
             except Exception as e:  # noqa: BLE001  (its request has ended)
                 _report(source, e)
 
-    def acting_on(self, index: int, rows: Sequence[int]) -> list[int]:
+    def indices_for(self, index: int, rows: Sequence[int]) -> list[int]:
         """The places among `rows` of those that the processor of this index has."""
         return [place for place, row in enumerate(rows) if index in self._rows.get(row, ())]
 

@@ -5,7 +5,7 @@ multiplies it where negative; then `frequency * (times generated) + presence * (
 
 There are two ways to the same logits, bit for bit. Where the host reads the tokens of each step, it keeps the counts
 (TokenCounts), and only the tokens that occur are touched: their ids, factors and amounts go to the device as flat
-lists. Where tokens stay on the device, so do the counts (DeviceCounts), and no step waits for the tokens of another.
+lists. Where tokens stay on the device, so do the counts (DeviceTokenCounts), and no step waits for the tokens of another.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TokenCounts:
             self._count(token_id, 1)
         self._num_counted = total
 
-    def and_then(self, token_ids: np.ndarray, num_prompt_tokens: int) -> TokenCounts:
+    def extended_copy(self, token_ids: np.ndarray, num_prompt_tokens: int) -> TokenCounts:
         """The counts of a longer sequence that may not come to be; arguments as for `update`."""
         longer = TokenCounts()
         longer._slot_of_token = self._slot_of_token.copy()
@@ -105,7 +105,7 @@ def apply_penalties(
     logits[rows, token_ids] = values.clamp(max=largest)
 
 
-class DeviceCounts:
+class DeviceTokenCounts:
     """The tokens of each row's prompt, and how often each token was generated, on the device.
 
         entry (row, token)     2 * (times generated) + (1 where the prompt has the token)
@@ -135,11 +135,11 @@ class DeviceCounts:
         self._begun = np.zeros(max_rows, dtype=np.int64)
 
     @property
-    def spare_row(self) -> int:
+    def padding_row(self) -> int:
         """The row that belongs to no request."""
         return self._shape[0] - 1
 
-    def take_new(self, rows: np.ndarray, history: TokenHistory) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def list_new_rows(self, rows: np.ndarray, history: TokenHistory) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Notes which of `rows` have another request than the table knows, and lists their tokens for `begin_rows`.
 
         Args:
@@ -169,12 +169,12 @@ class DeviceCounts:
         """Writes new rows.
 
         Args:
-            rows, token_ids, entries: int64 [m] on the device, as `take_new` lists them; some may stand there twice.
+            rows, token_ids, entries: int64 [m] on the device, as `list_new_rows` lists them; some may stand there twice.
 
         Raises:
             MemoryError: There is no room for the table.
         """
-        table = self._there
+        table = self._allocated_table
         table.index_fill_(0, rows, 0)
         table.index_put_((rows, token_ids), entries.to(self._dtype))
 
@@ -204,7 +204,7 @@ class DeviceCounts:
             rows: int64 [n] on the device; the spare row for lines whose result means nothing.
             repetition, frequency, presence: float32 [n] on the device.
         """
-        table, largest = self._there, torch.finfo(logits.dtype).max
+        table, largest = self._allocated_table, torch.finfo(logits.dtype).max
         size = max(1, _ELEMENTS_AT_ONCE // logits.shape[1])
         for begin in range(0, len(logits), size):
             part = slice(begin, begin + size)
@@ -222,7 +222,7 @@ class DeviceCounts:
         self._begun[:] = 0
 
     @property
-    def _there(self) -> torch.Tensor:
+    def _allocated_table(self) -> torch.Tensor:
         if self._table is None:
             self._table = self._empty(self._shape, self._dtype).zero_()
         return self._table

@@ -22,12 +22,12 @@ import torch
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.ops.argmax import argmax as reference_argmax
 from mvllm.ops.draw import draw, draw_block
-from mvllm.platform.staging_buffers import StepStaging
+from mvllm.platform.staging_buffers import StagingBuffers
 from mvllm.sampling.filters import Filters, filtered_weights, num_candidates
 from mvllm.sampling.logprobs import gather_logprobs
-from mvllm.sampling.token_masks import TokenMasks, allowed_tokens, both
+from mvllm.sampling.token_masks import TokenMasks, unpack_masks, both
 from mvllm.sampling.sampler_output import GatheredLogprobs, SamplerOutput
-from mvllm.sampling.penalties import DeviceCounts, TokenCounts, apply_penalties
+from mvllm.sampling.penalties import DeviceTokenCounts, TokenCounts, apply_penalties
 from mvllm.sampling.sampling_state import (
     ALLOWED,
     BAD_WORDS,
@@ -42,7 +42,7 @@ from mvllm.sampling.sampling_state import (
     TokenHistory,
 )
 from mvllm.sampling.uniforms import uniforms
-from mvllm.sampling.batch_upload import Selection, Upload
+from mvllm.sampling.batch_upload import RowSelection, BatchUpload
 
 Argmax = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 FilteredDraw = Callable[..., torch.Tensor]
@@ -55,7 +55,7 @@ _MAX_CANDIDATES = 1024
 _STATIC_CANDIDATES = (64, _MAX_CANDIDATES)
 """Numbers of candidates for top_k where shapes are static; beyond, the whole vocabulary."""
 
-_FEWEST_PLACES = 64
+_MIN_EDITS = 64
 """Least length of a list of places to change where shapes are static."""
 
 _ELEMENTS_AT_ONCE = 1 << 18
@@ -71,15 +71,15 @@ class Sampler:
         argmax: The operation of that name.
         filtered_draw: The operation of that name, where somebody provides it.
         static: Each shape costs a compilation. Every row of logits goes through the same operations, whichever rows
-            need them, and there are few kinds of batches: see `batch_kinds`.
+            need them, and there are few kinds of batches: see `warm_up_params`.
 
     Attributes:
-        may_look: Whether the host may wait for the device to decide what to compute.
+        may_synchronize: Whether the host may wait for the device to decide what to compute.
     """
 
     def __init__(
         self,
-        staging: StepStaging | None = None,
+        staging: StagingBuffers | None = None,
         argmax: Argmax = reference_argmax,
         filtered_draw: FilteredDraw | None = None,
         *,
@@ -90,7 +90,7 @@ class Sampler:
         self._filtered_draw = filtered_draw
         self._static = static
         # Else the step before may be under way, and looking at what the device found would be waiting for it.
-        self.may_look = staging is None and not static
+        self.may_synchronize = staging is None and not static
 
     def sample(
         self,
@@ -131,7 +131,7 @@ class Sampler:
         if self._static:
             padding = (0, logits.shape[0] - num_rows)
             rows, ends, flags = np.pad(rows, padding), np.pad(ends, padding), np.pad(flags, padding)
-        in_pieces = self.may_look and self._filtered_draw is None
+        in_pieces = self.may_synchronize and self._filtered_draw is None
         size = max(1, _ELEMENTS_AT_ONCE // logits.shape[1]) if in_pieces else len(rows)
         batch = partial(
             _Batch,
@@ -140,7 +140,7 @@ class Sampler:
             staging=self._staging,
             argmax=self._argmax,
             filtered_draw=self._filtered_draw,
-            may_look=self.may_look,
+            may_synchronize=self.may_synchronize,
             masks=masks,
             num_rows=num_rows if self._static else None,
         )
@@ -166,13 +166,13 @@ class Sampler:
 
 
 @dataclass
-class _CountedKeys:
+class _DevicePenaltyKeys:
     """Keys of what the penalties need where tokens are counted on the device.
 
     `penalized` are chosen among the work rows, all of which have a row of the table and settings, if static.
     """
 
-    penalized: Selection
+    penalized: RowSelection
     rows: int
     repetition: int
     frequency: int
@@ -183,7 +183,7 @@ class _CountedKeys:
 
 
 @dataclass
-class _Edits:
+class _LogitsEdits:
     """Keys of the uploaded lists of places to change."""
 
     blocked_rows: int
@@ -195,7 +195,7 @@ class _Edits:
     penalty_ids: int
     penalty_factors: int
     penalty_amounts: int
-    masked: Selection
+    masked: RowSelection
     mask_words: int
 
 
@@ -216,10 +216,10 @@ class _Batch:
         ends: np.ndarray,
         flags: np.ndarray,
         mask: torch.Tensor | None,
-        staging: StepStaging | None,
+        staging: StagingBuffers | None,
         argmax: Argmax,
         filtered_draw: FilteredDraw | None,
-        may_look: bool,
+        may_synchronize: bool,
         masks: TokenMasks | None,
         num_rows: int | None = None,
     ) -> None:
@@ -242,8 +242,8 @@ class _Batch:
         if self.static:
             is_plain[:] = False
 
-        self.argmax, self.filtered_draw, self.may_look = argmax, filtered_draw, may_look
-        self.upload = upload = Upload(staging)
+        self.argmax, self.filtered_draw, self.may_synchronize = argmax, filtered_draw, may_synchronize
+        self.upload = upload = BatchUpload(staging)
         self.plain, self.work = upload.select(is_plain), upload.select(~is_plain)
         in_work = self.work.indices
         self.is_random = is_random
@@ -299,7 +299,7 @@ class _Batch:
         if self.mask is not None:
             logits.masked_fill_(~self.work.take(self.mask), -torch.inf)
         if len(edits.masked):
-            allowed = allowed_tokens(upload.get(edits.mask_words), len(edits.masked), logits.shape[1])
+            allowed = unpack_masks(upload.get(edits.mask_words), len(edits.masked), logits.shape[1])
             masked = edits.masked.take(logits)
             logits = edits.masked.put(logits, masked.masked_fill(~allowed, -torch.inf))
         blocked = upload.get_ids(edits.blocked_rows), upload.get_ids(edits.blocked_ids)
@@ -313,7 +313,7 @@ class _Batch:
             apply_penalties(logits, *penalized, upload.get(edits.penalty_factors), upload.get(edits.penalty_amounts))
         return logits if self.counted is None else self._penalize_counted(logits, self.counted)
 
-    def _penalize_counted(self, logits: torch.Tensor, keys: _CountedKeys) -> torch.Tensor:
+    def _penalize_counted(self, logits: torch.Tensor, keys: _DevicePenaltyKeys) -> torch.Tensor:
         get, get_ids, counts = self.upload.get, self.upload.get_ids, self.state.device_counts
         assert counts is not None
         new_rows = get_ids(keys.new_rows)
@@ -326,7 +326,7 @@ class _Batch:
         counts.apply(lines, get_ids(keys.rows), *settings)
         return keys.penalized.put(logits, lines)
 
-    def _process(self, index: int, rows: Selection, logits: torch.Tensor) -> torch.Tensor:
+    def _process(self, index: int, rows: RowSelection, logits: torch.Tensor) -> torch.Tensor:
         """Has a logits processor change what is its own."""
         processors, in_batch = self.state.processors, self.work.indices[rows.indices]
         assert processors is not None
@@ -360,29 +360,29 @@ class _Batch:
             top_p=get(keys.top_p),
             top_p_gap=get(keys.top_p_gap),
             narrow=keys.narrow,
-            own_candidates=self.upload.get_ids(keys.own_candidates),
+            row_candidates=self.upload.get_ids(keys.row_candidates),
             num_candidates=min(keys.num_candidates, self.logits.shape[1]),
-            narrow_top_p=keys.narrow_top_p,
+            has_small_top_k_and_top_p=keys.has_small_top_k_and_top_p,
             broad=keys.broad,
-            num_broad_candidates=min(keys.num_broad_candidates, self.logits.shape[1]),
+            num_large_top_k_candidates=min(keys.num_large_top_k_candidates, self.logits.shape[1]),
             nucleus=keys.nucleus,
             any=keys.any_filter,
-            may_look=self.may_look,
+            may_synchronize=self.may_synchronize,
         )
         return filters, get(keys.coarse), get(keys.fine)
 
     # --- on the host
 
-    def _select(self, chosen: np.ndarray) -> Selection:
+    def _select(self, chosen: np.ndarray) -> RowSelection:
         return self.upload.mask(chosen) if self.static else self.upload.select(chosen)
 
     def _add_list(self, values: np.ndarray) -> int:
         """Adds one of several lists of equal length, whose entries may stand there twice: to few lengths, if static."""
         if self.static and len(values):
-            values = np.pad(values, (0, max(_FEWEST_PLACES, _power_of_two(len(values))) - len(values)), mode="edge")
+            values = np.pad(values, (0, max(_MIN_EDITS, _power_of_two(len(values))) - len(values)), mode="edge")
         return self.upload.add(values)
 
-    def _add_processed(self) -> list[tuple[int, Selection]]:
+    def _add_processed(self) -> list[tuple[int, RowSelection]]:
         """The logits processors that have something to do, and for which of the work rows."""
         processors = self.state.processors
         assert processors is not None
@@ -391,16 +391,16 @@ class _Batch:
         found = []
         for index in range(len(processors)):
             chosen = np.zeros(len(rows), dtype=bool)
-            chosen[processors.acting_on(index, rows)] = True
+            chosen[processors.indices_for(index, rows)] = True
             if chosen.any():
                 found.append((index, self.upload.select(chosen)))
         return found
 
-    def _add_edits(self, flags: np.ndarray, is_too_short: np.ndarray, is_masked: np.ndarray) -> _Edits:
+    def _add_edits(self, flags: np.ndarray, is_too_short: np.ndarray, is_masked: np.ndarray) -> _LogitsEdits:
         """Lists the places to change, as (row among the work rows, token id), and the masks."""
         add, state = self._add_list, self.state
         in_batch = self.rows[self.work.indices]
-        blocked_rows, blocked_ids = self._blocked(flags, is_too_short)
+        blocked_rows, blocked_ids = self._blocked_places(flags, is_too_short)
         biased = np.flatnonzero(flags & BIAS)
         biases = [state.biases[row] for row in in_batch[biased].tolist()]
         by_host = state.device_counts is None
@@ -413,7 +413,7 @@ class _Batch:
         generated = _concatenate([count.counts for count in counts]).astype(np.float32)
         amounts = np.repeat(state.frequency[rows], lengths) * generated
         amounts += np.repeat(state.presence[rows], lengths) * (generated > 0)
-        return _Edits(
+        return _LogitsEdits(
             blocked_rows=add(blocked_rows),
             blocked_ids=add(blocked_ids),
             bias_rows=add(np.repeat(biased, _lengths([ids for ids, _ in biases]))),
@@ -427,18 +427,18 @@ class _Batch:
             mask_words=self.upload.add(self._mask_words(is_masked)),
         )
 
-    def _add_counted(self, counts: DeviceCounts, is_penalized: np.ndarray) -> _CountedKeys:
+    def _add_counted(self, counts: DeviceTokenCounts, is_penalized: np.ndarray) -> _DevicePenaltyKeys:
         """Adds the settings of the penalised rows, and the tokens of those that the device does not know yet."""
         add, state = self.upload.add, self.state
         in_batch = self.rows[self.work.indices]
-        new = counts.take_new(in_batch[is_penalized], self.history)
+        new = counts.list_new_rows(in_batch[is_penalized], self.history)
         penalized = self._select(is_penalized)
         rows = in_batch[penalized.indices]
         known = is_penalized[penalized.indices]
         keys = [self._add_list(values) for values in new]
-        return _CountedKeys(
+        return _DevicePenaltyKeys(
             penalized,
-            rows=add(np.where(known, rows, counts.spare_row)),
+            rows=add(np.where(known, rows, counts.padding_row)),
             repetition=add(np.where(known, state.repetition[rows], 1)),
             frequency=add(np.where(known, state.frequency[rows], 0)),
             presence=add(np.where(known, state.presence[rows], 0)),
@@ -447,7 +447,7 @@ class _Batch:
             new_entries=keys[2],
         )
 
-    def _blocked(self, flags: np.ndarray, is_too_short: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _blocked_places(self, flags: np.ndarray, is_too_short: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The places of tokens that cannot be chosen: those that would end a row too soon, or a word that is bad."""
         state, in_batch = self.state, self.rows[self.work.indices]
         short, bad = np.flatnonzero(is_too_short), np.flatnonzero(flags & BAD_WORDS)
@@ -483,7 +483,7 @@ class _Batch:
         counts, history = self.state.counts[row], self.history
         tokens, num_prompt, known = history.token_ids[row], int(history.num_prompt_tokens[row]), history.num_tokens[row]
         counts.update(tokens[:known], num_prompt)
-        return counts if end == known else counts.and_then(tokens[:end], num_prompt)
+        return counts if end == known else counts.extended_copy(tokens[:end], num_prompt)
 
     def _add_random(self, in_batch: np.ndarray) -> _RandomKeys:
         """Adds the parameters of the random rows, given as indices into the batch."""
@@ -513,11 +513,11 @@ class _Batch:
             coarse=upload.add(coarse),
             fine=upload.add(fine),
             narrow=upload.select(is_narrow),
-            own_candidates=upload.add(own),
+            row_candidates=upload.add(own),
             num_candidates=_most(own[is_narrow]),
-            narrow_top_p=bool((is_narrow & has_top_p).any()),
+            has_small_top_k_and_top_p=bool((is_narrow & has_top_p).any()),
             broad=self._select(is_broad),
-            num_broad_candidates=_static_candidates(_most(own[is_broad])) if self.static else _most(own[is_broad]),
+            num_large_top_k_candidates=_static_candidates(_most(own[is_broad])) if self.static else _most(own[is_broad]),
             nucleus=self._select(has_top_p & ~is_narrow),
             any_filter=any_filter,
         )
@@ -534,17 +534,17 @@ class _RandomKeys:
     top_p_gap: int
     coarse: int
     fine: int
-    narrow: Selection
-    own_candidates: int
+    narrow: RowSelection
+    row_candidates: int
     num_candidates: int
-    narrow_top_p: bool
-    broad: Selection
-    num_broad_candidates: int
-    nucleus: Selection
+    has_small_top_k_and_top_p: bool
+    broad: RowSelection
+    num_large_top_k_candidates: int
+    nucleus: RowSelection
     any_filter: bool
 
 
-def batch_kinds(vocab_size: int) -> list[SamplingParams]:
+def warm_up_params(vocab_size: int) -> list[SamplingParams]:
     """Settings of which one row in a batch makes each program that static shapes need, where rows ask for nothing but
     temperature, top_k, top_p and min_p. Log-probabilities, penalties, masks and the like make further ones.
     """

@@ -72,7 +72,7 @@ class SamplerOutput:
         peaks = self._host[1]
         if math.isfinite(peaks.sum(dtype=np.float64)):  # one pass for what nearly always holds
             return self.failures
-        complaints = {int(index): _complaint(float(peaks[index])) for index in np.flatnonzero(~np.isfinite(peaks))}
+        complaints = {int(index): _invalid_logits_message(float(peaks[index])) for index in np.flatnonzero(~np.isfinite(peaks))}
         return complaints | self.failures
 
     @cached_property
@@ -101,7 +101,7 @@ class SamplerOutput:
         return torch.stack((self.token_ids.float(), self.peaks.float()))
 
 
-def _complaint(peak: float) -> str:
+def _invalid_logits_message(peak: float) -> str:
     if math.isnan(peak):
         return "the model produced NaN logits for this request"
     if peak > 0:

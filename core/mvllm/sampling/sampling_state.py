@@ -13,13 +13,13 @@ import numpy as np
 
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.sampling.bad_words import BadWords
-from mvllm.sampling.token_masks import mask_of
-from mvllm.sampling.penalties import DeviceCounts, TokenCounts
+from mvllm.sampling.token_masks import mask_from_token_ids
+from mvllm.sampling.penalties import DeviceTokenCounts, TokenCounts
 from mvllm.sampling.uniforms import stream_seed
 
 if TYPE_CHECKING:
     from mvllm.sampling.logits_processor import RowTokens
-    from mvllm.sampling.logits_processor_set import LogitsProcessors
+    from mvllm.sampling.logits_processor_set import LogitsProcessorSet
 
 RANDOM, PENALTIES, MIN_TOKENS, LOGPROBS = 1, 2, 4, 8
 BIAS, ALLOWED, BAD_WORDS, PROCESSED, READS_TOKENS = 16, 32, 64, 128, 256
@@ -28,12 +28,12 @@ BIAS, ALLOWED, BAD_WORDS, PROCESSED, READS_TOKENS = 16, 32, 64, 128, 256
 MAX_VOCAB_SIZE = 1 << 24
 """Token ids travel to and from the device beside float32 parameters; up to here float32 holds every integer."""
 
-_DECISIVE = 1e6
+_MAX_REPETITION_PENALTY = 1e6
 """Repetition penalties beyond this factor change no distribution any more, but would overflow float32."""
 
 
 @dataclass(frozen=True)
-class UnknownTokens:
+class PlaceholderTokens:
     """Where tokens are missing in a TokenHistory: arrays [n] of rows, positions in them, and their `begun`."""
 
     rows: np.ndarray
@@ -86,18 +86,18 @@ class TokenHistory:
         begin = self.num_tokens[row]
         self.token_ids[row, begin : begin + len(token_ids)] = token_ids
 
-    def append_unknown(self, rows: np.ndarray) -> UnknownTokens:
+    def append_placeholders(self, rows: np.ndarray) -> PlaceholderTokens:
         """Adds to each of `rows`, which are distinct, a token that only the device knows. `fill` takes the result."""
-        places = UnknownTokens(rows, self.num_tokens[rows], self.begun[rows])
+        places = PlaceholderTokens(rows, self.num_tokens[rows], self.begun[rows])
         self.append(rows, -1 - rows)
         return places
 
-    def fill(self, places: UnknownTokens, token_ids: np.ndarray) -> None:
+    def fill(self, places: PlaceholderTokens, token_ids: np.ndarray) -> None:
         """Puts the tokens where their marks are; rows that another request has by now are left alone."""
         same = self.begun[places.rows] == places.begun
         self.token_ids[places.rows[same], places.positions[same]] = token_ids[same]
 
-    def ends_unknown(self, rows: np.ndarray) -> bool:
+    def ends_in_placeholder(self, rows: np.ndarray) -> bool:
         """Whether the last token of any of `rows` is not known here."""
         return bool((self.token_ids[rows, self.num_tokens[rows] - 1] < 0).any())
 
@@ -128,7 +128,7 @@ class SamplingState:
         num_logprobs: int64 [max_rows]; most probable tokens to report, for rows with LOGPROBS.
         counts: Token counts of the rows with PENALTIES, where the host counts.
         biases: Token ids, int64 [b], and what to add to their logits, float32 [b], of the rows with BIAS.
-        allowed: Masks of the rows with ALLOWED, as `mask_of` makes them.
+        allowed: Masks of the rows with ALLOWED, as `mask_from_token_ids` makes them.
         bad_words: Of the rows with BAD_WORDS.
     """
 
@@ -137,8 +137,8 @@ class SamplingState:
         max_rows: int,
         vocab_size: int,
         engine_seed: int,
-        processors: LogitsProcessors | None = None,
-        device_counts: DeviceCounts | None = None,
+        processors: LogitsProcessorSet | None = None,
+        device_counts: DeviceTokenCounts | None = None,
     ) -> None:
         if vocab_size > MAX_VOCAB_SIZE:
             raise ValueError(f"the sampler handles vocabularies of up to {MAX_VOCAB_SIZE} tokens, not {vocab_size}")
@@ -185,7 +185,7 @@ class SamplingState:
         self.min_p[row] = params.min_p
         self.presence[row] = params.presence_penalty
         self.frequency[row] = params.frequency_penalty
-        self.repetition[row] = min(max(params.repetition_penalty, 1 / _DECISIVE), _DECISIVE)
+        self.repetition[row] = min(max(params.repetition_penalty, 1 / _MAX_REPETITION_PENALTY), _MAX_REPETITION_PENALTY)
         self.seeds[row] = stream_seed(params.seed, engine_seed=self.engine_seed, request_id=request_id)
         self.flags[row] = self._flags(params)
         if self.flags[row] & PENALTIES and self.device_counts is None:
@@ -199,7 +199,7 @@ class SamplingState:
             amounts = np.fromiter(params.logit_bias.values(), dtype=np.float32, count=len(ids))
             self.biases[row] = ids[known], amounts[known]
         if params.allowed_token_ids is not None:
-            self.allowed[row] = mask_of(params.allowed_token_ids, self.vocab_size)
+            self.allowed[row] = mask_from_token_ids(params.allowed_token_ids, self.vocab_size)
         if params.bad_words_token_ids:
             self.bad_words[row] = words = BadWords(params.bad_words_token_ids, self.vocab_size)
             self.flags[row] |= READS_TOKENS * words.reads_tokens
@@ -221,7 +221,7 @@ class SamplingState:
         if self.processors is not None:
             self.processors.clear_row(row)
 
-    def reading_history(self, rows: np.ndarray) -> np.ndarray:
+    def rows_reading_tokens(self, rows: np.ndarray) -> np.ndarray:
         """Those of `rows` whose next token the host computes from which tokens they have, not only from how many."""
         return rows[(self.flags[rows] & READS_TOKENS) != 0]
 

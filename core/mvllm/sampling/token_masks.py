@@ -1,6 +1,6 @@
 """Which tokens some rows of a batch may choose: a bit for each, from the host.
 
-They go to the device with the step's other numbers, as float32 (see Upload), in words of 16 bits: float32 holds these
+They go to the device with the step's other numbers, as float32 (see BatchUpload), in words of 16 bits: float32 holds these
 exactly, and they are an eighth of what a float for each token would take.
 
     token        0 1 2 ... 15 | 16 ...
@@ -17,7 +17,7 @@ import torch
 _WORD_BITS = 16
 
 
-def mask_of(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+def mask_from_token_ids(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
     """uint16 [w]: the mask that allows these tokens, as far as there are such."""
     bits = np.zeros(-(-vocab_size // _WORD_BITS) * _WORD_BITS, dtype=np.uint8)
     ids = np.array(token_ids, dtype=np.int64)
@@ -71,7 +71,7 @@ class TokenMasks:
         return self._words[at[0]] if len(at) else None
 
 
-def allowed_tokens(words: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Tensor:
+def unpack_masks(words: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Tensor:
     """Unpacks masks on the device.
 
     Args:

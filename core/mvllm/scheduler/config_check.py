@@ -6,7 +6,7 @@ from mvllm.config.engine_config import SchedulerConfig
 from mvllm.errors import ConfigError
 
 
-def check_limits(config: SchedulerConfig, max_model_len: int) -> None:
+def check_scheduler_config(config: SchedulerConfig, max_model_len: int) -> None:
     """Holds the limits to each other.
 
     Raises:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.scheduler.request import Request
 
-MASK_SECONDS = 0.005
+DEFERRED_MASK_SECONDS = 0.005
 """Masks that are computed while a step waits for them, all together. Other rows with grammars wait for their tokens."""
 
 
-class MasksThatFollow:
+class DeferredMasks:
     """Decides which rows are planned before their masks are known.
 
     Args:
@@ -25,11 +25,11 @@ class MasksThatFollow:
         self._is_possible = is_possible
         self._seconds_left = 0.0
 
-    def begin_plan(self) -> None:
+    def start_plan(self) -> None:
         """To be called before the rows of a plan are chosen."""
-        self._seconds_left = MASK_SECONDS
+        self._seconds_left = DEFERRED_MASK_SECONDS
 
-    def may_plan(self, request: Request, plan: SchedulerOutput) -> bool:
+    def can_schedule(self, request: Request, plan: SchedulerOutput) -> bool:
         """Whether a request with a grammar can be part of a plan; if its mask is not known, the plan's masks follow."""
         grammar = request.grammar
         assert grammar is not None
@@ -47,10 +47,10 @@ class MasksThatFollow:
 def add_masks(plan: SchedulerOutput, batch: list[Request]) -> None:
     """Says which tokens those may choose who sample in this step and may not choose every one, unless that follows."""
     if not plan.masks_follow:
-        plan.mask_rows, plan.token_masks = masks_of(batch)
+        plan.mask_rows, plan.token_masks = masks_of_batch(batch)
 
 
-def masks_of(batch: list[Request]) -> tuple[list[int], bytes]:
+def masks_of_batch(batch: list[Request]) -> tuple[list[int], bytes]:
     """The masks of those who sample, for a plan or for `WorkerProtocol.sample_tokens`.
 
     Who has ended since the plan was made has none any more. What is sampled in its row is dropped.

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from mvllm.scheduler.request import Request, RequestStatus
 
-_PARKED = (RequestStatus.WAITING_FOR_TOKEN, RequestStatus.WAITING_FOR_GRAMMAR)
+_BLOCKED_STATUSES = (RequestStatus.WAITING_FOR_TOKEN, RequestStatus.WAITING_FOR_GRAMMAR)
 
 
 def check_requests(
@@ -14,7 +14,7 @@ def check_requests(
     *,
     running: Sequence[Request],
     waiting: Sequence[Request],
-    parked: Sequence[Request],
+    blocked: Sequence[Request],
     num_used_blocks: int,
 ) -> None:
     """Raises AssertionError unless every request is where its status says and holds what it should.
@@ -23,14 +23,14 @@ def check_requests(
         requests: All that are not finished.
         running: In service order.
         waiting: In any order.
-        parked: Those that wait for something other than their turn, in any order.
+        blocked: Those that wait for something other than their turn, in any order.
         num_used_blocks: Blocks that are not free.
     """
-    listed = [*running, *waiting, *parked]
+    listed = [*running, *waiting, *blocked]
     assert len(listed) == len(set(listed)), "A request is listed twice"
     assert set(listed) == set(requests), "The lists and the requests known differ"
     assert list(running) == sorted(running), "The running requests are out of order"
-    places = ((running, (RequestStatus.RUNNING,)), (waiting, (RequestStatus.WAITING,)), (parked, _PARKED))
+    places = ((running, (RequestStatus.RUNNING,)), (waiting, (RequestStatus.WAITING,)), (blocked, _BLOCKED_STATUSES))
     for here, status in places:
         for request in here:
             assert request.status in status, f"{request.request_id} is listed as {status}, says {request.status}"

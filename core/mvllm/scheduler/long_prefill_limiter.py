@@ -20,7 +20,7 @@ from mvllm.config.engine_config import SchedulerConfig
 from mvllm.scheduler.request import Request
 
 
-class LongPrefills:
+class LongPrefillLimiter:
     """Deals out the first round of a step, and notes who was held back in it.
 
     Args:

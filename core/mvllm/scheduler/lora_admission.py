@@ -13,23 +13,23 @@ from collections.abc import Iterable
 from mvllm.scheduler.request import Request
 
 
-class AdapterTurns:
+class LoRAAdmission:
     """Decides which adapters run.
 
     Args:
         max_loras: Most different adapters at a time; 0 where there are none.
-        max_overtaking: How many requests may pass the first one that waits for a slot.
+        max_bypasses: How many requests may pass the first one that waits for a slot.
 
     Attributes:
         max_loras: As given.
     """
 
-    def __init__(self, max_loras: int, *, max_overtaking: int) -> None:
+    def __init__(self, max_loras: int, *, max_bypasses: int) -> None:
         self.max_loras = max_loras
-        self._max_overtaking = max_overtaking
+        self._max_bypasses = max_bypasses
         self._running: set[int] = set()
         self._first: Request | None = None  # that waits for a slot, in the order of service
-        self._num_overtaking = 0
+        self._num_bypasses = 0
         self._first_in_round: Request | None = None
 
     def begin(self, running: Iterable[int]) -> None:
@@ -41,7 +41,7 @@ class AdapterTurns:
         self._running = {lora_int_id for lora_int_id in running if lora_int_id}
         self._first_in_round = None
 
-    def may_join(self, request: Request) -> bool:
+    def can_admit(self, request: Request) -> bool:
         """Whether a request with an adapter may run beside the others."""
         has_slot = request.lora_int_id in self._running or len(self._running) < self.max_loras
         if self._first_in_round is None:
@@ -49,12 +49,12 @@ class AdapterTurns:
                 return True
             self._first_in_round = request
             if self._first is not request:
-                self._first, self._num_overtaking = request, 0
+                self._first, self._num_bypasses = request, 0
             return False
-        return has_slot and self._num_overtaking < self._max_overtaking
+        return has_slot and self._num_bypasses < self._max_bypasses
 
-    def note_join(self, request: Request) -> None:
+    def record_admission(self, request: Request) -> None:
         """A request that may join runs from now on."""
         self._running.add(request.lora_int_id)
         if self._first_in_round is not None:
-            self._num_overtaking += 1
+            self._num_bypasses += 1

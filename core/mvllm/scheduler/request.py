@@ -23,7 +23,7 @@ from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 
 
 class RequestStatus(enum.Enum):
-    """Where a request stands. `WAITING_FOR_...` are parked: `schedule` passes them over until something happens."""
+    """Where a request stands. `WAITING_FOR_...` are blocked: `schedule` passes them over until something happens."""
 
     WAITING = enum.auto()
     WAITING_FOR_TOKEN = enum.auto()
@@ -191,7 +191,7 @@ class Request:
             assert start <= len(held)
             held.extend(entries[len(held) - start :])
 
-    def find_stop(self, token: int) -> tuple[FinishReason, int | None] | None:
+    def check_stop(self, token: int) -> tuple[FinishReason, int | None] | None:
         """Whether the request ends with `token`, its newest: the reason, and the stop token if it was one.
 
         An end-of-sequence token is not a stop token, even where both lists name it.
@@ -204,7 +204,7 @@ class Request:
             return FinishReason.LENGTH, None
         return None
 
-    def take_further(
+    def append_accepted(
         self, tokens: list[int], stop: tuple[FinishReason, int | None] | None
     ) -> tuple[list[int], tuple[FinishReason, int | None] | None]:
         """Takes tokens that were sampled in one step behind the one that its plan had counted.
@@ -222,7 +222,7 @@ class Request:
                 break
             self.token_ids.append(token)
             taken.append(token)
-            stop = self.find_stop(token)
+            stop = self.check_stop(token)
         if self.logprobs is not None and len(taken) < len(tokens):
             del self.logprobs[len(taken) - len(tokens) :]
         self.num_tokens += len(taken)
@@ -230,13 +230,13 @@ class Request:
             self.num_computed_tokens += len(taken)
         return taken, stop
 
-    def follow_grammar(
+    def advance_grammar(
         self, token: int, stop: tuple[FinishReason, int | None] | None
     ) -> tuple[FinishReason, int | None] | None:
         """Tells the grammar of `token`, its newest, unless that stands outside of it.
 
         Args:
-            stop: What `find_stop` says.
+            stop: What `check_stop` says.
 
         Returns:
             How the request ends, if it does: `stop`, or because the text is complete and nothing can follow.
@@ -249,11 +249,11 @@ class Request:
         return (FinishReason.STOP, None) if grammar.is_complete else stop
 
 
-STARTED_AGAIN = Request(
+RESTARTED = Request(
     EngineCoreRequest(request_id="", prompt_token_ids=[0], sampling_params=SamplingParams()),
     BlockTable([0], None, 0),
     order=(0, 0),
     max_model_len=1,
 )
 """In a batch under way, in the place of a request whose results are not to be used. It has ended, and holds nothing."""
-STARTED_AGAIN.status = RequestStatus.FINISHED
+RESTARTED.status = RequestStatus.FINISHED

@@ -29,7 +29,7 @@ def new_request_data(request: Request, num_computed_tokens: int) -> NewRequestDa
     )
 
 
-def want_of_blocks(num_tokens: int, num_needed: int, block_size: int, num_blocks: int) -> str:
+def cache_too_small_message(num_tokens: int, num_needed: int, block_size: int, num_blocks: int) -> str:
     """Why a request ends that has the whole KV cache to itself and does not fit."""
     return (
         f"The request needs room for {num_tokens} tokens in the KV cache, {num_needed} blocks of {block_size}; the "
@@ -51,7 +51,7 @@ def collect_logprobs(batch: list[Request], starts: dict[int, int], output: Model
             request.add_prompt_logprobs(starts[position], entries)
 
 
-def count_drafts(stats: SchedulerStats, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
+def count_draft_tokens(stats: SchedulerStats, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
     """Adds to the counters what has become of a plan's guesses."""
     stats.num_drafts += len(plan.draft_token_ids)
     stats.num_draft_tokens += sum(map(len, plan.draft_token_ids.values()))
@@ -88,7 +88,7 @@ def make_output(
     )
 
 
-def last_output(
+def final_output(
     request: Request,
     finish_reason: FinishReason,
     stop_reason: int | None = None,

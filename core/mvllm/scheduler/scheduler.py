@@ -34,25 +34,25 @@ from mvllm.messages.requests import (
     SchedulerStats,
 )
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from mvllm.scheduler.lora_admission import AdapterTurns
+from mvllm.scheduler.lora_admission import LoRAAdmission
 from mvllm.scheduler.integrity import check_requests
-from mvllm.scheduler.config_check import check_limits
-from mvllm.scheduler.long_prefill_limiter import LongPrefills
-from mvllm.scheduler.grammar_masks import MasksThatFollow, add_masks, masks_of
+from mvllm.scheduler.config_check import check_scheduler_config
+from mvllm.scheduler.long_prefill_limiter import LongPrefillLimiter
+from mvllm.scheduler.grammar_masks import DeferredMasks, add_masks, masks_of_batch
 from mvllm.scheduler.request_outputs import (
     collect_logprobs,
-    count_drafts,
-    last_output,
+    count_draft_tokens,
+    final_output,
     make_output,
     new_request_data,
-    want_of_blocks,
+    cache_too_small_message,
 )
-from mvllm.scheduler.request import STARTED_AGAIN, Grammar, Request, RequestStatus
+from mvllm.scheduler.request import RESTARTED, Grammar, Request, RequestStatus
 from mvllm.scheduler.request_queue import RequestQueue
 from mvllm.scheduler.row_allocator import RowAllocator
 
-_OVERTAKING = 4
-_LOOK_AHEAD = 256
+_BYPASS_FACTOR = 4
+_MAX_PASSED_OVER = 256
 """A request whose adapter has to wait lets at most this many times `max_num_seqs` others with adapters past, and is
 passed over by nobody who waits behind so many like it."""
 
@@ -74,7 +74,7 @@ class Scheduler:
         num_speculative_tokens: Most tokens that workers guess for a sequence. Then, too, a request is part of one step
             at a time.
         num_lookahead_tokens: Slots behind a sequence's last token that workers can use for guessing.
-        masks_may_follow: Whether plans may say `masks_follow`. Whoever executes such a plan asks for `masks` when the
+        can_defer_masks: Whether plans may say `masks_follow`. Whoever executes such a plan asks for `masks` when the
             results of the plan before it are taken in.
 
     Raises:
@@ -92,22 +92,22 @@ class Scheduler:
         max_loras: int = 0,
         num_speculative_tokens: int = 0,
         num_lookahead_tokens: int = 0,
-        masks_may_follow: bool = False,
+        can_defer_masks: bool = False,
     ) -> None:
-        check_limits(config, max_model_len)
+        check_scheduler_config(config, max_model_len)
         self._config = config
         self._max_model_len = max_model_len
         self._kv_cache = kv_cache
         self._unconfirmed = kv_cache.unconfirmed
         self._clock = clock
         self._num_stages = num_stages
-        self._long_prefills = LongPrefills(config)
-        self._turns = AdapterTurns(max_loras, max_overtaking=_OVERTAKING * config.max_num_seqs)
+        self._long_prefill_limiter = LongPrefillLimiter(config)
+        self._lora_admission = LoRAAdmission(max_loras, max_bypasses=_BYPASS_FACTOR * config.max_num_seqs)
         self._num_groups = kv_cache.num_groups
 
         self._requests: dict[str, Request] = {}  # every request that is not finished
         self._waiting = RequestQueue()
-        self._parked: set[Request] = set()  # waiting for something other than their turn
+        self._blocked_requests: set[Request] = set()  # waiting for something other than their turn
         self._running: list[Request] = []  # in service order
         self._rows = RowAllocator(config.max_num_seqs)
 
@@ -118,9 +118,9 @@ class Scheduler:
         self._num_added = 0
         self._num_prompt_logprobs = 0  # unfinished requests that want them
         self._num_grammars = 0  # unfinished requests that have one
-        self._masks_that_follow = MasksThatFollow(is_possible=masks_may_follow and num_stages == 1)
+        self._deferred_masks = DeferredMasks(is_possible=can_defer_masks and num_stages == 1)
         self._num_lookahead = num_lookahead_tokens
-        self._guesses = num_speculative_tokens > 0
+        self._is_speculative = num_speculative_tokens > 0
         self._stats = SchedulerStats(accepted_at=[0] * num_speculative_tokens)
 
     # ---------------------------------------------------------------------------------------- requests come and go
@@ -133,7 +133,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that do not."""
-        return len(self._waiting) + len(self._parked)
+        return len(self._waiting) + len(self._blocked_requests)
 
     @property
     def next_step(self) -> int:
@@ -150,9 +150,9 @@ class Scheduler:
         return bool(self._requests or self._pending_outputs)
 
     @property
-    def waits_for_grammars(self) -> bool:
+    def is_waiting_for_masks(self) -> bool:
         """Whether nothing can be done before a grammar, or its next mask, is there. While no results are to come."""
-        if self._pending_outputs or not (self._parked or self._num_grammars):
+        if self._pending_outputs or not (self._blocked_requests or self._num_grammars):
             return False
         return all(request.awaits_mask for requests in (self._running, self._waiting) for request in requests)
 
@@ -188,7 +188,7 @@ class Scheduler:
             self._waiting.push(new)
         else:
             new.status = RequestStatus.WAITING_FOR_GRAMMAR
-            self._parked.add(new)
+            self._blocked_requests.add(new)
 
     def is_waiting_for_grammar(self, request_id: str) -> bool:
         """Whether the request cannot begin before `start_grammar`."""
@@ -202,7 +202,7 @@ class Scheduler:
             assert request.status is RequestStatus.WAITING_FOR_GRAMMAR
             request.grammar = grammar
             self._num_grammars += 1
-            self._parked.remove(request)
+            self._blocked_requests.remove(request)
             request.status = RequestStatus.WAITING
             self._waiting.push(request)
 
@@ -217,8 +217,8 @@ class Scheduler:
         """
         request = self._requests.get(request_id)
         if request is not None and (grammar is None or request.grammar is grammar):
-            self._withdraw(request)
-            output = last_output(request, FinishReason.ERROR, None, message)
+            self._remove_from_queue(request)
+            output = final_output(request, FinishReason.ERROR, None, message)
             output.error_parameter = parameter
             self._pending_outputs.append(output)
             self._release(request)
@@ -228,7 +228,7 @@ class Scheduler:
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
-                self._withdraw(request)
+                self._remove_from_queue(request)
                 self._release(request)
 
     def pop_outputs(self) -> list[EngineCoreOutput]:
@@ -246,7 +246,7 @@ class Scheduler:
 
         To be called when the results of all plans before it have been taken in, and no plan was made since.
         """
-        return masks_of(self._batches[plan.step])
+        return masks_of_batch(self._batches[plan.step])
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, with nothing changed, while requests hold blocks."""
@@ -285,7 +285,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plans the next step: who runs catches up, then who waits joins, as far as budget, rows and blocks go."""
         plan, batch = self._plan()
-        return self._promise(plan, batch)
+        return self._commit_plan(plan, batch)
 
     def schedule_unless_empty(self) -> SchedulerOutput | None:
         """Plans the next step if anybody can compute in it.
@@ -294,7 +294,7 @@ class Scheduler:
         the outputs that are due. Only while some results are still to come.
         """
         plan, batch = self._plan()
-        return self._promise(plan, batch) if batch else None
+        return self._commit_plan(plan, batch) if batch else None
 
     def _plan(self) -> tuple[SchedulerOutput, list[Request]]:
         """Decides who computes what, and in which blocks. Also returns the requests, parallel to the plan's rows."""
@@ -302,22 +302,22 @@ class Scheduler:
         batch: list[Request] = []
         num_preemptions = self._stats.num_preemptions
 
-        long_prefills = self._long_prefills
+        long_prefills = self._long_prefill_limiter
         if long_prefills.were_limited:
             long_prefills.begin()
         budget = self._schedule_running(plan, batch, self._config.max_num_batched_tokens)
-        may_join = num_preemptions == self._stats.num_preemptions  # no request takes the place of a preempted one
-        if may_join and self._waiting:
+        can_admit = num_preemptions == self._stats.num_preemptions  # no request takes the place of a preempted one
+        if can_admit and self._waiting:
             budget = self._schedule_waiting(plan, batch, budget)
         if budget and long_prefills.were_limited:
             budget = self._schedule_held_back(plan, batch, budget)
-            if budget and may_join and self._waiting:
+            if budget and can_admit and self._waiting:
                 long_prefills.lift()
                 self._schedule_waiting(plan, batch, budget)
         assert batch or not plan.new_block_rows, "blocks were planned for a row that does not compute"
         return plan, batch
 
-    def _promise(self, plan: SchedulerOutput, batch: list[Request]) -> SchedulerOutput:
+    def _commit_plan(self, plan: SchedulerOutput, batch: list[Request]) -> SchedulerOutput:
         """Completes a plan that will be executed."""
         plan.freed_rows = self._rows.pop_freed()
         if self._unconfirmed.names:
@@ -340,7 +340,7 @@ class Scheduler:
         rows, num_scheduled = plan.rows, plan.num_scheduled_tokens
         in_pipeline = self._num_stages > 1
         samples_left = -(-len(self._running) // self._num_stages)
-        self._masks_that_follow.begin_plan()
+        self._deferred_masks.start_plan()
         for request in self._running:  # which gets shorter at its end, behind `request`, if others must give way
             num_tokens = request.num_tokens
             if num_tokens >= request.max_num_tokens:
@@ -351,23 +351,23 @@ class Scheduler:
             num_new = num_tokens - num_computed
             if not budget:
                 break
-            if request.grammar is not None and not self._masks_that_follow.may_plan(request, plan):
+            if request.grammar is not None and not self._deferred_masks.can_schedule(request, plan):
                 continue  # what may come next depends on a token in flight, or is being computed
             if num_new > 1:
-                share = self._long_prefills.share(num_new)
+                share = self._long_prefill_limiter.share(num_new)
                 if share < num_new:
-                    self._long_prefills.held_back.append((request, len(batch) if share else -1))
+                    self._long_prefill_limiter.held_back.append((request, len(batch) if share else -1))
                     if not share:
                         continue
                 num_new = min(share, budget)
             end = num_computed + num_new
             drafts = request.draft_token_ids
             if drafts:
-                drafts = self._take_drafts(request, budget - num_new - (len(self._running) - len(batch) - 1))
+                drafts = self._take_draft_tokens(request, budget - num_new - (len(self._running) - len(batch) - 1))
             # A request that generates needs a look at its blocks only where it enters a new one. Where tokens are
             # guessed there are blocks ahead, and the look is for names. A prompt whose share is one token may get the
             # rest of the budget below, for which it needs blocks now.
-            if num_tokens - num_computed > 1 or end > request.table.num_slots or self._guesses:
+            if num_tokens - num_computed > 1 or end > request.table.num_slots or self._is_speculative:
                 if not self._grow(request, end, drafts, plan):
                     break
             request.num_computed_tokens = end
@@ -386,14 +386,14 @@ class Scheduler:
     def _schedule_held_back(self, plan: SchedulerOutput, batch: list[Request], budget: int) -> int:
         """Gives running requests the rest of the budget, in order and without preemption. Returns what is left then."""
         kv_cache = self._kv_cache
-        for request, position in self._long_prefills.held_back:
+        for request, position in self._long_prefill_limiter.held_back:
             table, num_computed = request.table, request.num_computed_tokens
             if position < 0:
                 lengths = [len(blocks.block_ids) for blocks in table.groups]
                 new_blocks = kv_cache.allocate_slots(table, request.num_tokens, num_computed_tokens=num_computed)
                 if new_blocks is None:
                     continue
-                self._tell_blocks(request, lengths, new_blocks, plan)
+                self._add_blocks_to_plan(request, lengths, new_blocks, plan)
                 position = len(batch)
                 plan.rows.append(request.row)
                 plan.num_scheduled_tokens.append(0)
@@ -414,14 +414,14 @@ class Scheduler:
 
         Who waits for a slot, or has a long prompt while others' are computed, is passed over.
         """
-        waiting, kv_cache, turns, long_prefills = self._waiting, self._kv_cache, self._turns, self._long_prefills
+        waiting, kv_cache, turns, long_prefills = self._waiting, self._kv_cache, self._lora_admission, self._long_prefill_limiter
         if turns.max_loras and waiting:
             turns.begin(request.lora_int_id for request in self._running)
         passed_over: list[Request] = []
         while waiting and budget and self._rows.num_free:
             request = waiting.peek()
-            if request.lora_int_id and not turns.may_join(request):
-                if len(passed_over) == _LOOK_AHEAD:
+            if request.lora_int_id and not turns.can_admit(request):
+                if len(passed_over) == _MAX_PASSED_OVER:
                     break
                 passed_over.append(waiting.pop())
                 continue
@@ -429,7 +429,7 @@ class Scheduler:
                 passed_over.append(waiting.pop())
                 continue
             if request.is_long and not long_prefills.has_room:
-                if len(passed_over) == _LOOK_AHEAD:
+                if len(passed_over) == _MAX_PASSED_OVER:
                     break
                 passed_over.append(waiting.pop())
                 continue
@@ -452,11 +452,11 @@ class Scheduler:
                 if self._running:
                     break
                 waiting.pop()
-                self._fail_for_want_of_blocks(request)
+                self._fail_cache_too_small(request)
                 continue
             waiting.pop()
             if request.lora_int_id:
-                turns.note_join(request)
+                turns.record_admission(request)
             self._start(request, num_computed, num_new, plan)
             if is_held_back:
                 long_prefills.held_back.append((request, len(batch)))
@@ -488,7 +488,7 @@ class Scheduler:
         if end == request.num_tokens:
             request.num_tokens = end + 1  # the one this step samples
 
-    def _take_drafts(self, request: Request, budget: int) -> list[int]:
+    def _take_draft_tokens(self, request: Request, budget: int) -> list[int]:
         """The guesses at a running request's next tokens, as far as there is room; they count only once."""
         drafts, request.draft_token_ids = request.draft_token_ids, []
         if request.grammar is not None or request.num_computed_tokens + 1 < request.num_tokens:
@@ -521,18 +521,18 @@ class Scheduler:
                 # Nobody is left to give way. Unless a token in flight turns out to be its last, this is its end.
                 if not request.has_token_in_flight:
                     self._running.clear()
-                    self._fail_for_want_of_blocks(request)
+                    self._fail_cache_too_small(request)
                 return False
             self._preempt(last)
             if last is request:
                 return False
             new_blocks = kv_cache.allocate_slots(table, request.num_tokens, num_computed_tokens=num_computed)
         if new_blocks:
-            self._tell_blocks(request, lengths, new_blocks, plan)
+            self._add_blocks_to_plan(request, lengths, new_blocks, plan)
         kv_cache.cache_blocks(table, num_tokens)
         return True
 
-    def _tell_blocks(self, request: Request, lengths: list[int], new_blocks: list[int], plan: SchedulerOutput) -> None:
+    def _add_blocks_to_plan(self, request: Request, lengths: list[int], new_blocks: list[int], plan: SchedulerOutput) -> None:
         """Puts the blocks into the plan that a running request was given.
 
         Args:
@@ -558,7 +558,7 @@ class Scheduler:
         request.draft_token_ids = []
         if request.has_token_in_flight:
             request.status = RequestStatus.WAITING_FOR_TOKEN
-            self._parked.add(request)
+            self._blocked_requests.add(request)
         else:
             request.status = RequestStatus.WAITING
             self._waiting.push(request)
@@ -589,7 +589,7 @@ class Scheduler:
         if output.pooler_output:
             self._finish_pooled(batch, output.pooler_output, outputs)
         if plan.draft_token_ids:
-            count_drafts(self._stats, plan, output)
+            count_draft_tokens(self._stats, plan, output)
         self._append_tokens(batch, tokens, output.further_token_ids, outputs)
         for position, drafts in output.draft_token_ids.items():
             if batch[position].status is RequestStatus.RUNNING:
@@ -617,21 +617,21 @@ class Scheduler:
             token_ids.append(token)
             grammar = request.grammar
             if grammar is not None or token in request.stop_ids or len(token_ids) >= request.max_num_tokens:
-                stop = request.find_stop(token)
+                stop = request.check_stop(token)
                 if grammar is not None:
-                    stop = request.follow_grammar(token, stop)
+                    stop = request.advance_grammar(token, stop)
                     if stop is None and grammar.error is not None:
                         failed.append((request.request_id, grammar.error))
             if further and position in further:
-                taken, stop = request.take_further(further[position], stop)
+                taken, stop = request.append_accepted(further[position], stop)
                 new += taken
             num_generated += len(new)
             if stop is not None:
                 ended.append(request)
-                outputs.append(last_output(request, *stop, num_new_tokens=len(new)))
+                outputs.append(final_output(request, *stop, num_new_tokens=len(new)))
                 continue
             if status is not running:
-                self._unpark(request)
+                self._unblock(request)
             if request.is_plain:
                 outputs.append(
                     EngineCoreOutput(
@@ -668,21 +668,21 @@ class Scheduler:
         failed, tables = [], []
         for position, message in errors.items():
             request = batch[position]
-            if request is STARTED_AGAIN:
+            if request is RESTARTED:
                 continue  # it had read what was not there
             setting = request.data.sampling_params.narrowed_by if message == NOTHING_TO_SAMPLE else None
             if setting is None:  # else its keys and values are as good as any
                 tables.append(request.table)  # also if it has ended meanwhile
             if request.status is not RequestStatus.FINISHED:
-                ended = last_output(request, FinishReason.ERROR, None, message)
+                ended = final_output(request, FinishReason.ERROR, None, message)
                 ended.error_parameter = setting
                 outputs.append(ended)
                 failed.append(request)
         if dependents := self._kv_cache.discard(tables):
-            self._start_again(set(dependents), [batch, *self._batches.values()])
+            self._restart(set(dependents), [batch, *self._batches.values()])
         self._finish(failed)
 
-    def _start_again(self, tables: set[BlockTable], batches: Iterable[list[Request]]) -> None:
+    def _restart(self, tables: set[BlockTable], batches: Iterable[list[Request]]) -> None:
         """Lets the requests of these tables, which hold no blocks any more, compute all their tokens again.
 
         Args:
@@ -693,7 +693,7 @@ class Scheduler:
             for position, request in enumerate(batch):
                 if request.table in tables:
                     affected[request] = None
-                    batch[position] = STARTED_AGAIN
+                    batch[position] = RESTARTED
         for request in affected:
             if request.status is RequestStatus.FINISHED:
                 continue
@@ -707,21 +707,21 @@ class Scheduler:
                 request.status = RequestStatus.WAITING
                 self._waiting.push(request)
             else:
-                self._unpark(request)
+                self._unblock(request)
 
-    def _fail_for_want_of_blocks(self, request: Request) -> None:
+    def _fail_cache_too_small(self, request: Request) -> None:
         """Ends a request that has the whole cache to itself and does not fit. It is in no list any more."""
         kv_cache = self._kv_cache
-        message = want_of_blocks(
+        message = cache_too_small_message(
             request.num_tokens, kv_cache.blocks_for(request.num_tokens), kv_cache.block_size, kv_cache.num_blocks
         )
-        self._pending_outputs.append(last_output(request, FinishReason.ERROR, None, message))
+        self._pending_outputs.append(final_output(request, FinishReason.ERROR, None, message))
         self._release(request)
 
-    def _unpark(self, request: Request) -> None:
+    def _unblock(self, request: Request) -> None:
         """Puts a preempted request back in the queue once all its tokens are known."""
         if request.status is RequestStatus.WAITING_FOR_TOKEN and not request.has_token_in_flight:
-            self._parked.remove(request)
+            self._blocked_requests.remove(request)
             request.status = RequestStatus.WAITING
             self._waiting.push(request)
 
@@ -731,12 +731,12 @@ class Scheduler:
         """Ends requests whose last output is made."""
         for request in requests:
             if request.status is not RequestStatus.RUNNING:
-                self._withdraw(request)
+                self._remove_from_queue(request)
             self._release(request)
         # All at once: taking them out one by one is quadratic.
         self._running = [request for request in self._running if request.status is RequestStatus.RUNNING]
 
-    def _withdraw(self, request: Request) -> None:
+    def _remove_from_queue(self, request: Request) -> None:
         """Takes a request out of the list that its status says."""
         match request.status:
             case RequestStatus.RUNNING:
@@ -744,7 +744,7 @@ class Scheduler:
             case RequestStatus.WAITING:
                 self._waiting.remove(request)
             case _:
-                self._parked.remove(request)
+                self._blocked_requests.remove(request)
 
     def _release(self, request: Request) -> None:
         """Gives back all that a request holds, which is in no list any more."""
@@ -766,7 +766,7 @@ class Scheduler:
             self._requests.values(),
             running=self._running,
             waiting=list(self._waiting),
-            parked=list(self._parked),
+            blocked=list(self._blocked_requests),
             num_used_blocks=self._kv_cache.num_blocks - self._kv_cache.num_free_blocks,
         )
         assert self._num_grammars == sum(request.grammar is not None for request in self._requests.values())

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from mvllm.errors import RequestError
 
-_OPENING_KEYS = ("additionalProperties", "unevaluatedProperties")
+_OPEN_OBJECT_KEYS = ("additionalProperties", "unevaluatedProperties")
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("items", "additionalItems", "contains", "additionalProperties")
@@ -33,10 +33,10 @@ def close_declared_objects(schema: Mapping[str, Any]) -> _Schema:
     Args:
         schema: JSON.
     """
-    parts = _Parts(schema, declares=_has_properties)
+    parts = _Subschemas(schema, declares=_has_properties)
     combined = parts.ids_within(parts.combinations())
     for part in parts:
-        if _has_properties(part) and id(part) not in combined and not _speaks_of_other_keys(part):
+        if _has_properties(part) and id(part) not in combined and not _allows_other_keys(part):
             part["additionalProperties"] = False
     return parts.root
 
@@ -51,9 +51,9 @@ def close_all_objects(schema: Mapping[str, Any], name: str) -> _Schema:
     Raises:
         RequestError: An object is explicitly open, or several parts of a combination declare properties.
     """
-    parts = _Parts(schema, declares=_is_object)
+    parts = _Subschemas(schema, declares=_is_object)
     for part in filter(_is_object, parts):
-        for key in _OPENING_KEYS:
+        for key in _OPEN_OBJECT_KEYS:
             if part.get(key, False) is not False:
                 raise RequestError(
                     f"{name} is true, so every object must be closed, but {parts.pointer(part)} has {key} "
@@ -77,11 +77,11 @@ def _has_properties(part: _Schema) -> bool:
     return isinstance(part.get("properties"), dict)
 
 
-def _speaks_of_other_keys(part: _Schema) -> bool:
+def _allows_other_keys(part: _Schema) -> bool:
     required = part.get("required")
     if isinstance(required, list) and any(str(key) not in part["properties"] for key in required):
         return True
-    return any(key in part for key in _OPENING_KEYS)
+    return any(key in part for key in _OPEN_OBJECT_KEYS)
 
 
 def _is_object(part: _Schema) -> bool:
@@ -89,7 +89,7 @@ def _is_object(part: _Schema) -> bool:
     return kind == "object" or (isinstance(kind, list) and "object" in kind) or _has_properties(part)
 
 
-class _Parts:
+class _Subschemas:
     """The schemas within a copy of a schema: itself, those nested in it, and targets of references to places in it.
 
     Args:

@@ -13,10 +13,10 @@ from mvllm.errors import RequestError
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.messages.structured_outputs import StructuredOutputsParams
 from mvllm.structured_output import llguidance_library
-from mvllm.structured_output.mask_worker import MaskWorker, WorkBudget
+from mvllm.structured_output.mask_worker import MaskWorker, MaskTimeBudget
 from mvllm.structured_output.sequence_grammar import SequenceGrammar
-from mvllm.structured_output.sandbox_main import TrialJob
-from mvllm.structured_output.sandbox import GrammarTrial
+from mvllm.structured_output.sandbox_main import CompileJob
+from mvllm.structured_output.sandbox import GrammarSandbox
 from mvllm.structured_output.vocabulary import Vocabulary
 
 CACHE_BYTES = 256 << 20
@@ -24,7 +24,7 @@ CACHE_ENTRIES = 256
 _OVERHEAD_BYTES = 64 << 10
 
 
-class PassingRefusal(RequestError):
+class TransientCompileError(RequestError):
     """A refusal for reasons that are not the grammar's: whoever asks again may get another answer."""
 
 
@@ -45,7 +45,7 @@ class CompiledGrammar:
     first_bits: bytes = b""
 
     def begin(
-        self, request: EngineCoreRequest, worker: MaskWorker | None = None, budget: WorkBudget | None = None
+        self, request: EngineCoreRequest, worker: MaskWorker | None = None, budget: MaskTimeBudget | None = None
     ) -> SequenceGrammar:
         """A sequence at its beginning. See SequenceGrammar for `worker` and `budget`."""
         params = request.sampling_params
@@ -62,19 +62,19 @@ class CompiledGrammar:
         )
 
 
-def job_of(params: StructuredOutputsParams) -> TrialJob:
+def job_of(params: StructuredOutputsParams) -> CompileJob:
     """What is to be compiled; equal ones need be compiled once."""
     whitespace = "" if params.disable_any_whitespace else params.whitespace_pattern
     thoughts = (params.thoughts_start, params.thoughts_end)
     match params.form:
         case "json":
-            return TrialJob("json", str(params.json), whitespace, *thoughts)
+            return CompileJob("json", str(params.json), whitespace, *thoughts)
         case "json_object":
-            return TrialJob("json", '{"type":"object"}', whitespace, *thoughts)
+            return CompileJob("json", '{"type":"object"}', whitespace, *thoughts)
         case "choice":
-            return TrialJob("choice", json.dumps(params.choice), None, *thoughts)
+            return CompileJob("choice", json.dumps(params.choice), None, *thoughts)
         case form:
-            return TrialJob(form, str(getattr(params, form)), None, *thoughts)
+            return CompileJob(form, str(getattr(params, form)), None, *thoughts)
 
 
 class GrammarCompiler:
@@ -103,7 +103,7 @@ class GrammarCompiler:
                 self._vocabulary = vocabulary
             return self._vocabulary
 
-    def compile(self, job: TrialJob, trial: GrammarTrial) -> CompiledGrammar:
+    def compile(self, job: CompileJob, trial: GrammarSandbox) -> CompiledGrammar:
         """Compiles a grammar, once `trial` has survived it.
 
         Raises:
@@ -111,7 +111,7 @@ class GrammarCompiler:
         """
         verdict = trial.run(job)
         if verdict.grammar is None:
-            raise _refusal(job, verdict.error or "", RequestError if verdict.lasts else PassingRefusal)
+            raise _refusal(job, verdict.error or "", RequestError if verdict.lasts else TransientCompileError)
         api = llguidance_library.load()
         matcher = api.LLMatcher(self._tokenizer, verdict.grammar, log_level=0, limits=llguidance_library.limits(api))
         first_bits = matcher.compute_bitmask()
@@ -126,21 +126,21 @@ class GrammarCache:
     """The grammars used last, as many as fit; and the refusals. Used from one thread."""
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[TrialJob, CompiledGrammar | RequestError] = OrderedDict()
-        self._sizes: dict[TrialJob, int] = {}
+        self._entries: OrderedDict[CompileJob, CompiledGrammar | RequestError] = OrderedDict()
+        self._sizes: dict[CompileJob, int] = {}
         self.memory = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, job: TrialJob) -> CompiledGrammar | RequestError | None:
+    def get(self, job: CompileJob) -> CompiledGrammar | RequestError | None:
         """What became of `job`, if it is known."""
         found = self._entries.get(job)
         if found is not None:
             self._entries.move_to_end(job)
         return found
 
-    def put(self, job: TrialJob, result: CompiledGrammar | RequestError) -> None:
+    def put(self, job: CompileJob, result: CompiledGrammar | RequestError) -> None:
         """Keeps a result, and drops those used longest ago while there are too many."""
         size = len(job.text) + (result.memory if isinstance(result, CompiledGrammar) else _OVERHEAD_BYTES)
         self.memory += size - self._sizes.get(job, 0)
@@ -150,7 +150,7 @@ class GrammarCache:
             self.memory -= self._sizes.pop(oldest)
 
 
-def _refusal(job: TrialJob, reason: str, kind: type[RequestError] = RequestError) -> RequestError:
+def _refusal(job: CompileJob, reason: str, kind: type[RequestError] = RequestError) -> RequestError:
     return kind(f"structured_outputs: the {_WORDS[job.form]} cannot be used: {reason}", parameter="structured_outputs")
 
 

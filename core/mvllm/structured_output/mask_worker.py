@@ -33,7 +33,7 @@ SECONDS_PER_TOKEN = 0.001
 """Processor time that the masks of a request may take: this much in all, and this much more for each token."""
 
 
-class WorkBudget:
+class MaskTimeBudget:
     """Processor time that the masks of a request have taken, all of its sequences together.
 
     Both threads add to it. An addition that is lost now and then does no harm.
@@ -80,7 +80,7 @@ class MaskWorker:
 
     def __init__(self, news: threading.Event) -> None:
         self._news = news
-        self._nobody_else = threading.Event()
+        self._no_other_sequence = threading.Event()
         self._inline_left: float | None = None
         self._jobs: PriorityQueue[tuple[float, int, weakref.ref[MaskJob] | None]] = PriorityQueue()
         self._numbers: Iterator[int] = itertools.count()
@@ -90,11 +90,11 @@ class MaskWorker:
     def begin_step(self) -> None:
         """Masks may take INLINE_SECONDS of the caller's time from here on. Before the first call there is no limit."""
         self._inline_left = INLINE_SECONDS
-        self._nobody_else.clear()
+        self._no_other_sequence.clear()
 
     def hurry(self) -> None:
         """Says that no sequence can go on before a mask is there, until the next step begins."""
-        self._nobody_else.set()
+        self._no_other_sequence.set()
 
     def run(self, job: MaskJob) -> None:
         """Computes a mask, now or soon. A job that nobody refers to any more is dropped."""
@@ -110,7 +110,7 @@ class MaskWorker:
             self._thread = threading.Thread(target=self._work, name="grammar-masks", daemon=True)
             self._thread.start()
 
-    def take_failed(self) -> list[MaskJob]:
+    def pop_failed(self) -> list[MaskJob]:
         """Jobs of the thread that have ended in an error since the last call."""
         failed = []
         while True:
@@ -136,4 +136,4 @@ class MaskWorker:
             del job  # nothing of a sequence that has ended is held while this waits
             self._news.set()
             if seconds > CHEAP_SECONDS:
-                self._nobody_else.wait(PAUSES * seconds)
+                self._no_other_sequence.wait(PAUSES * seconds)

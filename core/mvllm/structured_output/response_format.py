@@ -13,7 +13,7 @@ from mvllm.structured_output.additional_properties import close_all_objects
 _TYPES = "'text', 'json_object', 'json_schema' or 'structural_tag'"
 
 
-def structured_outputs_of(response_format: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
+def parse_response_format(response_format: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
     """Turns a `response_format` into what the engine understands; None where any text will do.
 
     Args:

@@ -7,8 +7,8 @@ import signal
 import subprocess
 import threading
 
-from mvllm.executor.process.pipe_process import end_pipe_process, receive_message, start_pipe_process, write_message
-from mvllm.structured_output.sandbox_main import SECONDS, TrialJob, Verdict
+from mvllm.executor.process.pipe_process import kill_pipe_process, receive_message, start_pipe_process, write_message
+from mvllm.structured_output.sandbox_main import SECONDS, CompileJob, CompileResult
 from mvllm.structured_output.vocabulary import Vocabulary
 
 WALL_SECONDS = 60.0
@@ -17,7 +17,7 @@ WALL_SECONDS = 60.0
 _ATTEMPTS = 2
 
 
-class GrammarTrial:
+class GrammarSandbox:
     """Starts its process when there is something to try, and again after one that had to be killed.
 
     Used from one thread, which must live as long as the process is wanted; `close` from any.
@@ -32,26 +32,26 @@ class GrammarTrial:
         self._lock = threading.Lock()
         self._closed = False
 
-    def run(self, job: TrialJob) -> Verdict:
+    def run(self, job: CompileJob) -> CompileResult:
         """Tries a job out; what ends the process is a verdict like any other."""
         for _ in range(_ATTEMPTS):
             process = self._running_process()
             if process is None:
-                return Verdict(None, "the engine is shutting down", lasts=False)
+                return CompileResult(None, "the engine is shutting down", lasts=False)
             try:
                 assert process.stdin is not None and process.stdout is not None
                 write_message(process.stdin, job)
-                return receive_message(process.stdout, Verdict, WALL_SECONDS)
+                return receive_message(process.stdout, CompileResult, WALL_SECONDS)
             except TimeoutError:
                 self._end()
-                return Verdict(None, f"compiling it took longer than {WALL_SECONDS:g} s; try again", lasts=False)
+                return CompileResult(None, f"compiling it took longer than {WALL_SECONDS:g} s; try again", lasts=False)
             except (EOFError, OSError):
-                error = _cause_of_death(process)
+                error = _describe_exit_cause(process)
                 self._end()
                 if error is not None:
-                    return Verdict(None, error)
+                    return CompileResult(None, error)
         error = "the process that compiles grammars was killed while it worked on this one; try again"
-        return Verdict(None, error, lasts=False)
+        return CompileResult(None, error, lasts=False)
 
     @property
     def pid(self) -> int | None:
@@ -79,10 +79,10 @@ class GrammarTrial:
         with self._lock:
             process, self._process = self._process, None
         if process is not None:
-            end_pipe_process(process)
+            kill_pipe_process(process)
 
 
-def _cause_of_death(process: subprocess.Popen[bytes]) -> str | None:
+def _describe_exit_cause(process: subprocess.Popen[bytes]) -> str | None:
     """What the job did to the process; None if somebody else ended it."""
     try:
         status = process.wait(timeout=WALL_SECONDS)

@@ -5,7 +5,7 @@ and no list of such things is complete. So each grammar is compiled here first, 
 SECONDS of processor time and MEMORY_BYTES. What survives costs the engine as much again, and no more.
 
     stdin   Vocabulary, then TrialJobs        each: 4 bytes of length, little-endian, then msgpack
-    stdout  a Verdict per job
+    stdout  a CompileResult per job
 
 The process ends with its parent, or when stdin does.
 """
@@ -42,7 +42,7 @@ _NUM_WALKS = 3
 _WALK_TOKENS = 32
 
 
-class TrialJob(msgspec.Struct, array_like=True, frozen=True):
+class CompileJob(msgspec.Struct, array_like=True, frozen=True):
     """One wish, see StructuredOutputsParams.
 
     Attributes:
@@ -59,7 +59,7 @@ class TrialJob(msgspec.Struct, array_like=True, frozen=True):
     thoughts_end: str | None = None
 
 
-class Verdict(msgspec.Struct, array_like=True, frozen=True):
+class CompileResult(msgspec.Struct, array_like=True, frozen=True):
     """What became of a job.
 
     Attributes:
@@ -78,7 +78,7 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
 def main() -> None:
     """The program."""
     die_with_parent(int(sys.argv[1]))
-    set_process_name("GrammarTrial")
+    set_process_name("GrammarSandbox")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     jobs, verdicts = sys.stdin.buffer, sys.stdout.buffer
     try:
@@ -86,12 +86,12 @@ def main() -> None:
         process = psutil.Process()
         limit_memory(MEMORY_BYTES)
         while True:
-            job = read_message(jobs, TrialJob)
+            job = read_message(jobs, CompileJob)
             limit_processor_time(SECONDS)
             before = process.memory_info().rss
-            grammar, error = try_out(tokenizer, job)
+            grammar, error = compile_job(tokenizer, job)
             memory = max(0, process.memory_info().rss - before)
-            write_message(verdicts, Verdict(grammar, error, memory))
+            write_message(verdicts, CompileResult(grammar, error, memory))
     except (EOFError, BrokenPipeError):
         pass
     finally:
@@ -99,14 +99,14 @@ def main() -> None:
         os._exit(0)
 
 
-def try_out(tokenizer: Any, job: TrialJob) -> tuple[str | None, str | None]:
+def compile_job(tokenizer: Any, job: CompileJob) -> tuple[str | None, str | None]:
     """The grammar that a job means, or why there is none."""
     started = time.monotonic()
     try:
         grammar = structural_tags(tokenizer, job.text) if job.form == "structural_tag" else to_grammar(job)
         error = find_error(tokenizer, grammar)
         if error is None and job.thoughts_end is not None:
-            grammar = behind_thoughts(tokenizer, job.thoughts_start, job.thoughts_end, grammar)
+            grammar = after_reasoning(tokenizer, job.thoughts_start, job.thoughts_end, grammar)
             error = find_error(tokenizer, grammar)
     except Exception as e:  # noqa: BLE001  (told to whoever asked)
         error = one_line(e) or type(e).__name__
@@ -117,7 +117,7 @@ def try_out(tokenizer: Any, job: TrialJob) -> tuple[str | None, str | None]:
     return None, error
 
 
-def to_grammar(job: TrialJob) -> str:
+def to_grammar(job: CompileJob) -> str:
     """In the library's own form.
 
     Raises:
@@ -163,7 +163,7 @@ def structural_tags(tokenizer: Any, text: str) -> str:
     return "\n".join(rules)
 
 
-def behind_thoughts(tokenizer: Any, start: str | None, end: str, grammar: str) -> str:
+def after_reasoning(tokenizer: Any, start: str | None, end: str, grammar: str) -> str:
     """A grammar of thoughts, and then of what `grammar` says, with a little white space between the two.
 
     The thoughts are any text up to the first `end`. With `start` they begin with it, or there are none; without it, the
@@ -230,7 +230,7 @@ def _some_bit(rng: random.Random, bits: bytes) -> int | None:
     return None
 
 
-def _locate(tokenizer: Any, job: TrialJob, error: str) -> str:
+def _locate(tokenizer: Any, job: CompileJob, error: str) -> str:
     """The smallest part of a schema that fails as the whole does, as a JSON pointer."""
     root = json.loads(job.text)
     definitions = {key: root[key] for key in ("$defs", "definitions") if isinstance(root, dict) and key in root}
@@ -242,7 +242,7 @@ def _locate(tokenizer: Any, job: TrialJob, error: str) -> str:
                 return place
             text = json.dumps({**definitions, **child})
             try:
-                found = find_error(tokenizer, to_grammar(TrialJob("json", text, job.whitespace)))
+                found = find_error(tokenizer, to_grammar(CompileJob("json", text, job.whitespace)))
             except Exception as e:  # noqa: BLE001  (compared)
                 found = one_line(e)
             if found == error:

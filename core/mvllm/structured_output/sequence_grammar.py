@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from mvllm.structured_output.mask_worker import MaskWorker, WorkBudget
+from mvllm.structured_output.mask_worker import MaskWorker, MaskTimeBudget
 from mvllm.structured_output.vocabulary import one_line
 
 
@@ -47,7 +47,7 @@ class SequenceGrammar:
         special_ids: Sequence[int],
         min_tokens: int,
         worker: MaskWorker | None = None,
-        budget: WorkBudget | None = None,
+        budget: MaskTimeBudget | None = None,
     ) -> None:
         self.request_id = request_id
         self._matcher = matcher
@@ -58,7 +58,7 @@ class SequenceGrammar:
         self._budget = budget
         self._num_tokens = 0
         self._last_token = -1
-        self._nothing_follows = False
+        self._must_end = False
         self.is_ready = True
         self.mask = b""
         self.is_complete = False
@@ -68,7 +68,7 @@ class SequenceGrammar:
 
     def accept(self, token: int, *, at_once: bool = False) -> None:
         """Goes on to the next position, whose mask is there when `is_ready` says so; with `at_once`, on return."""
-        if self._nothing_follows:
+        if self._must_end:
             self.is_complete = True
             return
         self._last_token = token
@@ -81,7 +81,7 @@ class SequenceGrammar:
     def compute_mask(self) -> None:
         """Takes in the token that was accepted last, and computes the mask behind it. For MaskWorker."""
         start = time.thread_time()
-        self._go_on()
+        self._advance()
         seconds = time.thread_time() - start
         if self._worker is not None:  # what was slow once is expected to be slow for some tokens to come
             self.expected_seconds = max(seconds, 0.8 * self.expected_seconds)
@@ -95,7 +95,7 @@ class SequenceGrammar:
                 )
         self.is_ready = True
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         matcher, token = self._matcher, self._last_token
         if not matcher.consume_token(token):
             self._fail(f"token {token} cannot come next: {self._reason()}")
@@ -117,7 +117,7 @@ class SequenceGrammar:
         _without_bits(bits, self._end_ids)
         goes_on = _has_bits(bits)
         if is_match and not goes_on:
-            self._nothing_follows = True
+            self._must_end = True
             self.mask = bytes(_with_bits(bits, self._end_ids or self._special_ids))
         elif is_match and self._num_tokens >= self._min_tokens:
             self.mask = bytes(_with_bits(bits, self._end_ids))

@@ -16,13 +16,13 @@ from mvllm.structured_output.grammar_compiler import (
     CompiledGrammar,
     GrammarCache,
     GrammarCompiler,
-    PassingRefusal,
+    TransientCompileError,
     job_of,
 )
-from mvllm.structured_output.mask_worker import MaskWorker, WorkBudget
+from mvllm.structured_output.mask_worker import MaskWorker, MaskTimeBudget
 from mvllm.structured_output.sequence_grammar import SequenceGrammar
-from mvllm.structured_output.sandbox_main import TrialJob
-from mvllm.structured_output.sandbox import GrammarTrial
+from mvllm.structured_output.sandbox_main import CompileJob
+from mvllm.structured_output.sandbox import GrammarSandbox
 from mvllm.structured_output.vocabulary import Vocabulary
 
 logger = get_logger(__name__)
@@ -37,7 +37,7 @@ _Result = CompiledGrammar | RequestError
 
 
 @dataclass(frozen=True)
-class GrammarOutcome:
+class GrammarResult:
     """What became of a request's wish: a grammar to begin with, or why there is none, or why it cannot go on.
 
     Attributes:
@@ -57,24 +57,24 @@ class _Waiting:
     since: float
 
 
-class GrammarManager:
+class StructuredOutputManager:
     """Compiles the grammars of an engine core's requests on threads of its own. Used from one thread.
 
     Args:
         load_vocabulary: Called once, on such a thread, for the first request.
-        plans_alike: Several engines must come to the same masks in the same steps, so that none may depend on time:
+        deterministic_timing: Several engines must come to the same masks in the same steps, so that none may depend on time:
             masks are computed at once, without a limit.
     """
 
-    def __init__(self, load_vocabulary: Callable[[], Vocabulary], *, plans_alike: bool = False) -> None:
+    def __init__(self, load_vocabulary: Callable[[], Vocabulary], *, deterministic_timing: bool = False) -> None:
         self._cache = GrammarCache()
         self._news = threading.Event()
-        self._mask_worker = None if plans_alike else MaskWorker(self._news)
-        self._budgets: weakref.WeakValueDictionary[str, WorkBudget] = weakref.WeakValueDictionary()
-        self._waiting: dict[TrialJob, list[_Waiting]] = {}
-        self._outcomes: list[GrammarOutcome] = []
-        self._workshop = _Workshop(load_vocabulary, self._news)
-        self._close = weakref.finalize(self, self._workshop.close)
+        self._mask_worker = None if deterministic_timing else MaskWorker(self._news)
+        self._budgets: weakref.WeakValueDictionary[str, MaskTimeBudget] = weakref.WeakValueDictionary()
+        self._waiting: dict[CompileJob, list[_Waiting]] = {}
+        self._outcomes: list[GrammarResult] = []
+        self._compile_pool = _CompilePool(load_vocabulary, self._news)
+        self._close = weakref.finalize(self, self._compile_pool.close)
 
     def submit(self, request: EngineCoreRequest) -> None:
         """Has a request's grammar made; `collect` brings it."""
@@ -88,7 +88,7 @@ class GrammarManager:
         others = self._waiting.setdefault(job, [])
         others.append(_Waiting(request, time.monotonic()))
         if len(others) == 1:
-            self._workshop.order(job)
+            self._compile_pool.order(job)
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """Forgets requests; a grammar that nobody waits for, and nobody has begun with, is not compiled."""
@@ -100,7 +100,7 @@ class GrammarManager:
             left = [each for each in waiting if each.request.request_id not in gone]
             if left:
                 self._waiting[job] = left
-            elif self._workshop.withdraw(job):
+            elif self._compile_pool.withdraw(job):
                 del self._waiting[job]
             else:
                 self._waiting[job] = []  # under way: the result is kept for whoever asks next
@@ -110,19 +110,19 @@ class GrammarManager:
         if self._mask_worker is not None:
             self._mask_worker.begin_step()
 
-    def collect(self) -> list[GrammarOutcome]:
+    def collect(self) -> list[GrammarResult]:
         """What has become of requests since the last call."""
         self._news.clear()
         if self._waiting:
-            for job, result in self._workshop.take_done():
-                if not isinstance(result, PassingRefusal):
+            for job, result in self._compile_pool.pop_finished():
+                if not isinstance(result, TransientCompileError):
                     self._cache.put(job, result)
                 self._outcomes += [self._outcome(each.request, result) for each in self._waiting.pop(job, ())]
-            self._give_up_late()
+            self._fail_late_requests()
         outcomes, self._outcomes = self._outcomes, []
-        for grammar in self._mask_worker.take_failed() if self._mask_worker is not None else ():
+        for grammar in self._mask_worker.pop_failed() if self._mask_worker is not None else ():
             assert isinstance(grammar, SequenceGrammar)
-            outcomes.append(GrammarOutcome(grammar.request_id, grammar, grammar.error, "structured_outputs"))
+            outcomes.append(GrammarResult(grammar.request_id, grammar, grammar.error, "structured_outputs"))
         return outcomes
 
     def wait(self, seconds: float) -> None:
@@ -133,9 +133,9 @@ class GrammarManager:
             self._news.wait(seconds)
 
     @property
-    def trial_pids(self) -> list[int]:
+    def sandbox_pids(self) -> list[int]:
         """Processes that try grammars out."""
-        return self._workshop.trial_pids
+        return self._compile_pool.sandbox_pids
 
     @property
     def cache_memory(self) -> int:
@@ -148,50 +148,50 @@ class GrammarManager:
         if self._mask_worker is not None:
             self._mask_worker.close()
 
-    def _outcome(self, request: EngineCoreRequest, result: _Result) -> GrammarOutcome:
+    def _outcome(self, request: EngineCoreRequest, result: _Result) -> GrammarResult:
         if isinstance(result, RequestError):
-            return GrammarOutcome(request.request_id, None, str(result), result.parameter)
+            return GrammarResult(request.request_id, None, str(result), result.parameter)
         worker = self._mask_worker
         grammar = result.begin(request, worker, None if worker is None else self._budget(request))
         if grammar.error is not None:
-            return GrammarOutcome(request.request_id, None, grammar.error, "structured_outputs")
-        return GrammarOutcome(request.request_id, grammar, None)
+            return GrammarResult(request.request_id, None, grammar.error, "structured_outputs")
+        return GrammarResult(request.request_id, grammar, None)
 
-    def _budget(self, request: EngineCoreRequest) -> WorkBudget:
+    def _budget(self, request: EngineCoreRequest) -> MaskTimeBudget:
         """The work that masks of a request may take: of one sequence, or of all n."""
         group = request.sibling_group
         budget = None if group is None else self._budgets.get(group)
         if budget is None:
-            budget = WorkBudget()
+            budget = MaskTimeBudget()
             if group is not None:
                 self._budgets[group] = budget
         return budget
 
-    def _give_up_late(self) -> None:
+    def _fail_late_requests(self) -> None:
         limit = time.monotonic() - MAX_WAIT_SECONDS
         for job, waiting in self._waiting.items():
             late = [each for each in waiting if each.since < limit]
             if late:
                 self._waiting[job] = [each for each in waiting if each.since >= limit]
                 error = f"structured_outputs: no time was found to compile this in {MAX_WAIT_SECONDS:g} s; try again."
-                self._outcomes += [GrammarOutcome(each.request.request_id, None, error) for each in late]
+                self._outcomes += [GrammarResult(each.request.request_id, None, error) for each in late]
 
 
-class _Workshop:
+class _CompilePool:
     """The threads, and what they share with the one that orders. They begin with the first order."""
 
     def __init__(self, load_vocabulary: Callable[[], Vocabulary], news: threading.Event) -> None:
         self._compiler = GrammarCompiler(load_vocabulary)
-        self._orders: SimpleQueue[TrialJob | None] = SimpleQueue()
-        self._done: SimpleQueue[tuple[TrialJob, _Result]] = SimpleQueue()
+        self._orders: SimpleQueue[CompileJob | None] = SimpleQueue()
+        self._done: SimpleQueue[tuple[CompileJob, _Result]] = SimpleQueue()
         self._news = news
         self._lock = threading.Lock()
-        self._ordered: set[TrialJob] = set()  # and not begun
-        self._trials: list[GrammarTrial] = []
+        self._ordered: set[CompileJob] = set()  # and not begun
+        self._sandboxes: list[GrammarSandbox] = []
         self._num_threads = 0
         self._closed = False
 
-    def order(self, job: TrialJob) -> None:
+    def order(self, job: CompileJob) -> None:
         with self._lock:
             self._ordered.add(job)
         self._orders.put(job)
@@ -199,14 +199,14 @@ class _Workshop:
             self._num_threads += 1
             threading.Thread(target=self._work, name=f"grammar-{self._num_threads}", daemon=True).start()
 
-    def withdraw(self, job: TrialJob) -> bool:
+    def withdraw(self, job: CompileJob) -> bool:
         """Whether `job` had not been begun, and will not be."""
         with self._lock:
             was_ordered = job in self._ordered
             self._ordered.discard(job)
             return was_ordered
 
-    def take_done(self) -> list[tuple[TrialJob, _Result]]:
+    def pop_finished(self) -> list[tuple[CompileJob, _Result]]:
         done = []
         while True:
             try:
@@ -215,21 +215,21 @@ class _Workshop:
                 return done
 
     @property
-    def trial_pids(self) -> list[int]:
+    def sandbox_pids(self) -> list[int]:
         with self._lock:
-            return [trial.pid for trial in self._trials if trial.pid is not None]
+            return [trial.pid for trial in self._sandboxes if trial.pid is not None]
 
     def close(self) -> None:
         self._closed = True
         for _ in range(self._num_threads):
             self._orders.put(None)
         with self._lock:
-            trials = list(self._trials)
+            trials = list(self._sandboxes)
         for trial in trials:
             trial.close()
 
     def _work(self) -> None:
-        trial: GrammarTrial | None = None
+        trial: GrammarSandbox | None = None
         while (job := self._orders.get()) is not None and not self._closed:
             with self._lock:
                 if job not in self._ordered:
@@ -238,22 +238,22 @@ class _Workshop:
             result: _Result
             try:
                 if trial is None:
-                    trial = self._add_trial()
+                    trial = self._add_sandbox()
                 result = self._compiler.compile(job, trial)
             except RequestError as e:
                 result = e
             except Exception as e:  # noqa: BLE001  (goes to whoever asked)
                 logger.warning("A grammar could not be compiled: %s: %s", type(e).__name__, e)
-                result = PassingRefusal(
+                result = TransientCompileError(
                     f"structured_outputs: it could not be compiled: {type(e).__name__}", parameter="structured_outputs"
                 )
             self._done.put((job, result))
             self._news.set()
 
-    def _add_trial(self) -> GrammarTrial:
-        trial = GrammarTrial(self._compiler.vocabulary())
+    def _add_sandbox(self) -> GrammarSandbox:
+        trial = GrammarSandbox(self._compiler.vocabulary())
         with self._lock:
-            self._trials.append(trial)
+            self._sandboxes.append(trial)
         if self._closed:
             trial.close()
         return trial

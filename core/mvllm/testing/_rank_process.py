@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mvllm.config.engine_args import EngineArgs
-from mvllm.engine.core.config_resolution import settle_config
+from mvllm.engine.core.config_resolution import resolve_config
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.platform.choose import choose_platform
 from mvllm.platform.phases import Phase, enter_phase
@@ -303,7 +303,7 @@ def weights(world: World) -> str:
         use_tqdm_on_load=False,
         tensor_parallel_size=world.context.num_devices,
     )
-    config = settle_config(args.create_engine_config(), world.platform)
+    config = resolve_config(args.create_engine_config(), world.platform)
     worker = Worker(config, world.platform, world.context)
     worker.init_device()
     worker.load_model()
@@ -333,7 +333,7 @@ COLLECTIVES: dict[str, Callable[[World], str]] = {
     "barrier": barrier,
 }
 TRIALS: dict[str, Callable[[World], str]] = {"bind": bind, "join": join, **COLLECTIVES, "close": close}
-OF_SEVERAL_DEVICES = {"bind": bind, "place": place, "cache": cache, "total": total, "close": close, "weights": weights}
+MULTI_DEVICE_CHECKS = {"bind": bind, "place": place, "cache": cache, "total": total, "close": close, "weights": weights}
 """What a worker tries that drives several devices."""
 
 _digest = hashlib.sha256()
@@ -358,7 +358,7 @@ def main(order: dict[str, Any]) -> int:
         _digest = hashlib.sha256()
         try:
             with enter_phase(Phase.WORKER):
-                error = {**TRIALS, **OF_SEVERAL_DEVICES}[name](world)
+                error = {**TRIALS, **MULTI_DEVICE_CHECKS}[name](world)
         except Exception as e:  # noqa: BLE001  (told to whoever asked)
             error = f"{type(e).__name__}: {e}"
         answer = {"did": name, "error": error, "digest": _digest.hexdigest()}

@@ -16,7 +16,7 @@ TAG = "CONFORMANCE_PROCESS_TAG"
 
 
 @dataclass
-class Footprint:
+class ProcessSnapshot:
     """What there was before; `assert_gone` says whether that is all there is again.
 
     Attributes:
@@ -60,10 +60,10 @@ class Footprint:
 
 
 @contextmanager
-def footprint() -> Iterator[Footprint]:
+def process_snapshot() -> Iterator[ProcessSnapshot]:
     """Tags every process that is started inside; kills what is left at the end, so that no other test meets it."""
     before = os.environ.get(TAG)
-    trace = Footprint()
+    trace = ProcessSnapshot()
     os.environ[TAG] = trace.tag
     try:
         yield trace

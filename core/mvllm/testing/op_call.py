@@ -12,7 +12,7 @@ ROWS = (1, 3, 17)
 
 
 @dataclass(frozen=True)
-class OpTrial:
+class OpCall:
     """One call of one operation.
 
     Attributes:

@@ -10,16 +10,16 @@ import torch
 from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.ops.draw import draw_block, filtered_draw
 from mvllm.ops.dtypes import torch_dtype
-from mvllm.testing.op_call import ROWS, OpTrial, random_tensor
+from mvllm.testing.op_call import ROWS, OpCall, random_tensor
 from mvllm.testing.quantized_weight_cases import exact_float8, exact_quantized, float8_linear_cases, quantized_linear_cases
 
 
-def trials(op: str, dtype: str) -> Iterator[OpTrial]:
+def trials(op: str, dtype: str) -> Iterator[OpCall]:
     """The cases of one operation in one compute dtype."""
     yield from _MAKERS.get(op, _activations)(op, torch_dtype(dtype))
 
 
-def exact(trial: OpTrial) -> Any:
+def exact(trial: OpCall) -> Any:
     """The reference on float64 arguments."""
     if trial.op == "quantized_linear":
         return exact_quantized(*trial.make())
@@ -43,11 +43,11 @@ def _wide(argument: Any) -> Any:
     return argument.double() if isinstance(argument, torch.Tensor) and argument.is_floating_point() else argument
 
 
-def _linear(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+def _linear(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
     for rows in ROWS:
         for in_features, out_features in ((64, 96), (128, 320), (96, 33)):
             for bias in (False, True):
-                yield OpTrial(
+                yield OpCall(
                     op,
                     {"in_features": in_features, "out_features": out_features, "bias": bias},
                     lambda rows=rows, i=in_features, o=out_features, bias=bias: (  # type: ignore[misc]
@@ -59,11 +59,11 @@ def _linear(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                 )
 
 
-def _gated_linear(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+def _gated_linear(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
     for rows in (*ROWS, 200):
         for in_features, size in ((64, 96), (128, 160), (96, 33)):
             for bias in (False, True):
-                yield OpTrial(
+                yield OpCall(
                     op,
                     {"in_features": in_features, "size": size, "bias": bias},
                     lambda rows=rows, i=in_features, o=2 * size, bias=bias: (  # type: ignore[misc]
@@ -75,10 +75,10 @@ def _gated_linear(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                 )
 
 
-def _embedding(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+def _embedding(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
     for rows in ROWS:
         for ids in (torch.int32, torch.int64):
-            yield OpTrial(
+            yield OpCall(
                 op,
                 {"num_embeddings": 50, "embedding_dim": 64},
                 lambda rows=rows, ids=ids: (  # type: ignore[misc]
@@ -87,7 +87,7 @@ def _embedding(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                 ),
                 weight=1,
             )
-            yield OpTrial(  # a band of the table, and ids on either side of it
+            yield OpCall(  # a band of the table, and ids on either side of it
                 op,
                 {"num_embeddings": 20, "embedding_dim": 64},
                 lambda rows=rows, ids=ids: (  # type: ignore[misc]
@@ -99,11 +99,11 @@ def _embedding(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
             )
 
 
-def _norms(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+def _norms(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
     for rows in ROWS:
         for size in (64, 100, 768):
             if op == "rms_norm":
-                yield OpTrial(
+                yield OpCall(
                     op,
                     {"hidden_size": size},
                     lambda rows=rows, size=size: (
@@ -112,7 +112,7 @@ def _norms(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                         1e-5,
                     ),  # type: ignore[misc]
                 )
-                yield OpTrial(  # of heads, as a view of a fused projection
+                yield OpCall(  # of heads, as a view of a fused projection
                     op,
                     {"hidden_size": size},
                     lambda rows=rows, size=size: (  # type: ignore[misc]
@@ -122,7 +122,7 @@ def _norms(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                     ),
                 )
             elif op == "fused_add_rms_norm":
-                yield OpTrial(
+                yield OpCall(
                     op,
                     {"hidden_size": size},
                     lambda rows=rows, size=size: (  # type: ignore[misc]
@@ -134,7 +134,7 @@ def _norms(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                 )
             else:
                 for affine in (False, True):
-                    yield OpTrial(
+                    yield OpCall(
                         op,
                         {"hidden_size": size, "affine": affine},
                         lambda rows=rows, size=size, affine=affine: (  # type: ignore[misc]
@@ -146,10 +146,10 @@ def _norms(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                     )
 
 
-def _rotary(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+def _rotary(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
     for head_size, rotary_dim in ((64, 64), (80, 32), (128, 128)):
         for index in (torch.int32, torch.int64):
-            yield OpTrial(
+            yield OpCall(
                 op,
                 {"head_size": head_size, "rotary_dim": rotary_dim},
                 lambda h=head_size, r=rotary_dim, index=index: _rotary_arguments(dtype, h, r, index),  # type: ignore[misc]
@@ -168,9 +168,9 @@ def _rotary_arguments(dtype: torch.dtype, head_size: int, rotary_dim: int, index
     )
 
 
-def _moe(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+def _moe(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
     for rows in ROWS:
-        yield OpTrial(
+        yield OpCall(
             op,
             {"num_experts": 4, "top_k": 2, "hidden_size": 64, "intermediate_size": 32},
             lambda rows=rows: (  # type: ignore[misc]
@@ -184,12 +184,12 @@ def _moe(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
         )
 
 
-def _add_lora(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+def _add_lora(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
     for rows in ROWS:
         # Three slots, of which one is not used; one matrix, and three side by side, of which two share a block.
         for bands in (((0, 96, 0),), ((0, 48, 0), (48, 80, 1), (80, 96, 1))):
             blocks = 1 + max(block for _, _, block in bands)
-            yield OpTrial(
+            yield OpCall(
                 op,
                 {"in_features": 64, "out_features": 96, "rank": 8, "blocks": blocks},
                 lambda rows=rows, bands=bands, blocks=blocks: _lora_arguments(dtype, rows, blocks, bands),  # type: ignore[misc]
@@ -212,9 +212,9 @@ def _lora_arguments(
     return (*matrices, torch.cat((odd, even)), segments, bands)
 
 
-def _clamped_moe(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+def _clamped_moe(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
     for rows in ROWS:
-        yield OpTrial(
+        yield OpCall(
             op,
             {"num_experts": 4, "top_k": 2, "hidden_size": 64, "intermediate_size": 32},
             lambda rows=rows: (  # type: ignore[misc]
@@ -232,10 +232,10 @@ def _clamped_moe(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
         )
 
 
-def _argmax(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+def _argmax(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
     for rows in ROWS:
         for size in (5, 64, 200):  # distinct small integers: which of equal elements is taken is left open
-            yield OpTrial(
+            yield OpCall(
                 op,
                 {"size": size},
                 lambda rows=rows, size=size: (  # type: ignore[misc]
@@ -257,10 +257,10 @@ _DRAWS = (  # temperature, min_p, top_k (None where it is off), top_p
 )
 
 
-def _filtered_draw(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+def _filtered_draw(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
     for rows in ROWS:
         for size in (64, 300, 1000):
-            yield OpTrial(op, {"size": size}, lambda rows=rows, size=size: _draw_arguments(rows, size))  # type: ignore[misc]
+            yield OpCall(op, {"size": size}, lambda rows=rows, size=size: _draw_arguments(rows, size))  # type: ignore[misc]
 
 
 def _draw_arguments(rows: int, size: int) -> tuple[Any, ...]:
@@ -291,18 +291,18 @@ def _draw_arguments(rows: int, size: int) -> tuple[Any, ...]:
     return logits, peaks, 1 / temperature, gap, k, top_p, *uniforms, draw_block(size)
 
 
-def _activations(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+def _activations(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
     halves = 2 if op.endswith("_and_mul") else 1
     for rows in ROWS:
         for size in (64, 100):
-            yield OpTrial(
+            yield OpCall(
                 op,
                 {"size": size},
                 lambda rows=rows, size=size: (random_tensor(dtype, rows, halves * size, scale=4.0),),  # type: ignore[misc]
             )
 
 
-_MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpTrial]]] = {
+_MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpCall]]] = {
     "linear": _linear,
     "quantized_linear": quantized_linear_cases,
     "quantized_linear_silu_and_mul": quantized_linear_cases,

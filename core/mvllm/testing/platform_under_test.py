@@ -15,7 +15,7 @@ from mvllm.testing import report
 
 
 @dataclass
-class Examinee:
+class PlatformUnderTest:
     """A platform, by name.
 
     Attributes:
@@ -95,17 +95,17 @@ class Examinee:
         )
 
 
-def find_examinee(name: str | None, without_device: bool = False) -> Examinee:
+def find_platform_under_test(name: str | None, without_device: bool = False) -> PlatformUnderTest:
     """The platform asked for, or the only one there is.
 
     Raises:
         MvllmError: Nobody said which, and it is not obvious.
     """
     if name is not None:
-        return Examinee(name, without_device)
+        return PlatformUnderTest(name, without_device)
     environment = dict(os.environ)
     try:
-        return Examinee(choose_platform().source.name, without_device, environment)
+        return PlatformUnderTest(choose_platform().source.name, without_device, environment)
     except MvllmError as e:
         raise PlatformError(f"Say which platform to examine with --mvllm-platform NAME. {e}") from e
 

@@ -24,7 +24,7 @@ from mvllm.platform.phases import Phase, enter_phase
 from mvllm.testing.clauses import CLAUSES, DEVICE_FREE, FAMILIES, claims
 from mvllm.testing.markers import EXHAUSTIVE_MARKER, MARKER, NOT_APPLICABLE, NOT_CLAIMED, NOT_RUN
 from mvllm.testing.report import REFUSED, WITHOUT_DEVICE, Outcome, Report, Status
-from mvllm.testing.platform_under_test import Examinee, find_examinee
+from mvllm.testing.platform_under_test import PlatformUnderTest, find_platform_under_test
 from mvllm.testing.waivers import Waiver, read_waivers
 from mvllm.version import __version__
 
@@ -47,7 +47,7 @@ class Run:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._examinee: Examinee | None = None
+        self._platform_under_test: PlatformUnderTest | None = None
         self._waivers: list[Waiver] | None = None
         self.outcomes: dict[str, Outcome] = {}
         self.left_out: Counter[str] = Counter()
@@ -57,13 +57,13 @@ class Run:
         return self._config.getoption(f"mvllm_{name}", default=None)
 
     @property
-    def examinee(self) -> Examinee:
-        if self._examinee is None:
+    def platform_under_test(self) -> PlatformUnderTest:
+        if self._platform_under_test is None:
             try:
-                self._examinee = find_examinee(self.option("platform"), self.without_device)
+                self._platform_under_test = find_platform_under_test(self.option("platform"), self.without_device)
             except MvllmError as e:
                 raise pytest.UsageError(str(e)) from e
-        return self._examinee
+        return self._platform_under_test
 
     @property
     def waivers(self) -> list[Waiver]:
@@ -93,7 +93,7 @@ class Run:
 
         narrowed = tuple(f"{flag} {text}" for flag in ("-k", "-m") if (text := _selection(self._config, flag)))
         return Report(
-            subject=self.examinee.describe(),
+            subject=self.platform_under_test.describe(),
             core_version=__version__,
             core_contract=".".join(map(str, CONTRACT)),
             outcomes=sorted(self.outcomes.values(), key=lambda o: (min(o.clauses), o.test)),
@@ -175,7 +175,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs `claimed_dtype` through the compute dtypes that the platform claims."""
     if "claimed_dtype" in metafunc.fixturenames:
-        metafunc.parametrize("claimed_dtype", _run(metafunc.config).examinee.capabilities.dtypes)
+        metafunc.parametrize("claimed_dtype", _run(metafunc.config).platform_under_test.capabilities.dtypes)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -185,7 +185,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out: list[pytest.Item] = []
     for item in items:
         marker = item.get_closest_marker(MARKER)
-        why = "" if marker is None else _why_not_due(item, marker, run)
+        why = "" if marker is None else _deselection_reason(item, marker, run)
         (left_out if why else due).append(item)
         if why:
             run.left_out[why] += 1
@@ -204,12 +204,12 @@ def _asked(marker: pytest.Mark, run: Run) -> list[str]:
 def _unclaimed(marker: pytest.Mark, run: Run) -> list[str]:
     """Capabilities that a test needs and the platform does not claim."""
     wanted = {marker.kwargs.get("needs"), *(CLAUSES[i].needs for i in marker.args)} - {None}
-    if run.examinee.error:
+    if run.platform_under_test.error:
         return []
-    return sorted(str(need) for need in wanted if not claims(run.examinee.capabilities, need))
+    return sorted(str(need) for need in wanted if not claims(run.platform_under_test.capabilities, need))
 
 
-def _why_not_due(item: pytest.Item, marker: pytest.Mark, run: Run) -> str:
+def _deselection_reason(item: pytest.Item, marker: pytest.Mark, run: Run) -> str:
     """Why a test is not collected; empty where it is."""
     if not _asked(marker, run):
         return "of clauses that --only leaves out"
@@ -223,9 +223,9 @@ def _why_not_due(item: pytest.Item, marker: pytest.Mark, run: Run) -> str:
 def _prepare(item: pytest.Item, marker: pytest.Mark, run: Run) -> None:
     """Gives a test that is due its clauses to carry, and says whether it is to be skipped or to fail."""
     ids, unclaimed = _asked(marker, run), _unclaimed(marker, run)
-    examinee = run.examinee
+    platform_under_test = run.platform_under_test
     refusal = bool(marker.kwargs.get("refusal"))
-    contract = examinee.contract
+    contract = platform_under_test.contract
     if contract is not None:
         applicable = [i for i in ids if CLAUSES[i].since <= contract]
         if not applicable:
@@ -301,25 +301,25 @@ def _judge(found: pytest.TestReport, *, refusal: bool) -> tuple[Status | None, s
 
 
 @pytest.fixture(scope="session")
-def subject(request: pytest.FixtureRequest) -> Examinee:
+def subject(request: pytest.FixtureRequest) -> PlatformUnderTest:
     """The platform under test. Fails, with the reason, when it cannot be had."""
-    examinee = _run(request.config).examinee
-    if examinee.error:
-        pytest.fail(examinee.error, pytrace=False)
-    return examinee
+    platform_under_test = _run(request.config).platform_under_test
+    if platform_under_test.error:
+        pytest.fail(platform_under_test.error, pytrace=False)
+    return platform_under_test
 
 
 @pytest.fixture(scope="session")
-def examinee(request: pytest.FixtureRequest) -> Examinee:
+def platform_under_test(request: pytest.FixtureRequest) -> PlatformUnderTest:
     """The same, whether it can be had or not: for clauses about plugins that do not load."""
-    return _run(request.config).examinee
+    return _run(request.config).platform_under_test
 
 
 class DeviceHolder:
     """Opens the device when a test wants it, and lets go of it before an engine in this process wants it too."""
 
-    def __init__(self, examinee: Examinee) -> None:
-        self._examinee = examinee
+    def __init__(self, platform_under_test: PlatformUnderTest) -> None:
+        self._platform_under_test = platform_under_test
         self._runtime: DeviceRuntime | None = None
 
     def open(self) -> DeviceRuntime:
@@ -328,7 +328,7 @@ class DeviceHolder:
 
         if self._runtime is None:
             with enter_phase(Phase.WORKER):
-                self._runtime = self._examinee.platform.init_device(WorkerContext())
+                self._runtime = self._platform_under_test.platform.init_device(WorkerContext())
         return self._runtime
 
     def close(self) -> None:
@@ -340,7 +340,7 @@ class DeviceHolder:
 
 
 @pytest.fixture(scope="session")
-def device_holder(subject: Examinee) -> Iterator[DeviceHolder]:
+def device_holder(subject: PlatformUnderTest) -> Iterator[DeviceHolder]:
     """The one that may have the device open in this process."""
     holder = DeviceHolder(subject)
     yield holder

@@ -9,7 +9,7 @@ import torch
 
 from mvllm.ops.float8_linear import Float8Inputs, Float8Weight
 from mvllm.ops.quantized_linear import QuantizedWeight
-from mvllm.testing.op_call import ROWS, OpTrial, random_tensor
+from mvllm.testing.op_call import ROWS, OpCall, random_tensor
 
 _QUANTIZED = (  # bits, group_size (None for a row), symmetric, int8_activations
     (8, None, True, True),
@@ -24,7 +24,7 @@ _QUANTIZED = (  # bits, group_size (None for a row), symmetric, int8_activations
 )
 
 
-def quantized_linear_cases(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+def quantized_linear_cases(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
     """Of `quantized_linear`, or with the gated activation behind it."""
     for rows in ROWS:
         for in_features, out_features in ((64, 96), (384, 320), (80, 33)):  # groups that do not fit, rows that do not
@@ -39,7 +39,7 @@ def quantized_linear_cases(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                     "symmetric": symmetric,
                     "int8_activations": int8_activations,
                 }
-                yield OpTrial(
+                yield OpCall(
                     op,
                     facts,
                     lambda rows=rows, facts=facts, o=out_features * (1 + gated): (  # type: ignore[misc]
@@ -109,7 +109,7 @@ _FLOAT8: tuple[tuple[int | None, int | None, Float8Inputs], ...] = (  # block_ro
 )
 
 
-def float8_linear_cases(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
+def float8_linear_cases(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
     """Of `float8_linear`, with inputs that rounding leaves alone."""
     for rows in ROWS:
         for in_features, out_features in ((64, 96), (384, 320), (80, 33)):  # blocks that do not fit, rows that do not
@@ -122,7 +122,7 @@ def float8_linear_cases(op: str, dtype: torch.dtype) -> Iterator[OpTrial]:
                     "block_columns": min(block_columns or in_features, in_features),
                     "inputs": inputs,
                 }
-                yield OpTrial(
+                yield OpCall(
                     op,
                     facts,
                     lambda rows=rows, facts=facts: (  # type: ignore[misc]

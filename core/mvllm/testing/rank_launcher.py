@@ -1,6 +1,6 @@
 """Worker processes without an engine: each binds a device, meets the others, and tries what it is told.
 
-run_ranks(examinee, 2, ["all_reduce"]) ──> python -m mvllm.testing._rank_process, twice, as the platform's topology says
+run_ranks(platform_under_test, 2, ["all_reduce"]) ──> python -m mvllm.testing._rank_process, twice, as the platform's topology says
                                       <── a line per thing tried: {"did": "all_reduce", "error": "", "digest": "..."}
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import LaunchTopology, ParallelConfig
-from mvllm.testing.platform_under_test import Examinee
+from mvllm.testing.platform_under_test import PlatformUnderTest
 
 SIGN = "@mvllm-rank "
 """Begins a line that is meant for us: device libraries print too."""
@@ -51,10 +51,10 @@ class RankResult:
         return f"it {ended} before {what}; it had done {reached}. Its output:\n{self.output[-2000:]}"
 
 
-def topology_of(examinee: Examinee, parallel: ParallelConfig) -> LaunchTopology:
+def topology_of(platform_under_test: PlatformUnderTest, parallel: ParallelConfig) -> LaunchTopology:
     """The platform's answer."""
     with enter_phase(Phase.ENGINE):
-        return examinee.platform.topology(parallel)
+        return platform_under_test.platform.topology(parallel)
 
 
 def parallel_config(tensor: int = 1, pipeline: int = 1) -> ParallelConfig:
@@ -63,7 +63,7 @@ def parallel_config(tensor: int = 1, pipeline: int = 1) -> ParallelConfig:
 
 
 def run_ranks(
-    examinee: Examinee,
+    platform_under_test: PlatformUnderTest,
     world_size: int,
     what: list[str],
     *,
@@ -82,7 +82,7 @@ def run_ranks(
         parallel: The engine whose workers they are; None for one that is tensor-parallel over all their devices.
         checkpoint: A folder, for those that load one.
     """
-    topology = topology_of(examinee, parallel or parallel_config(tensor=world_size * num_devices))
+    topology = topology_of(platform_under_test, parallel or parallel_config(tensor=world_size * num_devices))
     meeting = None if local_ranks is not None or world_size == 1 else f"tcp://127.0.0.1:{_free_port()}"
     with tempfile.TemporaryDirectory() as folder:
         started = []
@@ -90,11 +90,11 @@ def run_ranks(
             variables = topology.env_per_worker[rank] if topology.env_per_worker else {}
             env = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
             order = {
-                "platform": examinee.name,
+                "platform": platform_under_test.name,
                 "rank": rank,
                 "world_size": world_size,
                 "init_method": meeting,
-                "dtypes": examinee.capabilities.dtypes,
+                "dtypes": platform_under_test.capabilities.dtypes,
                 "what": what,
                 "num_devices": num_devices,
                 "checkpoint": str(checkpoint or ""),
@@ -135,20 +135,20 @@ def _collect(started: list[tuple[subprocess.Popen[bytes], Path]]) -> list[RankRe
     return results
 
 
-def of_several_devices(
-    examinee: Examinee, what: str, num_devices: int = 2, checkpoint: Path | None = None
+def run_on_multiple_devices(
+    platform_under_test: PlatformUnderTest, what: str, num_devices: int = 2, checkpoint: Path | None = None
 ) -> RankResult:
-    """A worker that drives so many devices, having bound them and tried one thing of `_rank.OF_SEVERAL_DEVICES`."""
-    [result] = run_ranks(examinee, 1, ["bind", what], num_devices=num_devices, checkpoint=checkpoint)
+    """A worker that drives so many devices, having bound them and tried one thing of `_rank.MULTI_DEVICE_CHECKS`."""
+    [result] = run_ranks(platform_under_test, 1, ["bind", what], num_devices=num_devices, checkpoint=checkpoint)
     return result
 
 
-def why_not_devices(examinee: Examinee, count: int) -> str:
+def why_not_devices(platform_under_test: PlatformUnderTest, count: int) -> str:
     """Why one worker does not drive `count` devices on this platform; empty when it does."""
-    topology = topology_of(examinee, parallel_config(tensor=count))
+    topology = topology_of(platform_under_test, parallel_config(tensor=count))
     if topology.num_workers > 1:
         return f"{count} tensor-parallel ranks are {topology.num_workers} workers of its topology"
-    if examinee.platform.worker_class() is not None:
+    if platform_under_test.platform.worker_class() is not None:
         return "it has a worker class of its own, which spreads what it likes"
     return ""
 
@@ -156,31 +156,31 @@ def why_not_devices(examinee: Examinee, count: int) -> str:
 _KNOWN: dict[tuple[str, int, int], str] = {}
 
 
-def why_not_ranks(examinee: Examinee, tensor: int = 1, pipeline: int = 1) -> str:
+def why_not_ranks(platform_under_test: PlatformUnderTest, tensor: int = 1, pipeline: int = 1) -> str:
     """Why the workers of an engine of so many ranks cannot run side by side on this machine; empty when they can.
 
     Where the probe saw that many devices they must run, and nothing is asked. Elsewhere the last of them tries to bind
     its devices: platforms may put several workers on one.
     """
-    if tensor * pipeline <= max(1, examinee.num_devices):
+    if tensor * pipeline <= max(1, platform_under_test.num_devices):
         return ""
-    key = (examinee.name, tensor, pipeline)
+    key = (platform_under_test.name, tensor, pipeline)
     if key not in _KNOWN:
         parallel = parallel_config(tensor, pipeline)
-        count = topology_of(examinee, parallel).num_workers
+        count = topology_of(platform_under_test, parallel).num_workers
         each = parallel.world_size // count
-        [last] = run_ranks(examinee, count, ["bind"], local_ranks=[count - 1], num_devices=each, parallel=parallel)
+        [last] = run_ranks(platform_under_test, count, ["bind"], local_ranks=[count - 1], num_devices=each, parallel=parallel)
         error = last.error_of("bind")
         _KNOWN[key] = f"{count} workers need devices that are not here: {error}" if error else ""
     return _KNOWN[key]
 
 
 @functools.cache
-def collectives_of(name: str, world_size: int) -> tuple[RankResult, ...]:
+def run_collectives(name: str, world_size: int) -> tuple[RankResult, ...]:
     """What the ranks of a world say about everything in `_rank.TRIALS`; asked once in a process."""
     from mvllm.testing._rank_process import TRIALS
 
-    return tuple(run_ranks(Examinee(name), world_size, list(TRIALS)))
+    return tuple(run_ranks(PlatformUnderTest(name), world_size, list(TRIALS)))
 
 
 def _free_port() -> int:

@@ -29,7 +29,7 @@ _NOT_DEVICES = (
 )
 
 
-def ask_child(
+def run_in_subprocess(
     module: str, order: dict[str, Any], *, seconds: float = 120.0, environment: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
     """Runs `python -m module ORDER` and returns the JSON object that it says.

@@ -20,7 +20,7 @@ from mvllm.entrypoints.llm import LLM
 from mvllm.messages.inputs import PromptType, TokensPrompt
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.plugin_api import Capabilities
-from mvllm.testing.platform_under_test import Examinee
+from mvllm.testing.platform_under_test import PlatformUnderTest
 
 VOCAB_SIZE = 320
 NUM_TOKENS = 16
@@ -191,11 +191,11 @@ def tie_of(capabilities: Capabilities, dtype: str) -> float:
     return max(TIE.get(dtype, 1.0), TIE.get(stored, 1.0))
 
 
-def make_llm(examinee: Examinee, folder: Path, **settings: Any) -> LLM:
+def make_llm(platform_under_test: PlatformUnderTest, folder: Path, **settings: Any) -> LLM:
     """An engine on the platform under test."""
     defaults: dict[str, Any] = {
-        "platform": examinee.name,
-        "dtype": main_dtype(examinee.capabilities),
+        "platform": platform_under_test.name,
+        "dtype": main_dtype(platform_under_test.capabilities),
         "skip_tokenizer_init": True,
         "max_model_len": MAX_LEN,
         "max_num_seqs": 8,
@@ -208,9 +208,9 @@ def make_llm(examinee: Examinee, folder: Path, **settings: Any) -> LLM:
 
 
 @contextmanager
-def engine(examinee: Examinee, folder: Path, **settings: Any) -> Iterator[LLM]:
+def engine(platform_under_test: PlatformUnderTest, folder: Path, **settings: Any) -> Iterator[LLM]:
     """The same, closed at the end."""
-    with make_llm(examinee, folder, **settings) as llm:
+    with make_llm(platform_under_test, folder, **settings) as llm:
         yield llm
 
 

@@ -27,13 +27,13 @@ from mvllm.sampling.sampling_state import SamplingState, TokenHistory
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Copies of a RowTable's `num_computed` and of its history's `num_tokens`, int32 [max_rows] each."""
+    """Copies of a InputBatch's `num_computed` and of its history's `num_tokens`, int32 [max_rows] each."""
 
     num_computed: np.ndarray
     num_tokens: np.ndarray
 
 
-class RowTable:
+class InputBatch:
     """State of the running requests, by row.
 
     Args:
@@ -83,7 +83,7 @@ class RowTable:
         for position, drafts in plan.draft_token_ids.items():
             self.history.guess(plan.rows[position], drafts)
 
-    def take_samples(self, rows: np.ndarray, token_ids: np.ndarray, further: Mapping[int, Sequence[int]]) -> None:
+    def append_sampled_tokens(self, rows: np.ndarray, token_ids: np.ndarray, further: Mapping[int, Sequence[int]]) -> None:
         """Adds what a step has sampled.
 
         Args:

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 def layer_windows(layers: Sequence[Attention], device: torch.device) -> tuple[int | None, ...]:
     """What each layer sees, in tokens, or None; where some could not share a cache, what the widest sees for all."""
     windows = [layer.spec.sliding_window for layer in layers]
-    if len(set(windows)) > 1 and not _are_stored_alike(layers, device):
+    if len(set(windows)) > 1 and not _have_equal_cache_layouts(layers, device):
         windows = [None if None in windows else max(w for w in windows if w is not None)] * len(layers)
     return tuple(windows)
 
 
-def named_windows(
+def reported_windows(
     layers: Sequence[Attention], windows: Sequence[int | None], device: torch.device, num_stages: int
 ) -> tuple[int | None, ...]:
     """What a worker says that its layers see: nothing, so that there is one group, where several would be wrong.
@@ -41,10 +41,10 @@ def named_windows(
     Args:
         windows: As from `layer_windows`.
     """
-    return tuple(windows) if num_stages == 1 or _are_stored_alike(layers, device) else ()
+    return tuple(windows) if num_stages == 1 or _have_equal_cache_layouts(layers, device) else ()
 
 
-def place_layers(
+def assign_layers_to_groups(
     windows: Sequence[int | None], groups: Sequence[int | None], max_model_len: int
 ) -> list[tuple[int, int]]:
     """For each layer its group and its place in the group: layers of equal places share a cache.
@@ -66,7 +66,7 @@ def place_layers(
     return places
 
 
-def _are_stored_alike(layers: Sequence[Attention], device: torch.device) -> bool:
+def _have_equal_cache_layouts(layers: Sequence[Attention], device: torch.device) -> bool:
     """Whether the layers differ in nothing but what they see, and their backends make caches that are the same."""
 
     def stored(layer: Attention) -> tuple[object, ...]:

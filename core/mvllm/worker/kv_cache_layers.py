@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import CacheError
-from mvllm.platform.checked_calls import ask_attention_backend
+from mvllm.platform.checked_calls import checked_attention_backend
 from mvllm.platform.attention import AttentionBackend, AttentionSpec, KVCache
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.worker_protocol import KVCacheNeeds
-from mvllm.worker.kv_cache_groups import layer_windows, named_windows, place_layers
+from mvllm.worker.kv_cache_groups import layer_windows, reported_windows, assign_layers_to_groups
 from mvllm.worker.out_of_memory import out_of_memory_as
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ Plans = Mapping[Hashable, tuple[AttentionBackend, int]]
 """The backend and the group of each metadata that layers read, by their `metadata_key`."""
 
 
-class AttentionLayers:
+class KVCacheLayers:
     """What is the same for all of these layers, whichever model they are of.
 
     Args:
@@ -49,7 +49,7 @@ class AttentionLayers:
     def backend_for(self, spec: AttentionSpec) -> AttentionBackend:
         """The backend of layers that are built with `spec`: one for all that are alike."""
         if spec not in self._backends:
-            self._backends[spec] = ask_attention_backend(self._platform, spec)
+            self._backends[spec] = checked_attention_backend(self._platform, spec)
         return self._backends[spec]
 
     def use(self, layers: Iterable[Attention]) -> None:
@@ -60,7 +60,7 @@ class AttentionLayers:
 
     def forget(self) -> None:
         """Lets go of the layers and of what they keep."""
-        self.drop_caches()
+        self.free_caches()
         self._layers = []
 
     def group(self, windows: Sequence[int | None]) -> None:
@@ -68,7 +68,7 @@ class AttentionLayers:
         self.groups = list(windows)
         self._place()
 
-    def plans_of(self, layers: Iterable[Attention]) -> Plans:
+    def attention_groups_of(self, layers: Iterable[Attention]) -> Plans:
         """Those that these layers read."""
         keys = {layer.metadata_key for layer in layers}
         return {key: plan for key, plan in self.plans.items() if key in keys}
@@ -91,7 +91,7 @@ class AttentionLayers:
             # A draft model may be a token behind, and look further back than the model does.
             return KVCacheNeeds(bytes_per_token, tuple(common), ())
         stages = self._config.parallel.pipeline_parallel_size
-        windows = named_windows(self._layers, self._windows, self._runtime.device, stages)
+        windows = reported_windows(self._layers, self._windows, self._runtime.device, stages)
         return KVCacheNeeds(bytes_per_token, tuple(common), windows)
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
@@ -109,15 +109,15 @@ class AttentionLayers:
                         caches[place] = layer.backend.allocate(num_blocks, block_size, self._runtime.device)
                     layer.kv_cache = caches[place]
         except BaseException:
-            self.drop_caches()
+            self.free_caches()
             raise
 
     @property
-    def lack_caches(self) -> bool:
+    def has_missing_caches(self) -> bool:
         """Whether there are layers that have none now."""
         return any(layer.kv_cache is None for layer in self._layers)
 
-    def drop_caches(self) -> None:
+    def free_caches(self) -> None:
         """Gives up all keys and values."""
         for layer in self._layers:
             layer.kv_cache = None
@@ -125,7 +125,7 @@ class AttentionLayers:
     def _place(self) -> None:
         """Deals the layers out to the groups. A backend makes one metadata per step: each block table has its own."""
         self.plans = {}
-        self._places = place_layers(self._windows, self.groups, self._config.model.max_model_len)
+        self._places = assign_layers_to_groups(self._windows, self.groups, self._config.model.max_model_len)
         for layer, (group, _) in zip(self._layers, self._places, strict=True):
             key: Hashable = layer.spec
             if key in self.plans and self.plans[key][1] != group:
@@ -133,6 +133,6 @@ class AttentionLayers:
             if key not in self.plans:
                 backend = self.backend_for(layer.spec)
                 if key != layer.spec:
-                    backend = ask_attention_backend(self._platform, layer.spec)
+                    backend = checked_attention_backend(self._platform, layer.spec)
                 self.plans[key] = (backend, group)
             layer.metadata_key, layer.backend = key, self.plans[key][0]

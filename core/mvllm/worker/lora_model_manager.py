@@ -15,15 +15,15 @@ from mvllm.config.engine_config import LoRAConfig
 from mvllm.errors import ModelError, RequestError
 from mvllm.layers.context import BuildContext
 from mvllm.layers.linear import Linear
-from mvllm.layers.lora import LoRABatch, LoRAMatrices, LoRASlots, LoRAStep
+from mvllm.layers.lora import LoRAMapping, LoRALayerWeights, StackedLoRAWeights, CurrentLoRAMapping
 from mvllm.messages.lora import LoRARequest
 from mvllm.models.causal_lm import CausalLM
-from mvllm.models.lora_weights import read_adapter
-from mvllm.models.peft_adapter import read_peft_folder
+from mvllm.models.lora_weights import load_lora_weights
+from mvllm.models.peft_adapter import read_peft_adapter
 from mvllm.platform.runtime import DeviceRuntime
 
 
-class LoRAAdapters:
+class LoRAModelManager:
     """Makes the linear layers of a loaded model take adapters, and keeps these.
 
     Args:
@@ -37,18 +37,18 @@ class LoRAAdapters:
     """
 
     def __init__(self, model: CausalLM, ctx: BuildContext, config: LoRAConfig, runtime: DeviceRuntime) -> None:
-        self.step = LoRAStep()
+        self.step = CurrentLoRAMapping()
         self._model = model
         self._dtype = ctx.dtype
         self._config = config
         self._runtime = runtime
         self._layers = [
-            LoRASlots(module, ctx, self.step, config.max_loras, config.max_lora_rank)
+            StackedLoRAWeights(module, ctx, self.step, config.max_loras, config.max_lora_rank)
             for module in model.modules()
-            if isinstance(module, Linear) and module.takes_adapters
+            if isinstance(module, Linear) and module.supports_lora
         ]
         self._shapes = {name: shape for layer in self._layers for name, shape in layer.shapes.items()}
-        self._loaded: dict[int, dict[str, LoRAMatrices]] = {}
+        self._loaded: dict[int, dict[str, LoRALayerWeights]] = {}
         self._slots: dict[int, int] = {}  # adapter -> slot, least recently used first
 
     def add(self, request: LoRARequest) -> None:
@@ -60,8 +60,8 @@ class LoRAAdapters:
         if request.lora_int_id in self._loaded:
             return
         try:
-            folder = read_peft_folder(request.lora_path, self._config.max_lora_rank)
-            adapter = read_adapter(folder, self._model, self._shapes, self._dtype)
+            folder = read_peft_adapter(request.lora_path, self._config.max_lora_rank)
+            adapter = load_lora_weights(folder, self._model, self._shapes, self._dtype)
         except (ModelError, MemoryError) as e:
             message = f"The adapter {request.lora_name!r} cannot be loaded: {e}"
             raise RequestError(message, parameter="lora_request") from e
@@ -72,7 +72,7 @@ class LoRAAdapters:
         self._loaded.pop(lora_int_id, None)
         self._slots.pop(lora_int_id, None)
 
-    def batch(self, ids: np.ndarray, num_scheduled: np.ndarray, num_tokens: int) -> LoRABatch | None:
+    def batch(self, ids: np.ndarray, num_scheduled: np.ndarray, num_tokens: int) -> LoRAMapping | None:
         """Which tokens of a step have which adapter, all of which are in slots now; None where none has one.
 
         Args:
@@ -87,15 +87,15 @@ class LoRAAdapters:
         slots = self._claim_slots(wanted)
         of_token = np.repeat(ids, num_scheduled)
         if len(wanted) == 1 and len(of_token) == num_tokens and bool((of_token == wanted[0]).all()):
-            return LoRABatch(None, ((slots[0], 0, num_tokens),))
+            return LoRAMapping(None, ((slots[0], 0, num_tokens),))
         places = [np.flatnonzero(of_token == i).astype(np.int64) for i in wanted]
         ends = np.cumsum([len(place) for place in places]).tolist()
         segments = tuple(zip(slots, [0, *ends], ends, strict=False))
-        return LoRABatch(self._runtime.from_numpy(np.concatenate(places)), segments)
+        return LoRAMapping(self._runtime.from_numpy(np.concatenate(places)), segments)
 
-    def largest_batch(self, num_tokens: int) -> LoRABatch:
+    def largest_batch(self, num_tokens: int) -> LoRAMapping:
         """A batch that takes as much memory as any: every token has an adapter, and all are gathered."""
-        return LoRABatch(self._runtime.from_numpy(np.arange(num_tokens, dtype=np.int64)), ((0, 0, num_tokens),))
+        return LoRAMapping(self._runtime.from_numpy(np.arange(num_tokens, dtype=np.int64)), ((0, 0, num_tokens),))
 
     def _claim_slots(self, wanted: list[int]) -> list[int]:
         for i in wanted:

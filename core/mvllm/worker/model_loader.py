@@ -20,16 +20,16 @@ from mvllm.ops.registry import OpTable
 from mvllm.platform.checked_calls import ask
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
-from mvllm.worker.kv_cache_layers import AttentionLayers
+from mvllm.worker.kv_cache_layers import KVCacheLayers
 from mvllm.worker.spec_decode.draft_model import DraftModel
-from mvllm.worker.lora_model_manager import LoRAAdapters
+from mvllm.worker.lora_model_manager import LoRAModelManager
 from mvllm.worker.out_of_memory import out_of_memory_as
 
 if TYPE_CHECKING:
     from mvllm.models.causal_lm import CausalLM
 
 
-class LoadedModels:
+class ModelLoader:
     """Builds the models on the device and loads this rank's weights; lets go of them again.
 
     Args:
@@ -51,7 +51,7 @@ class LoadedModels:
         runtime: DeviceRuntime,
         tp: GroupCoordinator,
         pp: GroupCoordinator,
-        layers: AttentionLayers,
+        layers: KVCacheLayers,
         *,
         num_devices: int,
     ) -> None:
@@ -61,7 +61,7 @@ class LoadedModels:
         self._tp, self._pp, self._num_devices = tp, pp, num_devices
         self._layers = layers
         self._model: CausalLM | None = None
-        self._adapters: LoRAAdapters | None = None
+        self._adapters: LoRAModelManager | None = None
         self.draft: DraftModel | None = None
 
     def load(self) -> BuildContext:
@@ -104,7 +104,7 @@ class LoadedModels:
             with out_of_memory_as(
                 ModelError, f"The slots of {lora.max_loras} adapters", "Lower max_loras or max_lora_rank."
             ):
-                self._adapters = LoRAAdapters(model, context, lora, self._runtime)
+                self._adapters = LoRAModelManager(model, context, lora, self._runtime)
         self._layers.use(layers)
         return context
 
@@ -131,7 +131,7 @@ class LoadedModels:
         return model
 
     @property
-    def are_here(self) -> bool:
+    def is_loaded(self) -> bool:
         """Whether there is a model now."""
         return self._model is not None
 
@@ -142,12 +142,12 @@ class LoadedModels:
         return self._model
 
     @property
-    def takes_adapters(self) -> bool:
+    def supports_lora(self) -> bool:
         """Whether requests may name one."""
         return self._adapters is not None
 
     @property
-    def adapters(self) -> LoRAAdapters:
+    def adapters(self) -> LoRAModelManager:
         """The LoRA adapters.
 
         Raises:

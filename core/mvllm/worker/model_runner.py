@@ -5,7 +5,7 @@ has reached the end of its known tokens, remember the samples. It is the same fo
 through the runtime, the attention backends and the op providers.
 
 Where the platform copies asynchronously, and steps are planned ahead, a step ends when its work is submitted: its
-tokens stay on the device, the next step finds them there (DeviceTokens), and `collect_output` reads them later.
+tokens stay on the device, the next step finds them there (SampledTokenBuffer), and `collect_output` reads them later.
 
 Tensor parallel: all ranks of a group see the same logits, bit for bit (each band is computed once and copied to all),
 draw with the same numbers, and so sample the same tokens; nothing has to be told. Pipeline parallel: the last stage
@@ -28,7 +28,7 @@ from mvllm.config.speculative import SpeculativeConfig
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import StepMemoryError
 from mvllm.layers.context import ForwardStep
-from mvllm.layers.lora import LoRABatch
+from mvllm.layers.lora import LoRAMapping
 from mvllm.logging import get_logger
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -40,37 +40,37 @@ from mvllm.platform.graphs import CompileBackend
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.shapes import ShapePolicy
-from mvllm.platform.tokens_on_device import keeps_tokens_on_device
+from mvllm.platform.tokens_on_device import keeps_sampled_tokens_on_device
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.pooling.pooler import pool
-from mvllm.pooling.token_type_ids import second_text_types
+from mvllm.pooling.token_type_ids import make_token_type_ids
 from mvllm.sampling.logits_processor import LogitsProcessorContext
 from mvllm.sampling.token_masks import TokenMasks
 from mvllm.sampling.sampler_output import SamplerOutput
-from mvllm.sampling.penalties import DeviceCounts
-from mvllm.sampling.logits_processor_set import LogitsProcessors
-from mvllm.sampling.sampler import Sampler, batch_kinds
+from mvllm.sampling.penalties import DeviceTokenCounts
+from mvllm.sampling.logits_processor_set import LogitsProcessorSet
+from mvllm.sampling.sampler import Sampler, warm_up_params
 from mvllm.sampling.sampling_state import PROCESSED, SamplingState, TokenHistory
-from mvllm.worker.kv_cache_layers import AttentionLayers, Plans
-from mvllm.worker.sampled_token_buffer import DeviceTokens
+from mvllm.worker.kv_cache_layers import KVCacheLayers, Plans
+from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
 from mvllm.worker.spec_decode.draft_model import DraftModelProposer
-from mvllm.worker.model_loader import LoadedModels
-from mvllm.worker.lora_model_manager import LoRAAdapters
-from mvllm.worker.out_of_memory import all_ranks_gave_up, naming_limits
+from mvllm.worker.model_loader import ModelLoader
+from mvllm.worker.lora_model_manager import LoRAModelManager
+from mvllm.worker.out_of_memory import all_ranks_failed_step, step_out_of_memory_error
 from mvllm.worker.pipeline_transport import Pipeline
-from mvllm.worker.prompt_logprobs import PromptLogprobs
+from mvllm.worker.prompt_logprobs import PromptLogprobsComputer
 from mvllm.worker.spec_decode.proposer import NgramProposer, Proposer
-from mvllm.worker.input_batch import RowLengths, RowTable
-from mvllm.worker.step_inputs import StepInputBuilder, StepInputs, dry_inputs, profile_inputs
+from mvllm.worker.input_batch import RowLengths, InputBatch
+from mvllm.worker.step_inputs import StepInputBuilder, StepInputs, dummy_inputs, profiling_inputs
 from mvllm.worker.step_result import StepResult
-from mvllm.worker.warm_up import StepShape, decode_shapes, first_shapes, sample_sizes, step_shapes
+from mvllm.worker.warm_up import StepShape, decode_shapes, dynamic_compile_shapes, sample_sizes, step_shapes
 
 if TYPE_CHECKING:
     from mvllm.models.causal_lm import CausalLM
 
 logger = get_logger(__name__)
 
-_AGREEMENT_SHARE = 10
+_FAILURE_EXCHANGE_DIVISOR = 10
 """Ranks that find no memory wait for each other this part of what a step may take at most."""
 
 _Result = TypeVar("_Result")
@@ -80,7 +80,7 @@ _Computed = tuple[StepInputs, torch.Tensor, torch.Tensor | None]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def _without_gradients(method: _Method) -> _Method:
+def _in_inference_mode(method: _Method) -> _Method:
     """Runs a method of the runner in the device's inference mode."""
 
     @wraps(method)
@@ -117,8 +117,8 @@ class ModelRunner:
         self._platform = platform
         self._runtime = runtime
         self._tp, self._pp = tp, pp
-        self._attention = AttentionLayers(config, platform, runtime)
-        self._models = LoadedModels(config, platform, runtime, tp, pp, self._attention, num_devices=num_devices)
+        self._attention = KVCacheLayers(config, platform, runtime)
+        self._models = ModelLoader(config, platform, runtime, tp, pp, self._attention, num_devices=num_devices)
         self._plans: Plans = {}
         """Those of the model's layers."""
         self._proposer: Proposer | None = None
@@ -127,7 +127,7 @@ class ModelRunner:
         self._sampler = self._make_sampler()
         self._run_model: Callable[..., torch.Tensor] = self._call_model
         self._compiler_needs_warm_up = False
-        self._device_tokens: DeviceTokens | None = None
+        self._sampled_token_buffer: SampledTokenBuffer | None = None
         self._begun: tuple[SchedulerOutput, RowLengths, _Computed | ModelRunnerOutput | None] | None = None
         """The step that waits for its masks, the rows' lengths when it began, and the model's result, or the output of
         the step if it has failed."""
@@ -145,7 +145,7 @@ class ModelRunner:
         return self._models.model
 
     @property
-    def adapters(self) -> LoRAAdapters:
+    def adapters(self) -> LoRAModelManager:
         """The LoRA adapters.
 
         Raises:
@@ -165,7 +165,7 @@ class ModelRunner:
             filtered_draw=None if drawn.provider == REFERENCE else drawn.function,
         )
         self._sampler = self._make_sampler()
-        self._plans = self._attention.plans_of(self.model.attention_layers())
+        self._plans = self._attention.attention_groups_of(self.model.attention_layers())
 
     def kv_cache_needs(self) -> KVCacheNeeds:
         """What one token costs over all layers, and the block sizes that all backends accept.
@@ -178,17 +178,17 @@ class ModelRunner:
     def group_layers(self, windows: Sequence[int | None]) -> None:
         """Gives the layers of each group a block table of their own: what they see, in tokens, or None for all."""
         self._attention.group(windows)
-        self._plans = self._attention.plans_of(self.model.attention_layers())
+        self._plans = self._attention.attention_groups_of(self.model.attention_layers())
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
         """Claims the KV cache of every layer, and readies the model and the rows for steps."""
         self._num_blocks, self._block_size = num_blocks, block_size
         self._attention.allocate(num_blocks, block_size)
         scheduler, model = self._config.scheduler, self._config.model
-        on_device = keeps_tokens_on_device(self._config, self._platform.capabilities)
+        on_device = keeps_sampled_tokens_on_device(self._config, self._platform.capabilities)
         counts = self._device_counts(scheduler.max_num_seqs) if on_device else None
         state = SamplingState(scheduler.max_num_seqs, model.vocab_size, model.seed, self._logits_processors(), counts)
-        self.rows = RowTable(
+        self.rows = InputBatch(
             scheduler.max_num_seqs, model.max_model_len, block_size, state, len(self._attention.groups)
         )
         shapes: ShapePolicy = ask(self._platform, "shapes", returns=ShapePolicy)
@@ -205,9 +205,9 @@ class ModelRunner:
             every_request_samples=self._static,
         )
         sizes = None if shapes.requests is None else tuple(reversed(sample_sizes(shapes, scheduler.max_num_seqs)))
-        self._prompt_logprobs = PromptLogprobs(self.rows, self._runtime, sizes)
+        self._prompt_logprobs = PromptLogprobsComputer(self.rows, self._runtime, sizes)
         if on_device:
-            self._device_tokens = DeviceTokens(self._runtime, self.rows.history)
+            self._sampled_token_buffer = SampledTokenBuffer(self._runtime, self.rows.history)
             self._sampler = self._make_sampler(self._inputs.staging)
         self._compile_models()
 
@@ -216,7 +216,7 @@ class ModelRunner:
         self._runtime.synchronize()
         self._run_model = self._call_model  # what was compiled may hold on to both
         self._proposer = None
-        self._attention.drop_caches()
+        self._attention.free_caches()
         if self.rows.sampling.device_counts is not None:
             self.rows.sampling.device_counts.drop()
         if drop_weights:
@@ -228,7 +228,7 @@ class ModelRunner:
         Raises:
             CacheError, ModelError: It cannot be had now; what there was before stays.
         """
-        if "weights" in tags and not self._models.are_here:
+        if "weights" in tags and not self._models.is_loaded:
             sampler = self._sampler
             try:
                 self.load_model()
@@ -236,7 +236,7 @@ class ModelRunner:
                 self._drop_models()
                 raise
             self._sampler = sampler
-        if "kv_cache" in tags and self._attention.lack_caches:
+        if "kv_cache" in tags and self._attention.has_missing_caches:
             self._attention.allocate(self._num_blocks, self._block_size)
             self._compile_models()
 
@@ -253,7 +253,7 @@ class ModelRunner:
         self._models.drop()
         gc.collect()  # modules and what compiles or replays them refer to each other
 
-    @_without_gradients
+    @_in_inference_mode
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         """Runs one step, or submits it and returns None, see `collect_output`.
 
@@ -268,7 +268,7 @@ class ModelRunner:
             return ModelRunnerOutput(step=plan.step)
         before = self.rows.lengths()
         if plan.masks_follow:
-            self._begun = plan, before, self._attempt(plan, before, partial(self._begin_step, plan))
+            self._begun = plan, before, self._attempt(plan, before, partial(self._forward_step, plan))
             self._runtime.step_mark()
             return None
         output = self._attempt(plan, before, partial(self._run_step, plan))
@@ -276,7 +276,7 @@ class ModelRunner:
         self._inputs.staging.end_step()
         return output
 
-    @_without_gradients
+    @_in_inference_mode
     def sample_tokens(self, step: int, mask_rows: list[int], token_masks: bytes) -> ModelRunnerOutput | None:
         """Samples the step that has been computed last, as `execute_model` would have. See WorkerProtocol."""
         assert self._begun is not None and self._begun[0].step == step, "no such step waits for its masks"
@@ -284,7 +284,7 @@ class ModelRunner:
         plan.mask_rows, plan.token_masks = mask_rows, token_masks
         output: ModelRunnerOutput | None
         if isinstance(begun, tuple):
-            output = self._attempt(plan, before, partial(self._finish_step, plan, *begun))
+            output = self._attempt(plan, before, partial(self._sample_step, plan, *begun))
         else:
             output = begun  # it has failed
         self._runtime.step_mark()
@@ -301,10 +301,10 @@ class ModelRunner:
             before: The rows' lengths when the step began.
         """
         try:
-            with naming_limits(self._config.scheduler, self._runtime):
+            with step_out_of_memory_error(self._config.scheduler, self._runtime):
                 return work()
         except StepMemoryError as e:
-            if not self._all_gave_up(plan):
+            if not self._all_ranks_failed(plan):
                 raise  # the others wait for this rank's part
             failure = str(e)
         self.rows.skip(plan, before)  # the frames of the failure, and what they held, are gone by now
@@ -312,22 +312,22 @@ class ModelRunner:
 
     def _run_step(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         """As `execute_model`, for a plan that has been applied to the rows, and has some."""
-        return self._finish_step(plan, *self._begin_step(plan))
+        return self._sample_step(plan, *self._forward_step(plan))
 
-    def _begin_step(self, plan: SchedulerOutput) -> _Computed:
+    def _forward_step(self, plan: SchedulerOutput) -> _Computed:
         """Runs the model."""
         inputs = self._inputs.build(plan)
-        if self._device_tokens is not None:
-            inputs.token_ids = self._device_tokens.resolve(inputs.token_ids)
+        if self._sampled_token_buffer is not None:
+            inputs.token_ids = self._sampled_token_buffer.resolve(inputs.token_ids)
         hidden, states = self._compute(
-            inputs, self._pipeline.receive_hidden(len(inputs.token_ids)), self._adapters_of(inputs)
+            inputs, self._pipeline.receive_hidden(len(inputs.token_ids)), self._lora_batch_of(inputs)
         )
         self.rows.num_computed[inputs.rows] += inputs.num_scheduled
         # Guesses count when they are known to be right.
         self.rows.num_computed[inputs.rows[inputs.sampling]] -= inputs.num_drafts
         return inputs, hidden, states
 
-    def _finish_step(
+    def _sample_step(
         self, plan: SchedulerOutput, inputs: StepInputs, hidden: torch.Tensor, states: torch.Tensor | None
     ) -> ModelRunnerOutput | None:
         """Samples, or hands on what the model gave."""
@@ -337,14 +337,14 @@ class ModelRunner:
         self._pipeline.expect(plan.step, inputs.rows, inputs.sampling)
         return ModelRunnerOutput(step=plan.step)
 
-    def _all_gave_up(self, plan: SchedulerOutput) -> bool:
+    def _all_ranks_failed(self, plan: SchedulerOutput) -> bool:
         """Whether all ranks have failed in this step, so that none waits for another. Not asked of stages: those before
         this one have handed it on and are elsewhere.
         """
         if self._pp.world_size > 1:
             return False
-        seconds = self._config.parallel.step_timeout / _AGREEMENT_SHARE
-        return all_ranks_gave_up(self._tp, self._runtime, plan.step, seconds)
+        seconds = self._config.parallel.step_timeout / _FAILURE_EXCHANGE_DIVISOR
+        return all_ranks_failed_step(self._tp, self._runtime, plan.step, seconds)
 
     def _give_up(self, plan: SchedulerOutput, reason: str) -> ModelRunnerOutput | None:
         """What there is to tell of a step that has failed for all of its rows; the engine goes on without these."""
@@ -352,20 +352,20 @@ class ModelRunner:
         self._runtime.release_cached_memory()
         nothing = [-1] * len(plan.rows)
         output = ModelRunnerOutput(plan.step, nothing, errors=dict.fromkeys(range(len(nothing)), reason))
-        if self._device_tokens is None:
+        if self._sampled_token_buffer is None:
             return output
-        self._device_tokens.add_failed(output)
+        self._sampled_token_buffer.add_failed(output)
         return None
 
     def collect_output(self, step: int) -> ModelRunnerOutput:
         """The output of a step that `execute_model` returned None for; or, on a pipeline stage but the last, what the
         last one made of `step`.
         """
-        if self._device_tokens is not None:
-            return self._device_tokens.collect(step)
+        if self._sampled_token_buffer is not None:
+            return self._sampled_token_buffer.collect(step)
         return self._pipeline.collect(step, self.rows)
 
-    @_without_gradients
+    @_in_inference_mode
     def profile(self, part: int = 1) -> None:
         """Runs the largest step that the limits allow, on a one-block KV cache that it does not write.
 
@@ -377,7 +377,7 @@ class ModelRunner:
         block_size = self.kv_cache_needs().block_sizes[0]
         self._attention.allocate(1, block_size)
         scheduler = self._config.scheduler
-        inputs = profile_inputs(
+        inputs = profiling_inputs(
             max_tokens=-(-scheduler.max_num_batched_tokens // part),
             max_rows=-(-scheduler.max_num_seqs // part),
             max_model_len=self._config.model.max_model_len,
@@ -387,18 +387,18 @@ class ModelRunner:
             with_prompt_lens=self.model.uses_prompt_lens,
         )
         num_tokens = len(inputs.token_ids)
-        adapters = self.adapters.largest_batch(num_tokens) if self._models.takes_adapters else None
-        with naming_limits(scheduler, self._runtime):
+        adapters = self.adapters.largest_batch(num_tokens) if self._models.supports_lora else None
+        with step_out_of_memory_error(scheduler, self._runtime):
             hidden = self._forward(inputs, self._pipeline.placeholder(num_tokens), adapters)
             if self._pipeline.is_last and self._config.model.kind.generates:
-                lines = inputs.logits_at.repeat(1 + self._num_speculative)[:num_tokens]
+                lines = inputs.logits_indices.repeat(1 + self._num_speculative)[:num_tokens]
                 self._profile_sampling(self.model.compute_logits(hidden.index_select(0, lines)))
             if (draft := self._models.draft) is not None:
-                draft.run(inputs, self._attention.plans_of(draft.layers))
+                draft.run(inputs, self._attention.attention_groups_of(draft.layers))
             self._runtime.synchronize()
-        self._attention.drop_caches()
+        self._attention.free_caches()
 
-    @_without_gradients
+    @_in_inference_mode
     def warm_up(self) -> None:
         """Runs a step of every shape that there can be, where a new shape costs a compilation; where decode steps are
         captured, one of each size; and a few steps where the model is compiled for any size.
@@ -409,13 +409,13 @@ class ModelRunner:
         shapes: ShapePolicy = ask(self._platform, "shapes", returns=ShapePolicy)
         max_rows = self._config.scheduler.max_num_seqs
         if self._platform.capabilities.static_shapes:
-            self._run_every_shape(shapes)
+            self._run_all_shapes(shapes)
         elif self._is_compiled and self._platform.capabilities.graphs and shapes.requests is not None:
             self._run_models(decode_shapes(shapes, max_rows=max_rows))
         elif self._is_compiled and self._compiler_needs_warm_up:
             limits = {"max_tokens": self._config.scheduler.max_num_batched_tokens, "max_pages": self.rows.max_pages}
             begun = time.monotonic()
-            self._run_models(first_shapes(shapes, **limits, max_rows=max_rows, block_size=self._block_size))
+            self._run_models(dynamic_compile_shapes(shapes, **limits, max_rows=max_rows, block_size=self._block_size))
             self._runtime.synchronize()
             logger.info("The model was compiled for steps of any size in %.1f s.", time.monotonic() - begun)
         self._runtime.end_warm_up()
@@ -423,7 +423,7 @@ class ModelRunner:
     def _run_models(self, shapes: Iterable[StepShape]) -> None:
         """The model alone, for steps of these shapes."""
         for shape in shapes:
-            inputs = dry_inputs(
+            inputs = dummy_inputs(
                 shape.num_tokens,
                 shape.num_requests,
                 padded_tokens=shape.tokens,
@@ -437,13 +437,13 @@ class ModelRunner:
             self._forward(inputs, self._pipeline.placeholder(len(inputs.token_ids)))
             self._runtime.step_mark()
 
-    def _run_every_shape(self, shapes: ShapePolicy) -> None:
+    def _run_all_shapes(self, shapes: ShapePolicy) -> None:
         """Steps of every shape; then every kind of sampling, for each number of requests."""
         scheduler, block_size = self._config.scheduler, self._block_size
         limits = {"max_tokens": scheduler.max_num_batched_tokens, "max_rows": scheduler.max_num_seqs}
         states_by_size: dict[int, torch.Tensor] = {}
         for shape in step_shapes(shapes, **limits, max_pages=self.rows.max_pages, block_size=block_size):
-            inputs = dry_inputs(
+            inputs = dummy_inputs(
                 min(
                     shape.num_tokens, shape.num_requests * self._config.model.max_model_len
                 ),  # no request has more positions
@@ -454,33 +454,33 @@ class ModelRunner:
                 block_size=block_size,
                 runtime=self._runtime,
                 with_prompt_lens=self.model.uses_prompt_lens,
-                with_sample_rows=self._device_tokens is not None,
+                with_sample_rows=self._sampled_token_buffer is not None,
                 num_groups=len(self._attention.groups),
             )
-            if self._device_tokens is not None:
-                inputs.token_ids = self._device_tokens.resolve(inputs.token_ids)
+            if self._sampled_token_buffer is not None:
+                inputs.token_ids = self._sampled_token_buffer.resolve(inputs.token_ids)
             _, states = self._compute(inputs, self._pipeline.placeholder(shape.tokens))
             if states is not None:
                 states_by_size[shape.requests] = states
         for size, states in states_by_size.items():
             num_rows = min(size, scheduler.max_num_seqs)
-            for params in batch_kinds(self._config.model.vocab_size):
-                state, history = self._drawing_rows(num_rows, [params])
+            for params in warm_up_params(self._config.model.vocab_size):
+                state, history = self._dummy_sampling_rows(num_rows, [params])
                 sampled = self._sampler.sample(self._logits(states, num_rows), np.arange(num_rows), state, history)
-                if self._device_tokens is not None:
+                if self._sampled_token_buffer is not None:
                     spare = np.full(size, scheduler.max_num_seqs, dtype=np.int32)
-                    self._device_tokens.keep(sampled, self._runtime.from_numpy(spare))
+                    self._sampled_token_buffer.keep(sampled, self._runtime.from_numpy(spare))
                 sampled.send_to_host(self._runtime.to_host)
                 sampled.numpy()
                 self._runtime.step_mark()
 
-    def _device_counts(self, max_rows: int) -> DeviceCounts:
+    def _device_counts(self, max_rows: int) -> DeviceTokenCounts:
         """Counts of tokens, for penalties, where tokens stay on the device."""
         model = self._config.model
-        return DeviceCounts(self._runtime.empty, max_rows, model.vocab_size, model.max_model_len)
+        return DeviceTokenCounts(self._runtime.empty, max_rows, model.vocab_size, model.max_model_len)
 
-    def _drawing_rows(
-        self, num_rows: int, params: list[SamplingParams], counts: DeviceCounts | None = None
+    def _dummy_sampling_rows(
+        self, num_rows: int, params: list[SamplingParams], counts: DeviceTokenCounts | None = None
     ) -> tuple[SamplingState, TokenHistory]:
         """Rows that ask for these, and greedy ones after them."""
         state = SamplingState(num_rows, self._config.model.vocab_size, 0, device_counts=counts)
@@ -497,23 +497,23 @@ class ModelRunner:
         params = SamplingParams(top_p=0.5, repetition_penalty=1.5, logprobs=0)
         # As steps will: where none may wait for the device, a whole batch goes through the filters at a time, and there
         # is a table of counts.
-        on_device = keeps_tokens_on_device(self._config, self._platform.capabilities)
+        on_device = keeps_sampled_tokens_on_device(self._config, self._platform.capabilities)
         counts = self._device_counts(num_rows) if on_device else None
-        state, history = self._drawing_rows(num_rows, [params] * num_rows, counts)
+        state, history = self._dummy_sampling_rows(num_rows, [params] * num_rows, counts)
         sampler = self._make_sampler()
-        sampler.may_look &= not on_device
+        sampler.may_synchronize &= not on_device
         sampler.sample(logits, np.arange(num_rows), state, history)
 
-    def _logits_processors(self) -> LogitsProcessors | None:
+    def _logits_processors(self) -> LogitsProcessorSet | None:
         """Those that the settings name, where tokens are sampled."""
         names = self._config.logits_processors
         if not names or not self._pipeline.is_last:
             return None
         max_rows, vocab_size = self._config.scheduler.max_num_seqs, self._config.model.vocab_size
-        return LogitsProcessors(names, LogitsProcessorContext(vocab_size, max_rows, self._runtime.device))
+        return LogitsProcessorSet(names, LogitsProcessorContext(vocab_size, max_rows, self._runtime.device))
 
     def _compute(
-        self, inputs: StepInputs, intermediate: torch.Tensor | None, adapters: LoRABatch | None = None
+        self, inputs: StepInputs, intermediate: torch.Tensor | None, adapters: LoRAMapping | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Runs the model.
 
@@ -525,15 +525,15 @@ class ModelRunner:
         hidden, states = self._forward(inputs, intermediate, adapters), None
         if self._pipeline.is_last and self._config.model.kind.generates:
             if self._static:
-                states = hidden.index_select(0, inputs.logits_at)
+                states = hidden.index_select(0, inputs.logits_indices)
             elif len(inputs.sampling):
-                everything = int(inputs.num_lines.sum()) == len(inputs.logits_at) == hidden.shape[0]
-                states = hidden if everything else hidden.index_select(0, inputs.logits_at)
+                everything = int(inputs.num_logits_rows.sum()) == len(inputs.logits_indices) == hidden.shape[0]
+                states = hidden if everything else hidden.index_select(0, inputs.logits_indices)
         self._runtime.step_mark()
         return hidden, states
 
     def _forward(
-        self, inputs: StepInputs, intermediate: torch.Tensor | None, adapters: LoRABatch | None = None
+        self, inputs: StepInputs, intermediate: torch.Tensor | None, adapters: LoRAMapping | None = None
     ) -> torch.Tensor:
         if self._config.model.kind.is_encoder:
             return self._encode(inputs, intermediate)
@@ -545,9 +545,9 @@ class ModelRunner:
         with self.adapters.step.of(adapters):
             return self._call_model(*arguments)
 
-    def _adapters_of(self, inputs: StepInputs) -> LoRABatch | None:
+    def _lora_batch_of(self, inputs: StepInputs) -> LoRAMapping | None:
         """The adapters of a step's requests; None where none has one."""
-        if not self._models.takes_adapters:
+        if not self._models.supports_lora:
             return None
         ids = self.rows.lora_ids[inputs.rows]
         return self.adapters.batch(ids, inputs.num_scheduled, len(inputs.token_ids)) if ids.any() else None
@@ -556,7 +556,7 @@ class ModelRunner:
         """As `_forward`, of a model without a cache. Where prompts begin differs in every step: nothing to compile."""
         starts, token_types = inputs.layout.query_start_loc.tolist(), None
         if self.model.uses_token_types:
-            types = second_text_types(
+            types = make_token_type_ids(
                 self.rows.pooling,
                 rows=inputs.rows.tolist(),
                 starts=starts,
@@ -631,7 +631,7 @@ class ModelRunner:
                 shapes=ask(self._platform, "shapes", returns=ShapePolicy),
                 with_prompt_lens=draft.model.uses_prompt_lens,
             ),
-            plans=self._attention.plans_of(draft.layers),
+            plans=self._attention.attention_groups_of(draft.layers),
             sampler=self._make_sampler(),
             num_tokens=config.num_speculative_tokens,
             compile=self._compiled,
@@ -643,7 +643,7 @@ class ModelRunner:
         """Turns hidden states into tokens and whatever else was asked for, and reads them unless that can wait."""
         result = StepResult(plan.step, inputs.rows, inputs.sampling, drafts=plan.draft_token_ids)
         if self.rows.prompt_logprobs:
-            result.prompt_pieces = self._prompt_logprobs.pieces(inputs, hidden, self.model.compute_logits)
+            result.prompt_logprobs_chunks = self._prompt_logprobs.pieces(inputs, hidden, self.model.compute_logits)
         if self.rows.pooling.params:
             result.pooled = pool(
                 self.rows.pooling,
@@ -659,16 +659,16 @@ class ModelRunner:
             masks = TokenMasks(plan.mask_rows, plan.token_masks) if plan.mask_rows else None
             assert states is not None
             result.sampled = self._sample(inputs, states, masks)
-        if self._device_tokens is not None:
-            self._device_tokens.add(result)
+        if self._sampled_token_buffer is not None:
+            self._sampled_token_buffer.add(result)
             return None
         output, tokens = result.read()
         further = {plan.rows[position]: more for position, more in output.further_token_ids.items()}
-        self.rows.take_samples(inputs.rows[inputs.sampling], tokens, further)
+        self.rows.append_sampled_tokens(inputs.rows[inputs.sampling], tokens, further)
         if self._proposer is not None:
             output.draft_token_ids = self._guess(self._proposer, plan, inputs, output)
         if not self._pipeline.is_first:
-            self._pipeline.send_back(output, any_sampled=len(tokens) > 0)
+            self._pipeline.send_output(output, any_sampled=len(tokens) > 0)
         return output
 
     def _guess(
@@ -690,16 +690,16 @@ class ModelRunner:
         state, history = self.rows.sampling, self.rows.history
         rows, ends = inputs.rows[inputs.sampling], None
         if inputs.num_drafts.any():
-            ends = _counted(history.num_tokens[rows], inputs.num_lines)
-            rows = rows.repeat(inputs.num_lines)
+            ends = _counted(history.num_tokens[rows], inputs.num_logits_rows)
+            rows = rows.repeat(inputs.num_logits_rows)
         logits = self._logits(states, len(rows))
-        if self._device_tokens is not None and history.ends_unknown(state.reading_history(rows)):
-            self._device_tokens.read_all()  # while the device computes
+        if self._sampled_token_buffer is not None and history.ends_in_placeholder(state.rows_reading_tokens(rows)):
+            self._sampled_token_buffer.read_all()  # while the device computes
         sampled = self._sampler.sample(logits, rows, state, history, masks=masks, ends=ends)
         del logits  # what is lazy and has a name is a result of the compiled step: another step than the warm-up's
-        if self._device_tokens is not None:
+        if self._sampled_token_buffer is not None:
             assert inputs.sample_rows is not None
-            self._device_tokens.keep(sampled, inputs.sample_rows)
+            self._sampled_token_buffer.keep(sampled, inputs.sample_rows)
             if state.device_counts is not None:
                 state.device_counts.add(sampled.token_ids, inputs.sample_rows)
         else:

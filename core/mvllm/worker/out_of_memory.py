@@ -41,7 +41,7 @@ def out_of_memory_as(kind: type[MvllmError], what: str, remedy: str) -> Iterator
 
 
 @contextmanager
-def naming_limits(scheduler: SchedulerConfig, runtime: DeviceRuntime) -> Iterator[None]:
+def step_out_of_memory_error(scheduler: SchedulerConfig, runtime: DeviceRuntime) -> Iterator[None]:
     """Says which settings help a step that has found no memory.
 
     Raises:
@@ -62,7 +62,7 @@ def naming_limits(scheduler: SchedulerConfig, runtime: DeviceRuntime) -> Iterato
         ) from e
 
 
-def all_ranks_gave_up(group: GroupCoordinator, runtime: DeviceRuntime, step: int, seconds: float) -> bool:
+def all_ranks_failed_step(group: GroupCoordinator, runtime: DeviceRuntime, step: int, seconds: float) -> bool:
     """Whether every rank of the group has failed in `step` and has nothing under way. Called by each that has failed.
 
     Args:
@@ -73,13 +73,13 @@ def all_ranks_gave_up(group: GroupCoordinator, runtime: DeviceRuntime, step: int
     """
     if group.world_size == 1:
         return True
-    if not _all_say(group, f"{step} failed", seconds):
+    if not _all_ranks_sent(group, f"{step} failed", seconds):
         return False
     runtime.synchronize()
-    return _all_say(group, f"{step} over", seconds)
+    return _all_ranks_sent(group, f"{step} over", seconds)
 
 
-def _all_say(group: GroupCoordinator, word: str, seconds: float) -> bool:
+def _all_ranks_sent(group: GroupCoordinator, word: str, seconds: float) -> bool:
     """Tells the other ranks a word, and returns whether all of them say the same in time.
 
     One that says nothing keeps a thread waiting: the engine is to end then.

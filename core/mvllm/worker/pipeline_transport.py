@@ -19,11 +19,11 @@ import torch
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.runtime import DeviceRuntime
-from mvllm.worker.input_batch import RowTable
+from mvllm.worker.input_batch import InputBatch
 
 
 @dataclass
-class _Awaited:
+class _PendingOutput:
     """A step whose output the last stage has not sent yet, or this stage has not looked at.
 
     Attributes:
@@ -63,7 +63,7 @@ class Pipeline:
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._every_rank_answers = every_rank_answers
-        self._awaited: deque[_Awaited] = deque()
+        self._awaited_steps: deque[_PendingOutput] = deque()
         self._outputs: dict[int, ModelRunnerOutput] = {}
 
     @property
@@ -96,7 +96,7 @@ class Pipeline:
 
     # --- back
 
-    def send_back(self, output: ModelRunnerOutput, *, any_sampled: bool) -> None:
+    def send_output(self, output: ModelRunnerOutput, *, any_sampled: bool) -> None:
         """On the last stage: tells the others what the step has given, as far as they want to know."""
         if self._every_rank_answers:
             told = output
@@ -111,37 +111,37 @@ class Pipeline:
         self._group.cpu_group.send(msgspec.msgpack.encode(told), *range(self._group.world_size - 1))
 
     def expect(self, step: int, rows: np.ndarray, sampling: np.ndarray) -> None:
-        """On the other stages: remembers that `send_back` will be called for this step."""
+        """On the other stages: remembers that `send_output` will be called for this step."""
         if self._every_rank_answers or len(sampling):
-            self._awaited.append(_Awaited(step, rows, sampling, frozenset(rows[sampling].tolist())))
+            self._awaited_steps.append(_PendingOutput(step, rows, sampling, frozenset(rows[sampling].tolist())))
 
     def skip(self, step: int) -> None:
         """On the other stages: a step in which nothing is computed has an empty output."""
         if self._every_rank_answers:
             self._outputs[step] = ModelRunnerOutput(step=step)
 
-    def catch_up(self, plan: SchedulerOutput, table: RowTable) -> None:
+    def catch_up(self, plan: SchedulerOutput, table: InputBatch) -> None:
         """Takes in the tokens of all rows that `plan` touches, before it is applied to `table`."""
-        if not self._awaited:
+        if not self._awaited_steps:
             return
         touched = {*plan.rows, *plan.freed_rows}
-        while any(not touched.isdisjoint(awaited.sampled_rows) for awaited in self._awaited):
+        while any(not touched.isdisjoint(awaited.sampled_rows) for awaited in self._awaited_steps):
             self._take_in(table)
 
-    def collect(self, step: int, table: RowTable) -> ModelRunnerOutput:
+    def collect(self, step: int, table: InputBatch) -> ModelRunnerOutput:
         """The output of a step, once it is there."""
         while step not in self._outputs:
             self._take_in(table)
         return self._outputs.pop(step)
 
-    def _take_in(self, table: RowTable) -> None:
+    def _take_in(self, table: InputBatch) -> None:
         """Receives the oldest output awaited and appends its tokens to their rows."""
-        awaited = self._awaited.popleft()
+        awaited = self._awaited_steps.popleft()
         payload = self._group.cpu_group.receive(self._group.world_size - 1)
         output = msgspec.msgpack.decode(payload, type=ModelRunnerOutput)
         assert output.step == awaited.step, f"expected the output of step {awaited.step}, got {output.step}"
         tokens = np.array(output.sampled_token_ids, dtype=np.int64)
         further = {int(awaited.rows[position]): more for position, more in output.further_token_ids.items()}
-        table.take_samples(awaited.rows[awaited.sampling], tokens[awaited.sampling], further)
+        table.append_sampled_tokens(awaited.rows[awaited.sampling], tokens[awaited.sampling], further)
         if self._every_rank_answers:
             self._outputs[output.step] = output

@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.shapes import ShapePolicy
 from mvllm.sampling.logprobs import gather_prompt_logprobs
-from mvllm.worker.input_batch import RowTable
+from mvllm.worker.input_batch import InputBatch
 from mvllm.worker.step_inputs import StepInputs
-from mvllm.worker.step_result import PromptPiece
+from mvllm.worker.step_result import PromptLogprobsChunk
 
 _CHUNK = 256
 """Prompt positions whose logits exist at one time: [256, vocabulary] rather than [prompt, vocabulary]."""
 
 
-class PromptLogprobs:
+class PromptLogprobsComputer:
     """Computes them from a step's hidden states.
 
     Args:
@@ -28,14 +28,14 @@ class PromptLogprobs:
         sizes: Numbers of rows whose logits are computed at once, rising, where these are not free.
     """
 
-    def __init__(self, rows: RowTable, runtime: DeviceRuntime, sizes: tuple[int, ...] | None) -> None:
+    def __init__(self, rows: InputBatch, runtime: DeviceRuntime, sizes: tuple[int, ...] | None) -> None:
         self._rows = rows
         self._runtime = runtime
         self._sizes = sizes
 
     def pieces(
         self, inputs: StepInputs, hidden: torch.Tensor, compute_logits: Callable[[torch.Tensor], torch.Tensor]
-    ) -> dict[int, list[PromptPiece]]:
+    ) -> dict[int, list[PromptLogprobsChunk]]:
         """Of the prompt tokens that a step's positions predict, by position in the batch, for the rows that asked.
 
         Args:
@@ -65,10 +65,10 @@ class PromptLogprobs:
         token_ids: np.ndarray,
         num_logprobs: int,
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
-    ) -> PromptPiece:
+    ) -> PromptLogprobsChunk:
         padding = ShapePolicy.pad(len(states), self._sizes) - len(states)
         padded = F.pad(states, (0, 0, 0, padding)) if padding else states
         gathered = gather_prompt_logprobs(
             compute_logits(padded)[: len(states)], self._runtime.from_numpy(token_ids), num_logprobs
         )
-        return PromptPiece(self._runtime.to_host(gathered), token_ids)
+        return PromptLogprobsChunk(self._runtime.to_host(gathered), token_ids)

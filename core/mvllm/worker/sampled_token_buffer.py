@@ -9,7 +9,7 @@ a token is not known there, stands a mark that names its row, and the device put
 
 Results are read when they are asked for, one step late, or before that when a row is to be sampled whose next token
 depends on the last one in a way that only the host can compute (bad words of several tokens, logits processors that
-read tokens). Penalties are no such thing: what they need is counted on the device, see DeviceCounts.
+read tokens). Penalties are no such thing: what they need is counted on the device, see DeviceTokenCounts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 from mvllm.messages.scheduler_output import ModelRunnerOutput
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.sampling.sampler_output import SamplerOutput
-from mvllm.sampling.sampling_state import TokenHistory, UnknownTokens
+from mvllm.sampling.sampling_state import TokenHistory, PlaceholderTokens
 from mvllm.worker.step_result import StepResult
 
 
-class DeviceTokens:
+class SampledTokenBuffer:
     """The last tokens on the device, and the results of steps that nobody has read.
 
     Args:
@@ -37,7 +37,7 @@ class DeviceTokens:
         self._runtime = runtime
         self._history = history
         self._last = runtime.empty((len(history.num_tokens) + 1,), torch.int32)  # one to spare, for padding
-        self._unread: deque[tuple[StepResult, UnknownTokens]] = deque()
+        self._unread_steps: deque[tuple[StepResult, PlaceholderTokens]] = deque()
         self._outputs: dict[int, ModelRunnerOutput] = {}
 
     def resolve(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ class DeviceTokens:
         """Takes a step whose work has been submitted. Its rows have one token more from now on."""
         if result.sampled is not None:
             result.sampled.send_to_host(self._runtime.to_host)
-        self._unread.append((result, self._history.append_unknown(result.rows[result.sampling])))
+        self._unread_steps.append((result, self._history.append_placeholders(result.rows[result.sampling])))
 
     def add_failed(self, output: ModelRunnerOutput) -> None:
         """Takes a step that has failed for all of its rows, whose tokens nobody will see."""
@@ -71,17 +71,17 @@ class DeviceTokens:
 
     def read_all(self) -> None:
         """Waits for all steps added so far; then the host knows every token."""
-        while self._unread:
-            self._read_oldest()
+        while self._unread_steps:
+            self._read_oldest_step()
 
     def collect(self, step: int) -> ModelRunnerOutput:
         """The output of a step, once it is there. To be called once for each."""
         while step not in self._outputs:
-            self._read_oldest()
+            self._read_oldest_step()
         return self._outputs.pop(step)
 
-    def _read_oldest(self) -> None:
-        result, places = self._unread.popleft()
+    def _read_oldest_step(self) -> None:
+        result, places = self._unread_steps.popleft()
         output, tokens = result.read()
         self._history.fill(places, tokens)
         self._outputs[result.step] = output

@@ -1,6 +1,6 @@
 """Builds one step's inputs on the host, in one buffer, and copies them to the device once.
 
-    | token_ids T | positions T | slots T | query_start_loc R+1 | seq_lens R | logits_at L | block_table R*P |
+    | token_ids T | positions T | slots T | query_start_loc R+1 | seq_lens R | logits_indices L | block_table R*P |
     | prompt_lens T, for models that need it | sample_rows S, where tokens stay on the device |  all int32
     | slots T | block_table R*P | for each group of layers behind the first
 
@@ -10,7 +10,7 @@ gives behind the token before it.
 
     row 4, known 11 40 8, guessed 7 9         computes 8 7 9, and L has the logits behind 8, behind 7 and behind 9
 
-Token ids may be marks of tokens that only the device knows, see TokenHistory; DeviceTokens puts the tokens there.
+Token ids may be marks of tokens that only the device knows, see TokenHistory; SampledTokenBuffer puts the tokens there.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.platform.attention import BatchLayout
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.shapes import ShapePolicy
-from mvllm.platform.staging_buffers import StepStaging
-from mvllm.worker.input_batch import RowTable
+from mvllm.platform.staging_buffers import StagingBuffers
+from mvllm.worker.input_batch import InputBatch
 
 _Buffer = TypeVar("_Buffer", np.ndarray, torch.Tensor)
 
 
 @dataclass(frozen=True)
-class _Packing:
+class _BufferLayout:
     """Which parts the buffer of a step has, after padding. Two steps with equal packings have equal shapes throughout.
 
     Attributes:
@@ -98,12 +98,12 @@ class _Packing:
         return [layout] + [
             replace(
                 layout,
-                block_table=parts[at_table].reshape(shape),
-                slot_mapping=parts[at_slots],
-                block_table_device=views[at_table].view(shape),
-                slot_mapping_device=views[at_slots],
+                block_table=parts[block_table_index].reshape(shape),
+                slot_mapping=parts[slot_mapping_index],
+                block_table_device=views[block_table_index].view(shape),
+                slot_mapping_device=views[slot_mapping_index],
             )
-            for at_slots, at_table in self.places[1:]
+            for slot_mapping_index, block_table_index in self.places[1:]
         ]
 
 
@@ -119,7 +119,7 @@ class StepInputs:
             are to get another one.
         num_drafts: int32 [S], host: how many guesses of each of these rows are checked. They stand in the history.
         token_ids, positions: int32 [T], device.
-        logits_at: int32 [L], device: index among the T tokens of each sampling row's last known token, and of its
+        logits_indices: int32 [L], device: index among the T tokens of each sampling row's last known token, and of its
             guesses behind it. Only here S is padded (with index 0), where there are no guesses: to a size of its own,
             or to that of requests, see StepInputBuilder.
         layouts: For the attention backends, one per group of layers. They differ in block_table and slot_mapping alone.
@@ -134,7 +134,7 @@ class StepInputs:
     num_drafts: np.ndarray
     token_ids: torch.Tensor
     positions: torch.Tensor
-    logits_at: torch.Tensor
+    logits_indices: torch.Tensor
     layouts: list[BatchLayout]
     prompt_lens: torch.Tensor | None = None
     sample_rows: torch.Tensor | None = None
@@ -145,7 +145,7 @@ class StepInputs:
         return self.layouts[0]
 
     @property
-    def num_lines(self) -> np.ndarray:
+    def num_logits_rows(self) -> np.ndarray:
         """int32 [S]: of the L lines of logits, how many each sampling row has."""
         return self.num_drafts + 1
 
@@ -171,7 +171,7 @@ class StepInputBuilder:
 
     def __init__(
         self,
-        rows: RowTable,
+        rows: InputBatch,
         *,
         block_size: int,
         max_tokens: int,
@@ -194,7 +194,7 @@ class StepInputBuilder:
         max_pages = _largest("max_model_len in blocks", rows.max_pages, "pages", shapes.pages)
         groups = rows.num_groups
         capacity = (3 + groups) * max_tokens + (4 + max_drafts) * max_rows + 1 + groups * max_rows * max_pages
-        self.staging = StepStaging(runtime)
+        self.staging = StagingBuffers(runtime)
         self.staging.reserve(capacity, torch.int32)
         self._counting = np.arange(max(max_tokens, max_rows) + 1, dtype=np.int32)
 
@@ -238,7 +238,7 @@ class StepInputBuilder:
         seq_lens = first + num_scheduled
         num_requests, num_tokens, num_sampling = len(rows), int(num_scheduled.sum()), len(sampling)
         max_query_len, max_seq_len = int(num_scheduled.max()), int(seq_lens.max())
-        num_lines = num_sampling if num_drafts is None else num_sampling + int(num_drafts.sum())
+        num_logits_rows = num_sampling if num_drafts is None else num_sampling + int(num_drafts.sum())
 
         padded_tokens = ShapePolicy.pad(num_tokens, self._shapes.tokens)
         padded_requests = ShapePolicy.pad(num_requests, self._shapes.requests)
@@ -246,10 +246,10 @@ class StepInputBuilder:
         padded_sampling = ShapePolicy.pad(num_sampling, self._shapes.requests) if num_sampling else 0
         if self._every_request_samples:
             padded_sampling = padded_requests
-        packing = _Packing(
+        packing = _BufferLayout(
             tokens=padded_tokens,
             requests=padded_requests,
-            lines=padded_sampling if num_drafts is None else num_lines,
+            lines=padded_sampling if num_drafts is None else num_logits_rows,
             pages=pages,
             prompt_lens=padded_tokens if self._with_prompt_lens else 0,
             sample_rows=padded_sampling if self._with_sample_rows else 0,
@@ -259,26 +259,26 @@ class StepInputBuilder:
         self.staging.begin_step()
         buffer = self.staging.buffer(num_places, torch.int32)
         parts = packing.parts(buffer.numpy())
-        token_ids, positions, _, query_start_loc, lens, logits_at, _, prompt_lens, sample_rows = parts[:9]
+        token_ids, positions, _, query_start_loc, lens, logits_indices, _, prompt_lens, sample_rows = parts[:9]
 
         lens[:num_requests] = seq_lens
         if max_query_len == 1:  # a step of nothing but decoding: token i is request i
             row_of_token, position = rows, first
             query_start_loc[: num_requests + 1] = self._counting[: num_requests + 1]
-            logits_at[:num_sampling] = sampling
+            logits_indices[:num_sampling] = sampling
         else:
             query_start_loc[0] = 0
             num_scheduled.cumsum(out=query_start_loc[1 : num_requests + 1])
             last = query_start_loc[sampling + 1] - 1
-            logits_at[:num_lines] = last if num_drafts is None else _each_line(last, num_drafts)
+            logits_indices[:num_logits_rows] = last if num_drafts is None else _logits_indices_of(last, num_drafts)
             row_of_token = rows.repeat(num_scheduled)
             offsets = self._counting[:num_tokens] - query_start_loc[:num_requests].repeat(num_scheduled)
             position = first.repeat(num_scheduled) + offsets
         token_ids[:num_tokens] = history.token_ids[row_of_token, position]
         positions[:num_tokens] = position
         page, offset = position // self._block_size, position % self._block_size
-        for group, (at_slots, at_table) in enumerate(packing.places):
-            slots, block_table = parts[at_slots], parts[at_table].reshape(padded_requests, pages)
+        for group, (slot_mapping_index, block_table_index) in enumerate(packing.places):
+            slots, block_table = parts[slot_mapping_index], parts[block_table_index].reshape(padded_requests, pages)
             tables = table.block_table[group * table.max_rows :]
             known = block_table[:num_requests, : tables.shape[1]]  # a bucket may be wider than any sequence
             known[:] = tables[rows, :pages]  # `take` would first copy all rows of what is not contiguous
@@ -296,8 +296,8 @@ class StepInputBuilder:
         if self._with_sample_rows:
             sample_rows[:num_sampling] = rows[sampling]
             sample_rows[num_sampling:] = table.max_rows
-        if padded_lines > num_lines:
-            logits_at[num_lines:] = 0
+        if padded_lines > num_logits_rows:
+            logits_indices[num_logits_rows:] = 0
         if padded_tokens > num_tokens:
             token_ids[num_tokens:] = 0
             positions[num_tokens:] = 0
@@ -316,21 +316,21 @@ class StepInputBuilder:
             np.zeros(num_sampling, dtype=np.int32) if num_drafts is None else num_drafts,
             token_ids=views[0],
             positions=views[1],
-            logits_at=views[5],
+            logits_indices=views[5],
             layouts=layouts,
             prompt_lens=views[7] if self._with_prompt_lens else None,
             sample_rows=views[8] if self._with_sample_rows else None,
         )
 
 
-def _each_line(last: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
+def _logits_indices_of(last: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
     """int [L]: for each of `last`, int [S], that index and as many before it as there are guesses, rising."""
-    num_lines = num_drafts + 1
-    ends = num_lines.cumsum()
-    return np.arange(ends[-1]) + (last - ends + 1).repeat(num_lines)
+    num_logits_rows = num_drafts + 1
+    ends = num_logits_rows.cumsum()
+    return np.arange(ends[-1]) + (last - ends + 1).repeat(num_logits_rows)
 
 
-def profile_inputs(
+def profiling_inputs(
     *,
     max_tokens: int,
     max_rows: int,
@@ -347,7 +347,7 @@ def profile_inputs(
     num_tokens = min(max_tokens, max_rows * max_model_len)
     query_len = -(-num_tokens // max_rows)
     num_requests = -(-num_tokens // query_len)
-    return dry_inputs(
+    return dummy_inputs(
         num_tokens,
         num_requests,
         padded_tokens=ShapePolicy.pad(num_tokens, shapes.tokens),
@@ -359,7 +359,7 @@ def profile_inputs(
     )
 
 
-def dry_inputs(
+def dummy_inputs(
     num_tokens: int,
     num_requests: int,
     *,
@@ -377,7 +377,7 @@ def dry_inputs(
     They come to the device as those of steps do, in one copy that is cut in the same way.
     """
     query_len = -(-num_tokens // num_requests)
-    packing = _Packing(
+    packing = _BufferLayout(
         tokens=padded_tokens,
         requests=padded_requests,
         lines=padded_requests,
@@ -388,13 +388,13 @@ def dry_inputs(
     )
     buffer = np.zeros(sum(packing.sizes), dtype=np.int32)
     parts = packing.parts(buffer)
-    _, positions, _, query_start_loc, seq_lens, logits_at = parts[:6]
+    _, positions, _, query_start_loc, seq_lens, logits_indices = parts[:6]
     positions[:] = np.arange(padded_tokens) % query_len
     query_start_loc[:] = np.minimum(np.arange(padded_requests + 1, dtype=np.int32) * query_len, num_tokens)
     seq_lens[:] = np.diff(query_start_loc)
-    logits_at[:] = np.maximum(query_start_loc[1:] - 1, 0)
-    for at_slots, _ in packing.places:
-        parts[at_slots][:] = -1
+    logits_indices[:] = np.maximum(query_start_loc[1:] - 1, 0)
+    for slot_mapping_index, _ in packing.places:
+        parts[slot_mapping_index][:] = -1
     views = packing.parts(runtime.from_numpy(buffer))
     return StepInputs(
         rows=np.arange(num_requests),
@@ -404,7 +404,7 @@ def dry_inputs(
         num_drafts=np.zeros(num_requests, dtype=np.int32),
         token_ids=views[0],
         positions=views[1],
-        logits_at=views[5],
+        logits_indices=views[5],
         layouts=packing.layouts(parts, views, block_size=block_size, max_query_len=query_len, max_seq_len=query_len),
         prompt_lens=views[7] if with_prompt_lens else None,
         sample_rows=views[8] if with_sample_rows else None,

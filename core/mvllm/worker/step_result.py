@@ -15,7 +15,7 @@ from mvllm.sampling.sampler_output import SamplerOutput
 
 
 @dataclass
-class PromptPiece:
+class PromptLogprobsChunk:
     """Log-probabilities of some tokens of one prompt: a copy under way, and the tokens, int64 [m] on the host."""
 
     gathered: HostCopy
@@ -37,7 +37,7 @@ class StepResult:
         sampled: For those rows; None where there are none. Where guesses were checked, it has a line for each row and
             for each guess, see StepInputs.
         drafts: The guesses that were checked, by position in the batch.
-        prompt_pieces: By position in the batch, for rows that asked for log-probabilities of their prompt.
+        prompt_logprobs_chunks: By position in the batch, for rows that asked for log-probabilities of their prompt.
         pooled: Vectors of prompts, where some have been computed to the end.
     """
 
@@ -45,7 +45,7 @@ class StepResult:
     rows: np.ndarray
     sampling: np.ndarray
     sampled: SamplerOutput | None = None
-    prompt_pieces: dict[int, list[PromptPiece]] = field(default_factory=dict)
+    prompt_logprobs_chunks: dict[int, list[PromptLogprobsChunk]] = field(default_factory=dict)
     pooled: PooledRows | None = None
     drafts: dict[int, list[int]] = field(default_factory=dict)
 
@@ -54,7 +54,7 @@ class StepResult:
         output, at = ModelRunnerOutput(step=self.step), self.sampling
         sampled_ids = np.empty(0, dtype=np.int64)
         if self.sampled is not None and self.drafts:
-            sampled_ids = self._read_lines(self.sampled, output)
+            sampled_ids = self._read_verified_drafts(self.sampled, output)
         elif self.sampled is not None:
             sampled_ids = self.sampled.numpy()
             output.logprobs = {int(at[i]): entry for i, entry in self.sampled.logprobs.items()}
@@ -64,17 +64,17 @@ class StepResult:
             tokens = np.full(len(self.rows), -1, dtype=np.int64)
             tokens[at] = sampled_ids
         output.sampled_token_ids = tokens.tolist()
-        if self.prompt_pieces:
+        if self.prompt_logprobs_chunks:
             output.prompt_logprobs = {
                 position: [entry for piece in pieces for entry in piece.read()]
-                for position, pieces in self.prompt_pieces.items()
+                for position, pieces in self.prompt_logprobs_chunks.items()
             }
         if self.pooled is not None:
             output.pooler_output, errors = self.pooled.read()
             output.errors = {**output.errors, **errors}
         return output, sampled_ids
 
-    def _read_lines(self, sampled: SamplerOutput, output: ModelRunnerOutput) -> np.ndarray:
+    def _read_verified_drafts(self, sampled: SamplerOutput, output: ModelRunnerOutput) -> np.ndarray:
         """Compares guesses with samples, and puts into the output what follows from it; returns as `read`.
 
         A guess is right where it is what the model's logits and the request's settings have given in its place. So the

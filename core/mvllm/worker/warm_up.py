@@ -47,7 +47,7 @@ def decode_shapes(shapes: ShapePolicy, *, max_rows: int) -> Iterator[StepShape]:
         yield StepShape(ShapePolicy.pad(size, shapes.tokens), size, ShapePolicy.pad(1, shapes.pages), count, count)
 
 
-def first_shapes(
+def dynamic_compile_shapes(
     shapes: ShapePolicy, *, max_tokens: int, max_rows: int, max_pages: int, block_size: int
 ) -> Iterator[StepShape]:
     """A few small steps in which every size is one and several, and several of two numbers. Each comes once.

@@ -13,13 +13,13 @@ from mvllm.platform.topology import WorkerContext
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.worker.model_runner import ModelRunner
 
-_PART = 16
+_PROFILE_DIVISOR = 16
 """A step of this part of the largest one is measured where the host computes."""
 
 _MARGIN = 1.25
 """What is derived from a small step is taken for so much more: resident memory is counted in pages and chunks."""
 
-_FEWEST_TOKENS = 1024
+_MIN_TOKENS_FOR_SMALL_PROFILE = 1024
 """Smaller largest steps are run whole."""
 
 _RESET_SLACK = 1 << 22
@@ -73,7 +73,7 @@ class Worker:
         runtime = self.runtime
         runtime.synchronize()
         before = runtime.memory()
-        peak = self._step_peak()
+        peak = self._peak_step_bytes()
         runtime.release_cached_memory()
         utilization = self._config.cache.memory_utilization
         assert utilization is not None, "settled before start"
@@ -86,7 +86,7 @@ class Worker:
         to_come = (sharers - sharers // self._config.parallel.data_parallel_size) * before.used_by_me if unified else 0
         return (before.free - to_come - reserve) // sharers - peak
 
-    def _step_peak(self) -> int:
+    def _peak_step_bytes(self) -> int:
         """The most bytes that a step takes beside what is in use.
 
         Where the host computes, the largest step takes seconds, so a small one is measured: what a step takes for its
@@ -96,16 +96,16 @@ class Worker:
         runtime, scheduler, capabilities = self.runtime, self._config.scheduler, self._platform.capabilities
         runtime.reset_peak_memory()
         start = runtime.memory()
-        is_large = scheduler.max_num_batched_tokens >= _FEWEST_TOKENS and scheduler.max_num_seqs >= _PART
+        is_large = scheduler.max_num_batched_tokens >= _MIN_TOKENS_FOR_SMALL_PROFILE and scheduler.max_num_seqs >= _PROFILE_DIVISOR
         on_host = capabilities.unified_memory and not capabilities.static_shapes
         if not (is_large and on_host) or start.peak_by_me > start.used_by_me + _RESET_SLACK:
-            return self._peak_of(1)
-        first = self._peak_of(4 * _PART)
+            return self._peak_step_bytes_of(1)
+        first = self._peak_step_bytes_of(4 * _PROFILE_DIVISOR)
         runtime.release_cached_memory()
         kept = max(0, runtime.memory().used_by_me - start.used_by_me)
-        return max(first, kept + int(self._peak_of(_PART) * _PART * _MARGIN))
+        return max(first, kept + int(self._peak_step_bytes_of(_PROFILE_DIVISOR) * _PROFILE_DIVISOR * _MARGIN))
 
-    def _peak_of(self, part: int) -> int:
+    def _peak_step_bytes_of(self, part: int) -> int:
         """What a step takes that is so many times smaller than the largest."""
         runtime = self.runtime
         runtime.reset_peak_memory()

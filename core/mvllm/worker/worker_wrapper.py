@@ -36,7 +36,7 @@ class WorkerWrapper:
 
     def __init__(self, config: EngineConfig, platform: Platform, ctx: WorkerContext) -> None:
         with enter_phase(Phase.WORKER):
-            path = ask(platform, "worker_class", returns=(str, type(None))) or _class_of_core(platform)
+            path = ask(platform, "worker_class", returns=(str, type(None))) or _default_worker_class(platform)
             if platform.spec.torch_backend is not None:  # others need not have torch
                 from mvllm.worker.torch_backend import check_torch_backend
 
@@ -80,16 +80,16 @@ class WorkerWrapper:
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         """Runs one step; None where `sample_tokens` or `collect_output` returns its output."""
-        with self._no_exit():
+        with self._catch_system_exit():
             return self._worker.execute_model(plan)
 
     def sample_tokens(self, step: int, mask_rows: list[int], token_masks: bytes) -> ModelRunnerOutput | None:
         """Samples a step whose plan said `masks_follow`; None where `collect_output` returns its output."""
-        with self._no_exit():
+        with self._catch_system_exit():
             return self._worker.sample_tokens(step, mask_rows, token_masks)
 
     @contextmanager
-    def _no_exit(self) -> Iterator[None]:
+    def _catch_system_exit(self) -> Iterator[None]:
         try:
             with enter_phase(Phase.WORKER):
                 yield
@@ -110,7 +110,7 @@ class WorkerWrapper:
             logger.warning("%s failed in shutdown: %s: %s", self._name, type(e).__name__, e)
 
 
-def _class_of_core(platform: Platform) -> str:
+def _default_worker_class(platform: Platform) -> str:
     if not platform.capabilities.torch_device:
         raise PlatformError(
             f"The platform {platform.spec.name!r} has no torch device, so it must bring a worker of its own, but its "

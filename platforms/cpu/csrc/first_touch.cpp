@@ -37,7 +37,7 @@ struct Range {
     int64_t size, touched;
 };
 
-class Toucher {
+class PageToucher {
   public:
     void add(char* begin, int64_t size, int64_t most) {
         const Asking hold(*this);
@@ -69,7 +69,7 @@ class Toucher {
     // The lock of somebody from outside, who goes first.
     class Asking {
       public:
-        explicit Asking(Toucher& of) : of_(of) {
+        explicit Asking(PageToucher& of) : of_(of) {
             of_.asking_.fetch_add(1);
             of_.lock_.lock();
         }
@@ -79,7 +79,7 @@ class Toucher {
         }
 
       private:
-        Toucher& of_;
+        PageToucher& of_;
     };
 
     // Whether there is a thread to be had; without one, whoever uses memory first claims it.
@@ -135,11 +135,11 @@ class Toucher {
 
 // Never destroyed: its thread outlives whatever else ends with the process. A child that was forked has the memory but
 // not the thread, and perhaps a lock that nobody holds; it begins anew.
-Toucher& toucher() {
-    static Toucher* made = new Toucher;
+PageToucher& toucher() {
+    static PageToucher* made = new PageToucher;
 #if defined(__unix__)
     static pid_t owner = getpid();
-    if (owner != getpid()) made = new Toucher, owner = getpid();
+    if (owner != getpid()) made = new PageToucher, owner = getpid();
 #endif
     return *made;
 }

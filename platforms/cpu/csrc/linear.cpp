@@ -211,7 +211,7 @@ void mvllm_cpu_linear(const void* x, int64_t x_stride, const void* weight, const
     Linear op{x, weight, bias, out, x_stride, int32_t(in_features), int32_t(out_features), dtype};
     const int64_t element = dtype == F32 ? 4 : 2;
     if (takes_x(isa, op)) {
-        share_pieces(threads_for(rows * in_features * out_features), pieces_of(isa, rows, out_features),
+        divide_pieces(threads_for(rows * in_features * out_features), pieces_of(isa, rows, out_features),
                      [&](Part part) { compute(isa, op, rows, part.index, part.count); });
         return;
     }
@@ -246,7 +246,7 @@ void mvllm_cpu_linear_silu(const void* x, int64_t x_stride, const void* weight, 
                            int64_t in_features, int64_t size, int dtype) {
     const Isa& isa = current_isa();
     const Linear op{x, weight, bias, out, x_stride, int32_t(in_features), int32_t(2 * size), dtype};
-    share_pieces(threads_for(rows * in_features * size * 2), pieces_of(isa, rows, size),
+    divide_pieces(threads_for(rows * in_features * size * 2), pieces_of(isa, rows, size),
                  [&](Part part) { gate_part(isa, op, out, rows, part.index, part.count); });
 }
 

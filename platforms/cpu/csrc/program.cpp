@@ -132,7 +132,7 @@ struct Stage {
 };
 
 void work(const Stage& stage, Taken* taken, int64_t thread, int64_t threads) {
-    take_pieces(taken, stage.pieces, thread, threads, [&](Part part) { stage.entry->sharing->part(stage.slots, part); });
+    claim_pieces(taken, stage.pieces, thread, threads, [&](Part part) { stage.entry->sharing->part(stage.slots, part); });
 }
 
 void share(const Stage* stages, int64_t count, int64_t thread, int64_t threads, Meeting& meeting, Taken* taken) {

@@ -194,7 +194,7 @@ void multiply_at_once(const QIsa& isa, const Product& p) {
     const int threads = threads_for(p.work());
     const int64_t pieces = pieces_of(isa, p);
     if (threads == 1 || converts_alone(converted, p))
-        return share_pieces(threads, pieces, [&](Part part) { compute_alone(isa, p, converted, part); });
+        return divide_pieces(threads, pieces, [&](Part part) { compute_alone(isa, p, converted, part); });
     Product shared = p;
     converted.place(converted_rows.at_least(size_t(converted.bytes)), shared);
 #pragma omp parallel num_threads(threads)
@@ -202,7 +202,7 @@ void multiply_at_once(const QIsa& isa, const Product& p) {
         const int64_t i = omp_get_thread_num(), n = omp_get_num_threads();
         converted.convert(isa, p, shared, p.rows * i / n, p.rows * (i + 1) / n);
     }
-    share_pieces(threads, pieces, [&](Part part) { compute(isa, shared, part.index, part.count); });
+    divide_pieces(threads, pieces, [&](Part part) { compute(isa, shared, part.index, part.count); });
 }
 
 void multiply(const Product& p) {

@@ -39,7 +39,7 @@ struct alignas(LINE) Taken {
 // A thread does its own part piece by piece. One that is through takes what its neighbours have not begun: a core that
 // has something else to do, or that memory serves less well, then costs the others a piece, not a wait for its whole part.
 template <class Work>
-void take_pieces(Taken* taken, int64_t pieces, int64_t thread, int64_t threads, const Work& work) {
+void claim_pieces(Taken* taken, int64_t pieces, int64_t thread, int64_t threads, const Work& work) {
     if (pieces <= 1) return work(Part{thread, threads, true});
     bool fresh = true;
     for (int64_t i = 0; i < std::min(threads, NEIGHBOURS); ++i) {
@@ -56,13 +56,13 @@ void take_pieces(Taken* taken, int64_t pieces, int64_t thread, int64_t threads, 
 
 // A region of `threads` that shares work of `pieces` pieces in all.
 template <class Work>
-void share_pieces(int threads, int64_t pieces, const Work& work) {
+void divide_pieces(int threads, int64_t pieces, const Work& work) {
     constexpr int64_t MOST = 16;  // of each thread's part
     if (threads == 1) return work(Part{0, 1, true});
     std::vector<Taken> taken{size_t(threads)};
     const int64_t each = std::min(pieces / threads, MOST);
 #pragma omp parallel num_threads(threads)
-    take_pieces(taken.data(), each, omp_get_thread_num(), omp_get_num_threads(), work);
+    claim_pieces(taken.data(), each, omp_get_thread_num(), omp_get_num_threads(), work);
 }
 
 // A kind of call, given by the slots of its arguments.

@@ -34,7 +34,7 @@ def features() -> set[str]:
     )
 
 
-def skip_unless_had(isa: str) -> None:
+def skip_unless_supported(isa: str) -> None:
     """Skips where the processor does not have it. Where it does, not running with it is a failure."""
     missing = sorted(NEEDS[isa] - features())
     if missing:

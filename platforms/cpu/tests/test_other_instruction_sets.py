@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from platforms.cpu.tests.instruction_sets import skip_unless_had
+from platforms.cpu.tests.instruction_sets import skip_unless_supported
 
 from mvllm_cpu import kernels
 from mvllm_cpu.doctor import ISAS, QUANTIZED_ISAS
@@ -30,7 +30,7 @@ def kinds_of(isa: str) -> list[str]:
 
 @pytest.mark.parametrize("isa", [isa for isa in dict.fromkeys(NAMES["isa"] + NAMES["quantized_isa"]) if kinds_of(isa)])
 def test_every_kernel_is_right_with(isa):
-    skip_unless_had(isa)
+    skip_unless_supported(isa)
     env = dict(os.environ, MVLLM_CPU_ISA=isa)
     ask = "from mvllm_cpu import kernels; loaded = kernels.load(); print(loaded.isa, loaded.quantized_isa)"
     runs = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=True)

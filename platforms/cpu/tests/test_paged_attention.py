@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from platforms.cpu.tests.dense_attention import attend_densely, make_case, run
-from platforms.cpu.tests.instruction_sets import skip_unless_had
+from platforms.cpu.tests.instruction_sets import skip_unless_supported
 
 from mvllm.attention import kv_quantization
 from mvllm.testing.attention_cases import make_layout, make_spec, stored
@@ -259,7 +259,7 @@ OTHER_ISA_SPECS = [
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
 def test_instruction_sets_agree(isa, tmp_path, request):
     """Each with float64, in a process of its own."""
-    skip_unless_had(isa)
+    skip_unless_supported(isa)
     specs = json.dumps(OTHER_ISA_SPECS)
     command = [sys.executable, "-c", _OTHER_ISA, str(tmp_path / "found.npz"), json.dumps(MIXED), specs]
     environment = {

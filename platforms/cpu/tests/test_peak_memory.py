@@ -91,7 +91,7 @@ def code():
 
 x = torch.arange(6.0).view(2, 3)
 expected, before = (x @ x.T).tolist(), code()
-memory.give_back_code()
+memory.release_code_pages()
 print(before, code(), (x @ x.T).tolist() == expected)
 """
 

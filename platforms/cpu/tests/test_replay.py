@@ -15,7 +15,7 @@ from mvllm_cpu.moe import Moe
 from mvllm_cpu.ops import KernelOps
 from mvllm_cpu.paged_attention import PagedAttention
 from mvllm_cpu.quantized_linear import QuantizedLinear
-from mvllm_cpu.recording import WaitingKernel
+from mvllm_cpu.recording import BlockingKernel
 from mvllm_cpu.replay import MOST_ROWS, Replay, _Compiled
 from mvllm_cpu.shared_memory_communicator import SharedGroup
 from tests.helpers.model_zoo import make_checkpoint
@@ -364,8 +364,8 @@ class Ranks:
         self.stops = 0
         self.under_way = None
         types = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p)
-        self.sum = WaitingKernel(
-            LOADED.library, "mvllm_cpu_shared_all_reduce", types, ahead=4, see_to=self.let_second_come
+        self.sum = BlockingKernel(
+            LOADED.library, "mvllm_cpu_shared_all_reduce", types, ahead=4, check_peers=self.let_second_come
         )
 
     def will_add(self, part):

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from platforms.cpu.tests.instruction_sets import skip_unless_had
+from platforms.cpu.tests.instruction_sets import skip_unless_supported
 
 from mvllm_cpu import kernels
 
@@ -59,7 +59,7 @@ def build(compiler: str, isa: str, folder: Path, *, whole: bool) -> Path:
     ],
 )
 def test_no_kernel_reads_or_writes_past_an_end_or_does_what_is_undefined(isa, whole, tmp_path, request):
-    skip_unless_had(isa)
+    skip_unless_supported(isa)
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ to build with")

@@ -100,12 +100,12 @@ def test_free_places_are_given_back():
 
 
 def test_small_tensors_and_recorded_ones_are_torchs():
-    before = workspace.of_process.taken()
+    before = workspace.process_workspace.taken()
     small = workspace.empty((SMALLEST - 1,), torch.uint8)
     recorded, _, _ = recording.record(lambda: workspace.empty((SMALLEST,), torch.uint8))
-    assert workspace.of_process.taken() == before
+    assert workspace.process_workspace.taken() == before
     large = workspace.empty((SMALLEST,), torch.uint8)
-    assert workspace.of_process.taken() - before == SMALLEST
+    assert workspace.process_workspace.taken() - before == SMALLEST
     assert small.nbytes < recorded.nbytes == large.nbytes
 
 

@@ -25,7 +25,7 @@ from mvllm.plugin_api import (
 )
 from mvllm_cpu.runtime import CPURuntime
 from mvllm_cuda.platform import CUDAPlatform
-from mvllm_torch_gpu.decode_graphs import CapturedSteps
+from mvllm_torch_gpu.decode_graphs import DecodeGraphBackend
 
 MOST_TOKENS = 1 << 10
 """Of a sequence in a captured step: `paged_attention` below looks at all that a table has room for."""
@@ -77,10 +77,10 @@ class HostedPlatform(CUDAPlatform):
     def ops(self) -> tuple[OpProvider, ...]:
         return self.provided
 
-    def compiler(self) -> CapturedSteps:
+    def compiler(self) -> DecodeGraphBackend:
         graphs = HostGraphs()
         self.graphs_made.append(graphs)
-        return CapturedSteps(lambda: graphs, "host", table_tokens=MOST_TOKENS)
+        return DecodeGraphBackend(lambda: graphs, "host", table_tokens=MOST_TOKENS)
 
 
 def paged_attention(

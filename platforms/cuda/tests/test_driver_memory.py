@@ -7,24 +7,24 @@ import os
 import pytest
 from platforms.cuda.tests.fake_nvml import A100, GIB, SPARK, uuid_of
 
-from mvllm_cuda.driver_memory import NvmlBooks
+from mvllm_cuda.driver_memory import NvmlDriverMemory
 
 UUID = uuid_of(A100.format(n=0))
 
 
 def test_nvml_tells_what_this_process_holds(machine):
     machine(A100.format(n=0), f"process|{os.getpid()}|{3 * GIB}", f"process|1|{5 * GIB}")
-    assert NvmlBooks(UUID).held_by_this_process() == 3 * GIB
-    assert NvmlBooks(UUID).free() == 85000000000
+    assert NvmlDriverMemory(UUID).held_by_this_process() == 3 * GIB
+    assert NvmlDriverMemory(UUID).free() == 85000000000
 
 
 @pytest.mark.parametrize("uuid", [None, "GPU-of-nobody"])
 def test_what_nvml_cannot_tell_is_not_made_up(machine, uuid):
     machine(A100.format(n=0), "process|1|77")
-    assert NvmlBooks(uuid).held_by_this_process() is None and NvmlBooks(uuid).free() is None
-    assert NvmlBooks(UUID).held_by_this_process() is None  # a container's processes are not among those that it sees
+    assert NvmlDriverMemory(uuid).held_by_this_process() is None and NvmlDriverMemory(uuid).free() is None
+    assert NvmlDriverMemory(UUID).held_by_this_process() is None  # a container's processes are not among those that it sees
 
 
 def test_a_device_without_memory_of_its_own_has_no_free_bytes(machine):
     machine(SPARK.format(n=0))
-    assert NvmlBooks(uuid_of(SPARK.format(n=0))).free() is None
+    assert NvmlDriverMemory(uuid_of(SPARK.format(n=0))).free() is None

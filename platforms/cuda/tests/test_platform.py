@@ -30,7 +30,7 @@ from mvllm_cuda import doctor, runtime
 from mvllm_cuda.nvml import NvmlError
 from mvllm_cuda.platform import make_platform
 from mvllm_torch_gpu import torch_build
-from mvllm_torch_gpu.compiler import Uncompiled, make_compiler
+from mvllm_torch_gpu.compiler import NoCompileBackend, make_compiler
 from mvllm_torch_gpu.runtime import too_few_devices
 from mvllm_torch_gpu.torch_build import TorchBuild
 from tests.helpers.plugins import ROOT, write_metadata
@@ -122,7 +122,7 @@ def test_without_kernels_attention_and_operations_run_in_plain_torch(platform, m
 
 
 def test_compilers_by_their_settings():
-    assert isinstance(make_compiler("none"), Uncompiled)
+    assert isinstance(make_compiler("none"), NoCompileBackend)
     function = print
     assert make_compiler("none").compile(function, dynamic=True) is function
     keys = {mode: make_compiler(mode).cache_key() for mode in ("none", "graphs", "inductor")}

@@ -9,7 +9,7 @@ import pytest
 from platforms.rocm.tests.machines import GIB, HALO, MI210, MI300A, MI300X, MI355X, RX6800, uuid_of, write
 
 from mvllm_rocm import topology
-from mvllm_rocm.driver_memory import SysfsBooks, driver_counts_as_we_do
+from mvllm_rocm.driver_memory import SysfsDriverMemory, driver_shares_pid_namespace
 from mvllm_rocm.topology import TopologyError, read_inventory
 
 
@@ -42,7 +42,7 @@ def test_a_device_that_uses_the_hosts_memory_tells_none(machine, device):
     machine(device)
     [found] = read_inventory().devices
     assert found.memory_bytes is None and found.free_bytes is None
-    assert SysfsBooks(found).free() is None
+    assert SysfsDriverMemory(found).free() is None
 
 
 def test_a_partition_without_figures_of_its_own_has_memory_and_nothing_known_to_be_free(machine):
@@ -108,29 +108,29 @@ def test_free_bytes_are_those_of_now_and_other_tenants_are_counted(machine):
     root = machine(MI300X)
     [device] = read_inventory().devices
     write(root / "sys/class/drm/renderD128/device/mem_info_vram_used", f"{100 * GIB}\n")
-    assert device.free_bytes == 192 * GIB and SysfsBooks(device).free() == 92 * GIB
+    assert device.free_bytes == 192 * GIB and SysfsDriverMemory(device).free() == 92 * GIB
 
 
 def test_what_a_process_holds_is_known_by_device(machine, monkeypatch):
     held = ((os.getpid(), 3 * GIB), (1, 7 * GIB))
     machine(MI210, dataclasses.replace(MI300X, held=held))
     other, device = read_inventory().devices
-    monkeypatch.setattr("mvllm_rocm.driver_memory.driver_counts_as_we_do", lambda: True)
-    assert SysfsBooks(device).held_by_this_process() == 3 * GIB
-    assert SysfsBooks(other).held_by_this_process() is None
+    monkeypatch.setattr("mvllm_rocm.driver_memory.driver_shares_pid_namespace", lambda: True)
+    assert SysfsDriverMemory(device).held_by_this_process() == 3 * GIB
+    assert SysfsDriverMemory(other).held_by_this_process() is None
     assert topology.bytes_of_process(device, 1) == 7 * GIB
 
 
 def test_in_a_container_another_process_may_have_our_number(machine, monkeypatch):
     machine(dataclasses.replace(MI300X, held=((os.getpid(), 3 * GIB),)))
     [device] = read_inventory().devices
-    monkeypatch.setattr("mvllm_rocm.driver_memory.driver_counts_as_we_do", lambda: False)
-    assert SysfsBooks(device).held_by_this_process() is None
+    monkeypatch.setattr("mvllm_rocm.driver_memory.driver_shares_pid_namespace", lambda: False)
+    assert SysfsDriverMemory(device).held_by_this_process() is None
 
 
 def test_the_drivers_numbers_of_processes_are_told_by_their_namespace(tmp_path):
-    assert driver_counts_as_we_do(tmp_path) is False and driver_counts_as_we_do(tmp_path / "absent") is False
+    assert driver_shares_pid_namespace(tmp_path) is False and driver_shares_pid_namespace(tmp_path / "absent") is False
 
 
 def test_of_a_device_that_is_not_known_nothing_is_made_up():
-    assert SysfsBooks(None).free() is None and SysfsBooks(None).held_by_this_process() is None
+    assert SysfsDriverMemory(None).free() is None and SysfsDriverMemory(None).held_by_this_process() is None

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mvllm.plugin_api import PlatformError
-from tests.helpers.host_sync import NoQuestions, NoReading
+from tests.helpers.host_sync import ForbidSynchronizingOps, ForbidHostReads
 
 
 @dataclass
@@ -59,10 +59,10 @@ class _Recorder(TorchDispatchMode):
 
 
 class HostGraphs:
-    """What `CapturedSteps` captures with, on the host.
+    """What `DecodeGraphBackend` captures with, on the host.
 
     Args:
-        refuses: What a rehearsal (or a capture) says instead of working.
+        refuses: What a forbid_synchronization (or a capture) says instead of working.
 
     Attributes:
         captures, replays: How many there were.
@@ -74,9 +74,9 @@ class HostGraphs:
         self.captures = self.replays = 0
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def forbid_synchronization(self) -> Iterator[None]:
         """Fails on what would make the host wait for the device."""
-        with NoQuestions(), NoReading(lambda tensor: False):
+        with ForbidSynchronizingOps(), ForbidHostReads(lambda tensor: False):
             yield
         if self._refuses is not None:
             raise PlatformError(self._refuses)

@@ -21,7 +21,7 @@ importlib.import_module("platforms.torch-gpu.tests.interpreted")  # skips where 
 import mvllm_torch_gpu.attention  # noqa: E402
 from mvllm_torch_gpu import attention_libraries  # noqa: E402
 from mvllm_torch_gpu.attention import BLOCK_SIZES, TritonAttention  # noqa: E402
-from mvllm_torch_gpu.autotuned_attention import TRITON, ChosenAttention, device_seconds  # noqa: E402
+from mvllm_torch_gpu.autotuned_attention import TRITON, AutotunedAttention, device_seconds  # noqa: E402
 from mvllm_torch_gpu.platform import TorchGpuPlatform  # noqa: E402
 from mvllm_torch_gpu.settings import Settings  # noqa: E402
 
@@ -77,7 +77,7 @@ def clock_preferring(*names):
 def chosen(spec, clock, *names, **options):
     found, reasons = attention_libraries.libraries_for(spec, names or ("flash_attn", "flashinfer"))
     assert found, reasons
-    return ChosenAttention(spec, found, clock=clock, **options)
+    return AutotunedAttention(spec, found, clock=clock, **options)
 
 
 def check(backend, requests, *, block_size, **padding):
@@ -190,7 +190,7 @@ def test_users_may_name_one(value, libraries, first_block, calls, monkeypatch):
     if value is not None:
         monkeypatch.setenv(VARIABLE, value)
     backend = SomePlatform().attention_backend(make_spec(dtype="bfloat16"))
-    assert isinstance(backend, ChosenAttention) and set(backend._libraries) == libraries
+    assert isinstance(backend, AutotunedAttention) and set(backend._libraries) == libraries
     sizes = backend.kv_layout().block_sizes
     assert sizes[0] == first_block and sorted(sizes) == sorted(BLOCK_SIZES)
     if value is not None:

@@ -23,7 +23,7 @@ def free_address() -> str:
         return f"tcp://127.0.0.1:{s.getsockname()[1]}"
 
 
-class OtherSums:
+class FakeSmallAllReduce:
     """Small sums by another way, which is gloo's as well; wrong in the way that is asked for.
 
     Attributes:
@@ -57,17 +57,17 @@ class OtherSums:
 
 def add_up(rank: int, address: str, kind: str) -> None:
     """A rank: its communicator uses the other sums if these are right on both ranks, and adds up right in any case."""
-    made: list[OtherSums] = []
+    made: list[FakeSmallAllReduce] = []
 
-    def make(of: NcclCommunicator, device: torch.device) -> OtherSums:
+    def make(of: NcclCommunicator, device: torch.device) -> FakeSmallAllReduce:
         if kind == f"raises on rank {rank}":
             raise PlatformError("this rank cannot map memory")
-        made.append(OtherSums(kind, rank))
+        made.append(FakeSmallAllReduce(kind, rank))
         return made[0]
 
     communicator._direct = make
     spec = GroupSpec("tp", (0, 1), rank, init_method=address)
-    comm = NcclCommunicator(spec, HOST, direct_sums=True, backend="gloo", timeout=60.0)
+    comm = NcclCommunicator(spec, HOST, custom_all_reduce=True, backend="gloo", timeout=60.0)
     tried = len(made[0].taken) if made else 0
     assert comm.all_reduce(torch.tensor([1.0 + rank, 2.0])).tolist() == [3.0, 4.0]
     assert comm.all_reduce(torch.full((5000,), 1.0 + rank)).tolist() == [3.0] * 5000

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mvllm_torch_gpu.decode_graphs import TABLE_TOKENS, CapturedSteps, Tables
+from mvllm_torch_gpu.decode_graphs import TABLE_TOKENS, DecodeGraphBackend, Tables
 from mvllm_torch_gpu.paged_metadata import PagedMetadata
 from mvllm_torch_gpu.shapes import LARGEST_CAPTURE, decode_sizes, policy
 
@@ -75,7 +75,7 @@ TABLE = 64
 
 def compiled(function, graphs, **options):
     options = {"table_tokens": TABLE * BLOCK, **options}
-    return CapturedSteps(lambda: graphs, "test", **options).compile(function, dynamic=True)
+    return DecodeGraphBackend(lambda: graphs, "test", **options).compile(function, dynamic=True)
 
 
 def step_arguments(rows=4, pages=2, shift=0, **of_plan):
@@ -210,7 +210,7 @@ def test_other_steps_run_as_they_are(graphs, given):
         {"refuses": "it waits for the device"},
         {"refuses_capture": torch.OutOfMemoryError("no room for a graph")},
     ],
-    ids=["rehearsal", "capture"],
+    ids=["forbid_synchronization", "capture"],
 )
 def test_what_cannot_be_captured_runs_as_it_is_and_is_tried_once(refusal, caplog):
     graphs, model = HostGraphs(**refusal), Model()
@@ -260,8 +260,8 @@ def test_a_function_is_fused_before_it_is_captured(graphs):
 
 
 def test_the_cache_key_names_what_made_the_graphs():
-    keys = {CapturedSteps(HostGraphs, version).cache_key() for version in ("graphs-2.13.0", "inductor-2.13.0")}
-    assert len(keys) == 2 and CapturedSteps(HostGraphs, "x").cache_key() == CapturedSteps(HostGraphs, "x").cache_key()
+    keys = {DecodeGraphBackend(HostGraphs, version).cache_key() for version in ("graphs-2.13.0", "inductor-2.13.0")}
+    assert len(keys) == 2 and DecodeGraphBackend(HostGraphs, "x").cache_key() == DecodeGraphBackend(HostGraphs, "x").cache_key()
 
 
 # ---------------------------------------------------------------------------------------------------------------- sizes

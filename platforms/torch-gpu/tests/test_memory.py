@@ -66,7 +66,7 @@ def test_the_hosts_memory_is_what_programs_can_have_within_their_group(tmp_path,
     if limit is not None:
         (tmp_path / "memory.max").write_text(f"{limit}\n")
         (tmp_path / "memory.current").write_text(f"{1 << 30}\n")
-    assert memory.host_available(meminfo, tmp_path) == expected
+    assert memory.available_host_memory(meminfo, tmp_path) == expected
 
 
 def test_files_that_were_read_do_not_count_against_the_group(tmp_path):
@@ -75,7 +75,7 @@ def test_files_that_were_read_do_not_count_against_the_group(tmp_path):
     (tmp_path / "memory.max").write_text(f"{32 << 30}\n")
     (tmp_path / "memory.current").write_text(f"{30 << 30}\n")
     (tmp_path / "memory.stat").write_text(f"anon {12 << 30}\ninactive_file {16 << 30}\nactive_file {2 << 30}\n")
-    assert memory.host_available(meminfo, tmp_path) == 18 << 30
+    assert memory.available_host_memory(meminfo, tmp_path) == 18 << 30
 
 
 @pytest.mark.parametrize(("held", "outside"), [(70, 2), (68, 0), (3, 1), (None, 1)])

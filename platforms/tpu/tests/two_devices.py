@@ -14,10 +14,10 @@ from mvllm.testing.zoo import Zoo
 
 def check(family: str, folder: Path) -> None:
     from mvllm_tpu.lazy_runtime import num_compilations
-    from mvllm_tpu.spmd import SpreadRuntime
+    from mvllm_tpu.spmd import SpmdRuntime
 
-    bound: list[SpreadRuntime] = []
-    place = SpreadRuntime.place
+    bound: list[SpmdRuntime] = []
+    place = SpmdRuntime.place
 
     def noting(self, tensor, dim):
         bound.append(self)
@@ -27,7 +27,7 @@ def check(family: str, folder: Path) -> None:
         assert sizes == [tuple(cut)] * 2, (sizes, dim)
         return placed
 
-    SpreadRuntime.place = noting
+    SpmdRuntime.place = noting
     expected = Zoo(folder).oracle(family, (3, 21, 40), 12)
     with LLM(
         str(expected.folder),

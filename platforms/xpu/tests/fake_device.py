@@ -20,7 +20,7 @@ import torch
 
 from mvllm_cpu import host_resources
 from mvllm_xpu.device_module import XpuModule
-from tests.helpers.host_sync import NoQuestions
+from tests.helpers.host_sync import ForbidSynchronizingOps
 
 host_graphs = importlib.import_module("platforms.torch-gpu.tests.host_graphs")
 
@@ -156,7 +156,7 @@ class StandIn:
     def graph(self, xpu_graph: XPUGraph, pool: Any = None, stream: Stream | None = None) -> Any:
         recorder, before, self.current = host_graphs._Recorder(), self.current, Stream(HOST)
         try:
-            with recorder, NoQuestions():
+            with recorder, ForbidSynchronizingOps():
                 yield
         except AssertionError as e:  # the stream of the capture stays current, as torch leaves it
             raise RuntimeError(f"wait method cannot be used for a queue that records a graph\n{e}") from None

@@ -25,7 +25,7 @@ from mvllm.plugin_api import (
 from mvllm_torch_gpu.communicator import DeviceCommunicator
 from mvllm_torch_gpu.compiler import make_compiler
 from mvllm_xpu import collective_backend
-from mvllm_xpu.driver_memory import FdinfoBooks
+from mvllm_xpu.driver_memory import FdinfoDriverMemory
 from mvllm_xpu.platform import XPUPlatform
 from mvllm_xpu.runtime import XpuRuntime
 
@@ -45,8 +45,8 @@ class HostedRuntime(XpuRuntime):
         """Torch's allocator for the host raises a plain RuntimeError."""
         return "can't allocate memory" in str(error) or super().is_out_of_memory(error)
 
-    def books(self, index: int) -> FdinfoBooks:
-        return FdinfoBooks(None)
+    def books(self, index: int) -> FdinfoDriverMemory:
+        return FdinfoDriverMemory(None)
 
 
 class HostedPlatform(XPUPlatform):

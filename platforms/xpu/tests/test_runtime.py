@@ -12,8 +12,8 @@ from platforms.xpu.tests.fake_device import HOSTED, XPU
 
 from mvllm.plugin_api import PlatformError, WorkerContext
 from mvllm_torch_gpu.graphs import DeviceGraphs
-from mvllm_torch_gpu.memory import DeviceMemory, host_available
-from mvllm_xpu.driver_memory import FdinfoBooks
+from mvllm_torch_gpu.memory import DeviceMemory, available_host_memory
+from mvllm_xpu.driver_memory import FdinfoDriverMemory
 
 
 @pytest.fixture(autouse=True)
@@ -69,12 +69,12 @@ def test_where_free_bytes_are_not_told_the_host_says_what_it_has(runtime):
     with pytest.raises(RuntimeError, match="doesn't support querying"):
         XPU.mem_get_info()
     info = runtime.memory()
-    assert 0 < info.free <= info.total and abs(info.free - host_available()) < 1 << 30
+    assert 0 < info.free <= info.total and abs(info.free - available_host_memory()) < 1 << 30
     runtime.health()
 
 
 def test_a_card_that_does_not_tell_has_free_what_we_do_not_hold():
-    figures = DeviceMemory(fake_device.HOST, FdinfoBooks(None), 1 << 20, unified=False, module=HOSTED).figures()
+    figures = DeviceMemory(fake_device.HOST, FdinfoDriverMemory(None), 1 << 20, unified=False, module=HOSTED).figures()
     assert figures.driver_free == figures.total - figures.reserved - (1 << 20) and figures.others <= 1 << 20
 
 

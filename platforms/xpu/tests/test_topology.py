@@ -24,7 +24,7 @@ from platforms.xpu.tests.machines import (
 )
 
 from mvllm_xpu import chips, topology
-from mvllm_xpu.driver_memory import FdinfoBooks
+from mvllm_xpu.driver_memory import FdinfoDriverMemory
 from mvllm_xpu.topology import TopologyError, read_inventory
 
 
@@ -165,5 +165,5 @@ def test_without_an_account_nothing_is_made_up(tmp_path, machine):
     [device] = read_inventory().devices
     assert device.integrated and device.memory_bytes is None
     assert topology.held_by_process(device.address, tmp_path / "nothing") is None
-    for books in (FdinfoBooks(None), FdinfoBooks(device)):
+    for books in (FdinfoDriverMemory(None), FdinfoDriverMemory(device)):
         assert books.free() is None and books.held_by_this_process() is None

@@ -13,14 +13,14 @@ import pytest
 
 from mvllm import LLM
 from tests.helpers import parity
-from tests.helpers.transformers_backend_zoo import FALLBACK_ZOO, make_fallback_checkpoint
+from tests.helpers.transformers_backend_zoo import TRANSFORMERS_BACKEND_ZOO, make_transformers_backend_checkpoint
 from tests.helpers.parity import BLOCK_SIZE, Oracle
 
 WHICH = (0, 1, 3, 4, 6, 9, 11, 12)
 """Prompts by their place in PROMPT_LENGTHS; five of them begin alike."""
 NUM_TOKENS = 64
 EVERY_DAY = ("cohere2", "gemma2")
-NAMES = [name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.exhaustive) for name in FALLBACK_ZOO]
+NAMES = [name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.exhaustive) for name in TRANSFORMERS_BACKEND_ZOO]
 
 
 def generate(llm: LLM, prompts: list[list[int]], **settings: object) -> list:
@@ -34,7 +34,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def expected(name: str, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    folder = make_fallback_checkpoint(name, tmp_path_factory.mktemp("fallback"))
+    folder = make_transformers_backend_checkpoint(name, tmp_path_factory.mktemp("fallback"))
     return parity.oracle_of(folder, parity.prompts_of(name, WHICH), NUM_TOKENS)
 
 
@@ -77,7 +77,7 @@ def test_preempted_and_recomputed(expected: Oracle) -> None:
 @pytest.mark.shows("tp", impl="transformers")
 @pytest.mark.parametrize("name", ["cohere2", "gpt_neox"])
 def test_processes_that_share_it_give_the_same(name: str, tmp_path: Path) -> None:
-    folder = make_fallback_checkpoint(name, tmp_path)
+    folder = make_transformers_backend_checkpoint(name, tmp_path)
     expected = parity.oracle_of(folder, parity.prompts_of(name, WHICH), NUM_TOKENS)
     with parity.engine(folder, model_impl="transformers", skip_tokenizer_init=True, tensor_parallel_size=2) as llm:
         parity.check(expected, generate(llm, expected.prompts))

@@ -17,11 +17,11 @@ import pytest
 from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 
-from mvllm.entrypoints.openai.server.app import build_app, build_routes
-from mvllm.entrypoints.openai.server.middleware import OPEN_PATHS
+from mvllm.entrypoints.openai.server.app import build_app, build_fastapi_app
+from mvllm.entrypoints.openai.server.middleware import UNAUTHENTICATED_PATHS
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
-from mvllm.entrypoints.openai.server.authentication import Keys, Role, read_keys
-from mvllm.entrypoints.openai.common.serving_models import ServedModels
+from mvllm.entrypoints.openai.server.authentication import Keys, Role, read_api_keys
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.errors import ConfigError
@@ -35,7 +35,7 @@ BEARERS = {"none": None, "wrong": "Bearer nobody", "user": f"Bearer {USER}", "ad
 
 def routes() -> list[APIRoute]:
     settings = ServerSettings(api_keys=(USER,), admin_api_keys=(ADMIN,))
-    app = build_routes(ServerState(60), ServedModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings)
+    app = build_fastapi_app(ServerState(60), OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings)
     found = []
     pending = list(app.routes)
     while pending:
@@ -52,14 +52,14 @@ ROUTES = [(method, route.path, "admin" in route.tags) for route in routes() for 
 
 def test_the_routes_are_known() -> None:
     paths = {path for _, path, _ in ROUTES}
-    assert {"/v1/completions", "/v1/chat/completions", "/metrics", "/server_info", "/docs", *OPEN_PATHS} <= paths
+    assert {"/v1/completions", "/v1/chat/completions", "/metrics", "/server_info", "/docs", *UNAUTHENTICATED_PATHS} <= paths
     assert [path for _, path, is_admin in ROUTES if is_admin]
 
 
 @pytest.fixture(scope="module")
 def app() -> object:
     settings = ServerSettings(api_keys=(USER, SECOND), admin_api_keys=(ADMIN,))
-    return build_app(ServerState(60), ServedModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings)
+    return build_app(ServerState(60), OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings)
 
 
 class TestEveryRoute:
@@ -69,7 +69,7 @@ class TestEveryRoute:
     def ask(app: object, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> httpx.Response:
         async def run() -> httpx.Response:
             transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
-            async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            async with httpx.AsyncEngineCoreClient(transport=transport, base_url="http://server") as client:
                 return await client.request(method, path, headers=headers, content=body)
 
         return asyncio.run(run())
@@ -79,7 +79,7 @@ class TestEveryRoute:
         for who, bearer in BEARERS.items():
             headers = {"Authorization": bearer} if bearer else {}
             answer = self.ask(app, method, path.replace("{model_id:path}", "m"), headers)
-            if path in OPEN_PATHS:
+            if path in UNAUTHENTICATED_PATHS:
                 assert answer.status_code not in (401, 403)
             elif who in ("none", "wrong"):
                 assert answer.status_code == 401
@@ -138,7 +138,7 @@ def test_each_key_opens_what_it_should(guarded: ServerProcess) -> None:
         assert client.post("/v1/completions", headers=headers, json={"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
-def test_the_engine_sleeps_and_wakes_at_an_administrators_word(guarded: ServerProcess) -> None:
+def test_sleep_and_wake_up_need_an_admin_key(guarded: ServerProcess) -> None:
     with guarded.client(headers={"Authorization": f"Bearer {ADMIN}"}) as client:
         ask = {"prompt": "x", "max_tokens": 1}
         assert client.post("/sleep?level=made-up").status_code == 400
@@ -171,7 +171,7 @@ def test_strangers_cannot_use_up_the_descriptors(guarded: ServerProcess) -> None
     assert guarded.log.count("connections are in use") == 1 and "can be accepted" not in guarded.log
 
 
-def test_keys_are_seen_nowhere(guarded: ServerProcess) -> None:
+def test_keys_appear_in_no_log_and_no_response(guarded: ServerProcess) -> None:
     with guarded.client(headers={"Authorization": f"Bearer {ADMIN}"}) as client:
         shown = [client.get(path).text for path in ("/server_info", "/metrics", "/openapi.json", "/docs")]
     ps = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True).stdout
@@ -199,12 +199,12 @@ class TestKeys:
     @pytest.mark.parametrize("key", ["", " ", "a b", "a\n", "ü"])
     def test_what_cannot_be_one_is_refused(self, key: str, tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
-            read_keys([key], [], "X", None)
+            read_api_keys([key], [], "X", None)
         with pytest.raises(ConfigError):
-            read_keys([], [], "X", key)
+            read_api_keys([], [], "X", key)
 
     def test_a_file_without_one_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "empty").write_text("# nothing\n\n")
         for name in ("empty", "missing"):
             with pytest.raises(ConfigError, match="API keys"):
-                read_keys([], [str(tmp_path / name)], "X", None)
+                read_api_keys([], [str(tmp_path / name)], "X", None)

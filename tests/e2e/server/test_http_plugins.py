@@ -126,7 +126,7 @@ def test_the_chat_template_decides_who_reads_calls(client: httpx.Client, plugged
     assert client.post("/v1/chat/completions", json=ask).status_code == 200
 
 
-def test_one_that_raises_when_it_is_loaded_costs_its_own_routes_alone(
+def test_a_plugin_that_raises_while_loading_loses_only_its_own_routes(
     plugged: ServerProcess, client: httpx.Client
 ) -> None:
     for path in ("/plugins/acme/rank", "/plugins/acme/anything/else"):

@@ -87,7 +87,7 @@ def test_tokens_are_those_of_a_request_alone_whoever_answers(server: ServerProce
     assert server.pids() == before
 
 
-def test_figures_are_those_of_all_whoever_is_asked(both: list[httpx.Client]) -> None:
+def test_metrics_of_each_api_server_cover_all_of_them(both: list[httpx.Client]) -> None:
     names = ("mvllm:generation_tokens_total", "mvllm:e2e_request_latency_seconds_count")
     completions = 'mvllm:http_requests_total{handler="/v1/completions",method="POST",status="2xx"}'
     complete(both[0], "One")

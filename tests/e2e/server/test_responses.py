@@ -134,7 +134,7 @@ def test_one_that_is_being_written_can_be_looked_at_and_cancelled(sdk: OpenAI, c
     wait_idle(client)
 
 
-def test_a_form_that_cannot_be_had_is_an_error_by_its_name(sdk: OpenAI) -> None:
+def test_an_unsupported_text_format_is_an_error_that_names_text(sdk: OpenAI) -> None:
     form: Any = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "made up"}}}
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as caught:

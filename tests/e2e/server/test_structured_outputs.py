@@ -116,7 +116,7 @@ class TestForms:
         text, reason = both(client, path, {**ask, "response_format": {"type": "json_object"}})
         assert text.startswith("{") and (reason == "length" or isinstance(json.loads(text), dict))
 
-    def test_text_is_no_form(self, client: httpx.Client, path: str, ask: dict[str, Any]) -> None:
+    def test_response_format_text_leaves_the_output_free(self, client: httpx.Client, path: str, ask: dict[str, Any]) -> None:
         ask = {**ask, "max_tokens": 12}
         free = both(client, path, ask)
         assert both(client, path, {**ask, "response_format": {"type": "text"}}) == free
@@ -183,7 +183,7 @@ class TestForms:
         assert refusal(client, path, {**ask, **more})["param"] == param
 
 
-def test_every_prompt_and_every_sequence_has_the_form(client: httpx.Client) -> None:
+def test_structured_output_applies_to_every_prompt_and_sequence(client: httpx.Client) -> None:
     ask = {**STORY, "prompt": ["One", "Two", "Three"], "n": 2, "structured_outputs": {"regex": "[a-z]{2}[0-9]{4}"}}
     choices = client.post(COMPLETIONS, json=ask).json()["choices"]
     texts = [choice["text"] for choice in choices]
@@ -215,7 +215,7 @@ def test_a_hostile_one_ends_and_others_are_answered(
     assert time.monotonic() - start < 100
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "structured_outputs", answer.text
     assert both(client, COMPLETIONS, {**STORY, "max_tokens": 4})[1] == "length"
-    assert len(server.trial_pids()) <= 3  # two that try grammars, and the one of the model's chat template
+    assert len(server.sandbox_pids()) <= 3  # two that try grammars, and the one of the model's chat template
     assert re.fullmatch("[xy]{4}", both(client, CHAT, {**QUESTION, "structured_outputs": {"regex": "[xy]{4}"}})[0])
 
 
@@ -278,7 +278,7 @@ class TestForcedCalls:
         ask = {**QUESTION, "tools": [WEATHER], "tool_choice": "required", **more}
         assert refusal(client, CHAT, ask)["param"] == param
 
-    def test_a_form_and_calls_at_will_exclude_each_other(self, client: httpx.Client) -> None:
+    def test_structured_output_and_tool_choice_auto_exclude_each_other(self, client: httpx.Client) -> None:
         ask = {**QUESTION, "tools": [WEATHER], "response_format": POINT_FORMAT, "max_tokens": ROOM}
         assert refusal(client, CHAT, ask)["param"] == "response_format"
         assert json.loads(both(client, CHAT, {**ask, "tool_choice": "none"})[0]).keys() == {"x", "on"}

@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 import mvllm
 from mvllm.engine.frontend import tokenizer as engine_tokenizer
-from mvllm.engine.frontend.tokenizer_json import PlainTokenizer
+from mvllm.engine.frontend.tokenizer_json import JsonTokenizer
 from mvllm.entrypoints.openai.tokenizer_trial import TokenizerTrial
 from mvllm.errors import ModelError, RequestError
 from tests.helpers.processes import assert_nothing_left, shared_memory_names
@@ -95,9 +95,9 @@ def test_a_server_with_such_a_tokenizer_does_not_start(tmp_path: Path) -> None:
 def test_a_match_that_the_library_gives_up_is_an_error_of_the_request() -> None:
     fast = Tokenizer(models.WordLevel({"x": 0}, unk_token="x"))
     fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+)+$"), "isolated")
-    tokenizer = engine_tokenizer.Tokenizer(lambda: None, PlainTokenizer(fast, None))
+    tokenizer = engine_tokenizer.Tokenizer(lambda: None, JsonTokenizer(fast, None))
     text = "a" * 1000 + "!"
-    for encode in (tokenizer.encode, tokenizer.encode_cut):
+    for encode in (tokenizer.encode, tokenizer.encode_truncated):
         with pytest.raises(RequestError, match=r"cannot tokenize the prompt: PanicException: .*retry-limit"):
             encode(text)
         encode("a")

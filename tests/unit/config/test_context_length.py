@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from mvllm.config.context_length import settle_max_model_len
+from mvllm.config.context_length import resolve_max_model_len
 from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ConfigError, ModelError
 
 
 def length(asked: int | None = None, **values) -> int:
-    return settle_max_model_len(HFConfig(values, "config.json"), asked)
+    return resolve_max_model_len(HFConfig(values, "config.json"), asked)
 
 
 @pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions", "max_seq_len"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mvllm.config.engine_args import EngineArgs
-from mvllm.config.speculative import MOST_SPECULATIVE_TOKENS, SpeculativeConfig
+from mvllm.config.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from mvllm.errors import ConfigError, ModelError
 
 CONFIG = {
@@ -92,7 +92,7 @@ def test_a_draft_model_is_read_by_its_own_files(target: Path, small: Path) -> No
         ({"method": None, "num_speculative_tokens": 2}, ["found None"]),
         ({"method": "ngram"}, ["num_speculative_tokens is missing", "for instance 4"]),
         ({"num_speculative_tokens": 0}, ["num_speculative_tokens must be an integer from 1 to 64", "found 0"]),
-        ({"num_speculative_tokens": MOST_SPECULATIVE_TOKENS + 1}, ["from 1 to 64", "found 65"]),
+        ({"num_speculative_tokens": MAX_SPECULATIVE_TOKENS + 1}, ["from 1 to 64", "found 65"]),
         ({"num_speculative_tokens": True}, ["must be an integer", "found True"]),
         ({"num_speculative_tokens": "4"}, ["must be an integer", "found '4'"]),
         ({"num_speculative_tokens": 2.0}, ["must be an integer", "found 2.0"]),

@@ -20,7 +20,7 @@ from mvllm.platform.communicator import Communicator
 from mvllm.platform.topology import GroupSpec, WorkerContext
 from mvllm.worker.pipeline_transport import Pipeline
 from tests.helpers.forked_ranks import start_ranks
-from tests.helpers.thread_ranks import ThreadCommunicator, _Meeting, run_ranks
+from tests.helpers.thread_ranks import ThreadCommunicator, _ThreadRendezvous, run_ranks
 from tests.unit.distributed.test_torch_communicator import spawn
 from tests.unit.worker.builders import HostRuntime, make_rows
 
@@ -62,13 +62,13 @@ def test_a_rank_by_itself_keeps_what_it_says() -> None:
 
 
 def test_where_the_platforms_communicator_takes_host_tensors_it_serves_both() -> None:
-    communicator = ThreadCommunicator(_Meeting(2), 0, 2)
+    communicator = ThreadCommunicator(_ThreadRendezvous(2), 0, 2)
     group = GroupCoordinator(GroupSpec("tp", (0, 1), 0), communicator)
     assert group.device_group is communicator and group.cpu_group.communicator is communicator
 
 
 def test_a_device_group_alone_is_refused_with_the_groups_name() -> None:
-    communicator = ThreadCommunicator(_Meeting(2), 0, 2)
+    communicator = ThreadCommunicator(_ThreadRendezvous(2), 0, 2)
     communicator.on_host = False
     with pytest.raises(ValueError, match="'pp' has no communicator that takes tensors in the host's memory"):
         GroupCoordinator(GroupSpec("pp", (0, 1), 0), communicator)
@@ -118,7 +118,7 @@ def device_groups(rank: int, world_size: int, address: str, kind: type, tp: int,
         pipeline = Pipeline(groups.pp, HostRuntime(), hidden_size=2, dtype=torch.float32, every_rank_answers=True)
         output = ModelRunnerOutput(step=7, sampled_token_ids=list(range(3000)))
         if pipeline.is_last:
-            pipeline.send_back(output, any_sampled=True)
+            pipeline.send_output(output, any_sampled=True)
         else:
             nobody = np.zeros(0, dtype=np.int64)
             pipeline.expect(7, nobody, nobody)

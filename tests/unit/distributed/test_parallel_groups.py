@@ -11,12 +11,12 @@ from mvllm.config.engine_config import ParallelConfig
 from mvllm.distributed.parallel_groups import group_ranks, join_groups
 from mvllm.errors import ConfigError, PlatformError
 from mvllm.platform.topology import WorkerContext
-from tests.helpers.thread_ranks import ThreadCommunicator, _Meeting
+from tests.helpers.thread_ranks import ThreadCommunicator, _ThreadRendezvous
 
 DEVICE = torch.device("cpu")
 
 
-class MeetingPlatform:
+class ThreadGroupPlatform:
     """Notes the groups that were asked for, and who was told to leave."""
 
     spec = SimpleNamespace(name="acme")
@@ -26,7 +26,7 @@ class MeetingPlatform:
 
     def communicator(self, group, device):
         self.asked.append(group)
-        found = ThreadCommunicator(_Meeting(len(group.ranks)), group.rank_in_group, len(group.ranks))
+        found = ThreadCommunicator(_ThreadRendezvous(len(group.ranks)), group.rank_in_group, len(group.ranks))
         found.close = lambda: self.closed.append(group.name)
         return found
 
@@ -64,7 +64,7 @@ def test_every_rank_is_once_in_a_group_of_each_kind() -> None:
 
 
 def test_a_rank_knows_where_it_is_and_leaves_in_the_reverse_order() -> None:
-    platform = MeetingPlatform()
+    platform = ThreadGroupPlatform()
     groups = join_groups(config(2, 2), platform, context(3, 4), DEVICE)
     assert [(g.name, g.ranks, g.init_method, g.world_size) for g in platform.asked] == [
         ("tp", (2, 3), "tcp://x:1", 4),
@@ -77,19 +77,19 @@ def test_a_rank_knows_where_it_is_and_leaves_in_the_reverse_order() -> None:
 
 
 def test_groups_of_one_rank_ask_for_no_communicator() -> None:
-    platform = MeetingPlatform()
+    platform = ThreadGroupPlatform()
     groups = join_groups(config(1, 2), platform, context(1, 2), DEVICE)
     assert [group.name for group in platform.asked] == ["pp"]
     assert groups.tp.world_size == 1 and groups.pp.is_last
 
 
 def test_one_worker_meets_nobody_whatever_it_drives() -> None:
-    groups = join_groups(config(4, 1), MeetingPlatform(), WorkerContext(num_devices=4), DEVICE)
+    groups = join_groups(config(4, 1), ThreadGroupPlatform(), WorkerContext(num_devices=4), DEVICE)
     assert (groups.tp.world_size, groups.pp.world_size) == (1, 1)
 
 
 def test_the_devices_of_a_worker_are_one_rank_of_its_group() -> None:
-    platform = MeetingPlatform()
+    platform = ThreadGroupPlatform()
     groups = join_groups(config(4, 2), platform, context(1, 4, num_devices=2), DEVICE)
     assert [(group.name, group.ranks) for group in platform.asked] == [("tp", (0, 1)), ("pp", (1, 3))]
     assert (groups.tp.world_size, groups.pp.world_size) == (2, 2)
@@ -97,21 +97,21 @@ def test_the_devices_of_a_worker_are_one_rank_of_its_group() -> None:
 
 def test_a_worker_does_not_hold_several_stages() -> None:
     with pytest.raises(ConfigError, match="makes 2 ranks, but 1 were started with 2 devices each"):
-        join_groups(config(1, 2), MeetingPlatform(), WorkerContext(num_devices=2), DEVICE)
+        join_groups(config(1, 2), ThreadGroupPlatform(), WorkerContext(num_devices=2), DEVICE)
 
 
 def test_a_world_of_another_size_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"2 × pipeline_parallel_size 2 makes 4 ranks, but 3 were started"):
-        join_groups(config(2, 2), MeetingPlatform(), context(0, 3), DEVICE)
+        join_groups(config(2, 2), ThreadGroupPlatform(), context(0, 3), DEVICE)
 
 
 def test_ranks_without_an_address_are_refused() -> None:
     with pytest.raises(ConfigError, match="no address"):
-        join_groups(config(2, 1), MeetingPlatform(), context(0, 2, init_method=None), DEVICE)
+        join_groups(config(2, 1), ThreadGroupPlatform(), context(0, 2, init_method=None), DEVICE)
 
 
 def test_a_platform_whose_communicator_is_none_is_named() -> None:
-    platform = MeetingPlatform()
+    platform = ThreadGroupPlatform()
     platform.communicator = lambda group, device: None
     with pytest.raises(PlatformError, match="'acme' answered communicator with a NoneType"):
         join_groups(config(2, 1), platform, context(0, 2), DEVICE)

@@ -35,7 +35,7 @@ def test_the_ids_of_all_checks_are_listed(monkeypatch, tmp_path):
     good = Candidate(source, spec, ProbeResult(True, "1 device"))
     bad = Candidate(source, failure=PluginFailure("import", "gone", None, "mend it"))
     hidden = Candidate(source, spec, ProbeResult(False, "no device"))
-    monkeypatch.setattr(doctor_checks, "_try_torch", lambda: None)
+    monkeypatch.setattr(doctor_checks, "_import_torch", lambda: None)
     monkeypatch.setattr(doctor_checks, "_device_variable", lambda factory: "ACME_DEVICES")
     monkeypatch.setenv("ACME_DEVICES", "")
     found = set()

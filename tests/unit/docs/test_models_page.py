@@ -59,7 +59,7 @@ def test_every_entry_has_a_test_that_shows_it(request: pytest.FixtureRequest, tm
 
 
 def item_with(*marks: Any, cls: type | None = None, **params: Any) -> Any:
-    """As much of a test as `claims_of` looks at."""
+    """As much of a test as `coverage_of` looks at."""
     return SimpleNamespace(
         nodeid="tests/test_it.py::test_it[0]",
         iter_markers=lambda name: [mark.mark for mark in marks],
@@ -92,12 +92,12 @@ SHOWS = pytest.mark.shows
     ],
 )
 def test_a_mark_and_the_parameters_say_what_is_shown(mark: Any, params: dict[str, Any], claims: list) -> None:
-    assert list(model_coverage.claims_of(item_with(mark, **params))) == claims
+    assert list(model_coverage.coverage_of(item_with(mark, **params))) == claims
 
 
 def test_a_class_may_say_the_rest() -> None:
     cls = type("TestIt", (), {"shown_impl": "transformers", "shown_family": "bert"})
-    assert list(model_coverage.claims_of(item_with(SHOWS("tokens"), cls=cls))) == [("bert", "transformers", "tokens", "")]
+    assert list(model_coverage.coverage_of(item_with(SHOWS("tokens"), cls=cls))) == [("bert", "transformers", "tokens", "")]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_class_may_say_the_rest() -> None:
 )
 def test_a_mark_that_says_nothing_is_refused(mark: Any) -> None:
     with pytest.raises(pytest.UsageError, match="mark `shows`"):
-        list(model_coverage.claims_of(item_with(mark)))
+        list(model_coverage.coverage_of(item_with(mark)))
 
 
 def test_a_run_adds_what_passed_and_drops_what_its_files_no_longer_claim() -> None:

@@ -11,7 +11,7 @@ import pytest
 from mvllm.platform.choose import choose_platform
 from mvllm.plugin_api import Capabilities
 from mvllm.testing.clauses import CLAUSES
-from mvllm.testing.platform_under_test import Examinee
+from mvllm.testing.platform_under_test import PlatformUnderTest
 from tests.unit.docs.platforms_page import (
     CLAUSES_OF,
     FURTHER,
@@ -52,7 +52,7 @@ def test_every_platform_has_a_record_and_what_is_linked_is_there() -> None:
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_record_is_of_what_the_plugin_claims_today(name: str) -> None:
     record = RECORDS[name]
-    today = Examinee(record["platform"], without_device=True).describe()
+    today = PlatformUnderTest(record["platform"], without_device=True).describe()
     varying = VARYING.get(record["platform"], frozenset())
     seen, claimed = (
         {key: value for key, value in found.items() if key not in varying}

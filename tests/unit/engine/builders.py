@@ -9,7 +9,7 @@ from typing import Any
 from mvllm.config.engine_config import EngineConfig, SchedulerConfig
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
-from mvllm.engine.core.kv_cache_sizing import CacheSummary
+from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
 from mvllm.messages.requests import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -55,7 +55,7 @@ class FakeClient:
     """
 
     platform_summary = "fake, from nowhere"
-    cache_summary = CacheSummary(num_blocks=16, block_size=16, total_bytes=0, max_model_len=256)
+    cache_summary = KVCacheSummary(num_blocks=16, block_size=16, total_bytes=0, max_model_len=256)
 
     def __init__(self, config: EngineConfig, answer: Answer, tokens_per_step: int = 1) -> None:
         self.config = config

@@ -29,14 +29,14 @@ def look(activity: str, seconds: float) -> Loop:
     loop = Loop()
     link = SimpleNamespace(
         channel=SimpleNamespace(num_sent=1),
-        silence_limit=315.0,
+        unresponsive_timeout=315.0,
         activity=Activity(activity, None, 0, seconds),
         give_up=lambda: None,
     )
     config = SimpleNamespace(parallel=SimpleNamespace(start_timeout=1800.0))
     client: Any = AsyncMPClient(config, link, "a platform")  # type: ignore[arg-type]
-    client._loop, client._heard_at = loop, time.monotonic() - seconds
-    client._look_for_life()
+    client._loop, client._last_heard_at = loop, time.monotonic() - seconds
+    client._check_heartbeat()
     return loop
 
 

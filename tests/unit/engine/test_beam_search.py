@@ -6,7 +6,7 @@ from mvllm.engine.frontend.beam_search import BeamSearch
 from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.output_processor import OutputProcessor, RequestState
 from mvllm.engine.frontend.outputs import RequestOutput
-from mvllm.engine.frontend.parallel_sampling import CoreIds
+from mvllm.engine.frontend.parallel_sampling import CoreRequestIds
 from mvllm.messages.requests import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -21,7 +21,7 @@ def begin(processor: OutputProcessor, **settings: object) -> tuple[RequestState,
     given = {"use_beam_search": True, "n": 2, "max_tokens": 3, "detokenize": False, **settings}
     params = SamplingParams(**given)  # type: ignore[arg-type]
     core = EngineCoreRequest(request_id="r", prompt_token_ids=[7, 8], sampling_params=params, eos_token_ids=[1])
-    search = BeamSearch(core, CoreIds())
+    search = BeamSearch(core, CoreRequestIds())
     round_ = search.requests()
     return processor.add_request(ProcessedRequest(None, params, core), round_, search=search), round_
 

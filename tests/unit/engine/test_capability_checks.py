@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mvllm.config.engine_config import EngineConfig
-from mvllm.engine.core.config_resolution import settle_config
+from mvllm.engine.core.config_resolution import resolve_config
 from mvllm.errors import ConfigError, PlatformError
 from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.topology import WorkerContext
@@ -22,7 +22,7 @@ ABLE = replace(BARE, prefix_caching=True, chunked_prefill=True, sliding_window=T
 def settle(capabilities: Capabilities, config: EngineConfig | None = None) -> EngineConfig:
     platform = FakePlatform()
     platform.capabilities = capabilities
-    return settle_config(config or make_config(), platform)
+    return resolve_config(config or make_config(), platform)
 
 
 def test_what_is_claimed_stays_on():

@@ -7,8 +7,8 @@ from queue import SimpleQueue
 import pytest
 
 from mvllm.engine.process import client_output_queues
-from mvllm.engine.process.client_output_queues import SeveralFrontEnds
-from mvllm.messages.core_protocol import CallResult, CoreNews
+from mvllm.engine.process.client_output_queues import MultiClientOutputQueues
+from mvllm.messages.core_protocol import UtilityResult, EngineCoreUpdate
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
 
 
@@ -18,15 +18,15 @@ class Desk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         monkeypatch.setattr(client_output_queues.time, "monotonic", lambda: self.now)
-        self.outbox: client_output_queues.Outbox = SimpleQueue()
+        self.output_queue: client_output_queues.OutputQueue = SimpleQueue()
         self.reports: list[tuple[int, list[int]]] = []
-        self.desk = SeveralFrontEnds(
-            self.outbox, 3, lambda stats, counts: self.reports.append((stats.num_running, [*counts]))
+        self.desk = MultiClientOutputQueues(
+            self.output_queue, 3, lambda stats, counts: self.reports.append((stats.num_running, [*counts]))
         )
 
-    def step(self, *outputs: EngineCoreOutput, busy: bool = True) -> dict[int, CoreNews]:
+    def step(self, *outputs: EngineCoreOutput, busy: bool = True) -> dict[int, EngineCoreUpdate]:
         self.desk.tell(EngineCoreOutputs([*outputs], SchedulerStats(num_running=busy)), is_busy=busy)
-        told = [self.outbox.get() for _ in range(self.outbox.qsize())]
+        told = [self.output_queue.get() for _ in range(self.output_queue.qsize())]
         assert all(item is not None for item in told)
         return dict(item for item in told if item is not None)
 
@@ -40,14 +40,14 @@ def token(request_id: str, end: FinishReason | None = None) -> EngineCoreOutput:
     return EngineCoreOutput(request_id, [7], end)
 
 
-def ids(news: CoreNews) -> list[str]:
+def ids(news: EngineCoreUpdate) -> list[str]:
     return [output.request_id for output in news.outputs.outputs]
 
 
-def test_each_hears_of_its_own_requests_and_of_their_end(desk: Desk) -> None:
-    desk.desk.note_taken(1, 1)
+def test_each_client_gets_the_outputs_of_its_own_requests(desk: Desk) -> None:
+    desk.desk.acknowledge(1, 1)
     desk.desk.begin(1, "a")
-    desk.desk.note_taken(2, 5)
+    desk.desk.acknowledge(2, 5)
     desk.desk.begin(2, "b")
     told = desk.step(token("a"), token("b"))
     assert {index: (ids(news), news.taken, news.is_busy) for index, news in told.items()} == {
@@ -57,46 +57,46 @@ def test_each_hears_of_its_own_requests_and_of_their_end(desk: Desk) -> None:
     told = desk.step(token("a", FinishReason.STOP), token("b"))
     assert (told[1].is_busy, told[2].is_busy) == (False, True)
     assert list(desk.step(token("b"))) == [2]
-    desk.desk.note_taken(1, 2)  # an abort that comes too late, say: its sender waits to hear that it has been heard
+    desk.desk.acknowledge(1, 2)  # an abort that comes too late, say: its sender waits to hear that it has been heard
     assert desk.step()[1].taken == 2
     assert desk.step() == {}
-    desk.now += 1.5 * client_output_queues.NEWS_SECONDS
+    desk.now += 1.5 * client_output_queues.UPDATE_INTERVAL_SECONDS
     assert list(desk.step()) == [2]  # a sign of life, to whom it matters
 
 
-def test_nobody_can_end_what_is_anothers(desk: Desk) -> None:
+def test_a_client_cannot_abort_requests_of_another(desk: Desk) -> None:
     desk.desk.begin(1, "a")
     assert desk.desk.own(2, ["a", "unknown"]) == []
     assert desk.desk.own(1, ["a", "a"]) == ["a"]
     assert desk.step(token("a")) == {}  # it was under way: nobody waits for it
 
 
-def test_what_a_dead_front_end_leaves_is_dropped_and_it_is_told_nothing(desk: Desk) -> None:
+def test_requests_of_a_disconnected_client_are_dropped_and_it_gets_no_updates(desk: Desk) -> None:
     desk.desk.begin(1, "a")
     desk.desk.begin(1, "b")
     desk.desk.begin(2, "c")
     assert sorted(desk.desk.drop(1)) == ["a", "b"]
-    assert [desk.desk.is_gone(source) for source in range(3)] == [False, True, False]
-    desk.desk.answer(1, CallResult(1, True))
+    assert [desk.desk.is_disconnected(source) for source in range(3)] == [False, True, False]
+    desk.desk.answer(1, UtilityResult(1, True))
     assert list(desk.step(token("a"), token("c"))) == [2]
     assert desk.reports[-1] == (1, [0, 0, 1])
 
 
-def test_refusals_and_answers_go_to_who_asked(desk: Desk) -> None:
+def test_rejections_and_call_results_go_to_the_client_that_asked(desk: Desk) -> None:
     desk.desk.refuse(2, token("x", FinishReason.ERROR))
-    desk.desk.answer(0, CallResult(4, True))
+    desk.desk.answer(0, UtilityResult(4, True))
     told = desk.step(busy=False)
     assert ids(told[2]) == ["x"] and not told[2].is_busy
     assert [result.id for result in told[0].results] == [4]
     assert desk.step(busy=False) == {}
 
 
-def test_the_coordinator_hears_of_a_beginning_of_an_end_and_now_and_then_between(desk: Desk) -> None:
+def test_load_is_reported_at_start_at_end_and_periodically_between(desk: Desk) -> None:
     desk.desk.begin(1, "a")
     for _ in range(5):
         desk.step(token("a"))
     assert desk.reports == [(1, [0, 1, 0])]
-    desk.now += 1.5 * client_output_queues.NEWS_SECONDS
+    desk.now += 1.5 * client_output_queues.UPDATE_INTERVAL_SECONDS
     desk.step(token("a"))
     desk.step(token("a", FinishReason.STOP), busy=False)
     assert desk.reports[1:] == [(1, [0, 1, 0]), (0, [0, 0, 0])]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mvllm.engine.core.config_resolution import DEFAULT_MEMORY_UTILIZATION, settle_config
+from mvllm.engine.core.config_resolution import DEFAULT_MEMORY_UTILIZATION, resolve_config
 from mvllm.errors import ConfigError, PlatformError
 from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.phases import Phase
@@ -27,7 +27,7 @@ def test_changes_are_applied_and_logged_with_their_reasons(caplog):
     )
     asked = config_for()
     with caplog.at_level("INFO", logger="mvllm"):
-        settled = settle_config(asked, FakePlatform(plan=Plan(changes)))
+        settled = resolve_config(asked, FakePlatform(plan=Plan(changes)))
     assert (settled.cache.block_size, settled.scheduler.max_num_seqs) == (128, 8)
     assert "cache.block_size = 128: the kernel wants it" in caplog.text
     assert "scheduler.max_num_seqs = 8: few registers" in caplog.text
@@ -36,7 +36,7 @@ def test_changes_are_applied_and_logged_with_their_reasons(caplog):
 
 def test_the_platform_is_asked_in_the_frontends_phase():
     platform = FakePlatform()
-    settle_config(config_for(), platform)
+    resolve_config(config_for(), platform)
     assert platform.phases["plan"] is Phase.FRONTEND
 
 
@@ -48,7 +48,7 @@ def test_every_refusal_is_shown_with_its_remedy():
         )
     )
     with pytest.raises(ConfigError) as caught:
-        settle_config(config_for(), FakePlatform(plan=refusals))
+        resolve_config(config_for(), FakePlatform(plan=refusals))
     text = str(caught.value)
     for words in ("'acme'", "model.dtype: no such arithmetic. Remedy: Use float32.", "cache.dtype", "Use auto."):
         assert words in text
@@ -56,7 +56,7 @@ def test_every_refusal_is_shown_with_its_remedy():
 
 def test_a_change_of_a_setting_that_does_not_exist_is_refused():
     with pytest.raises(ConfigError, match=r"cache\.colour"):
-        settle_config(config_for(), FakePlatform(plan=Plan((ConfigChange("cache.colour", 1, "fun"),))))
+        resolve_config(config_for(), FakePlatform(plan=Plan((ConfigChange("cache.colour", 1, "fun"),))))
 
 
 @pytest.mark.parametrize(
@@ -73,28 +73,28 @@ def test_a_change_of_a_setting_that_does_not_exist_is_refused():
 )
 def test_a_change_to_a_value_of_another_type_is_refused_with_the_platforms_name(field, value, words):
     with pytest.raises(ConfigError, match=f"'acme' wants an impossible change: .*{words}"):
-        settle_config(config_for(), FakePlatform(plan=Plan((ConfigChange(field, value, "why not"),))))
+        resolve_config(config_for(), FakePlatform(plan=Plan((ConfigChange(field, value, "why not"),))))
 
 
 @pytest.mark.parametrize("answer", [Plan(("x",)), Plan("x"), Plan(None), Refusals(("x",)), Refusals(5), "yes", 5])
 def test_an_answer_that_is_no_plan_is_refused(answer):
     with pytest.raises(PlatformError, match="'acme' answered plan with a"):
-        settle_config(config_for(), FakePlatform(plan=answer))
+        resolve_config(config_for(), FakePlatform(plan=answer))
 
 
 class TestMemoryShare:
     def test_without_a_wish_it_is_the_default(self):
-        settled = settle_config(config_for(), FakePlatform())
+        settled = resolve_config(config_for(), FakePlatform())
         assert settled.cache.memory_utilization == DEFAULT_MEMORY_UTILIZATION
 
     def test_the_platforms_wish_comes_before_the_default(self):
         plan = Plan((ConfigChange("cache.memory_utilization", 0.5, "shared"),))
-        assert settle_config(config_for(), FakePlatform(plan=plan)).cache.memory_utilization == 0.5
+        assert resolve_config(config_for(), FakePlatform(plan=plan)).cache.memory_utilization == 0.5
 
     def test_the_users_wish_stays(self):
         config = config_for()
         config = replace(config, cache=replace(config.cache, memory_utilization=0.3))
-        assert settle_config(config, FakePlatform()).cache.memory_utilization == 0.3
+        assert resolve_config(config, FakePlatform()).cache.memory_utilization == 0.3
 
 
 class TestPlanningAhead:
@@ -102,7 +102,7 @@ class TestPlanningAhead:
     def test_without_a_wish_the_engine_plans_ahead_where_the_device_computes_beside_the_host(self, async_copies):
         platform = FakePlatform()
         platform.capabilities = replace(platform.capabilities, async_copies=async_copies)
-        assert settle_config(config_for(), platform).scheduler.async_scheduling is async_copies
+        assert resolve_config(config_for(), platform).scheduler.async_scheduling is async_copies
 
     @pytest.mark.parametrize("wish", [False, True])
     def test_a_wish_stays_whatever_the_device_can_do(self, wish):
@@ -110,36 +110,36 @@ class TestPlanningAhead:
         config = replace(config, scheduler=replace(config.scheduler, async_scheduling=wish))
         platform = FakePlatform()
         platform.capabilities = replace(platform.capabilities, async_copies=not wish)
-        assert settle_config(config, platform).scheduler.async_scheduling is wish
+        assert resolve_config(config, platform).scheduler.async_scheduling is wish
 
     def test_a_platform_may_settle_it(self):
         plan = Plan((ConfigChange("scheduler.async_scheduling", True, "faster here"),))
-        assert settle_config(config_for(), FakePlatform(plan=plan)).scheduler.async_scheduling is True
+        assert resolve_config(config_for(), FakePlatform(plan=plan)).scheduler.async_scheduling is True
 
 
 class TestDtype:
     def test_auto_is_the_checkpoints_where_the_platform_offers_it(self):
         config = config_for("auto", checkpoint_dtype="bfloat16")
-        assert settle_config(config, FakePlatform()).model.dtype == "bfloat16"
+        assert resolve_config(config, FakePlatform()).model.dtype == "bfloat16"
 
     def test_auto_is_else_the_platforms_first_and_is_logged(self, caplog):
         with caplog.at_level("INFO", logger="mvllm"):
-            settled = settle_config(config_for("auto", checkpoint_dtype="float16"), FakePlatform())
+            settled = resolve_config(config_for("auto", checkpoint_dtype="float16"), FakePlatform())
         assert settled.model.dtype == "float32"
         assert "model.dtype = float32" in caplog.text and "float16" in caplog.text
 
     def test_an_explicit_one_is_taken_or_refused_with_those_on_offer(self):
-        assert settle_config(config_for("bfloat16"), FakePlatform()).model.dtype == "bfloat16"
+        assert resolve_config(config_for("bfloat16"), FakePlatform()).model.dtype == "bfloat16"
         with pytest.raises(ConfigError, match=r"'float16' was asked for.*'acme' computes in float32, bfloat16"):
-            settle_config(config_for("float16"), FakePlatform())
+            resolve_config(config_for("float16"), FakePlatform())
 
     def test_the_plan_may_settle_it(self):
         plan = Plan((ConfigChange("model.dtype", "bfloat16", "faster"),))
-        assert settle_config(config_for("auto"), FakePlatform(plan=plan)).model.dtype == "bfloat16"
+        assert resolve_config(config_for("auto"), FakePlatform(plan=plan)).model.dtype == "bfloat16"
 
 
 def test_a_platform_without_a_compute_dtype_is_named():
     platform = FakePlatform()
     platform.capabilities = Capabilities(dtypes=(), kv_dtypes=())
     with pytest.raises(PlatformError, match="claims no compute dtype"):
-        settle_config(config_for("auto"), platform)
+        resolve_config(config_for("auto"), platform)

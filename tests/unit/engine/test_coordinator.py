@@ -10,10 +10,10 @@ from functools import partial
 import msgspec
 import pytest
 
-from mvllm.engine.process.coordinator_client import Coordination
-from mvllm.engine.process.coordinator import Coordinator
-from mvllm.engine.process.message_socket import DatagramDoor, datagram_pair
-from mvllm.engine.process.dp_load_balancer import ReplicaChoice
+from mvllm.engine.process.coordinator_client import CoordinatorClient
+from mvllm.engine.process.coordinator import DPCoordinator
+from mvllm.engine.process.message_socket import MessageSocket, message_socket_pair
+from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
 from mvllm.messages.coordinator_protocol import CoreLoad, Loads, SentPrefixes, Sleep, SleepDone, ToFrontEnd
 from mvllm.messages.requests import SchedulerStats
 
@@ -24,11 +24,11 @@ class Net:
     """Two cores and two front ends around a coordinator that runs in a thread."""
 
     def __init__(self) -> None:
-        pairs = [[DatagramDoor(end) for end in datagram_pair()] for _ in range(4)]
+        pairs = [[MessageSocket(end) for end in message_socket_pair()] for _ in range(4)]
         self.cores = [pairs[0][0], pairs[1][0]]
         self.fronts = [pairs[2][0], pairs[3][0]]
         self._theirs = [pair[1] for pair in pairs]
-        self.coordinator = Coordinator(self._theirs[:2], self._theirs[2:])
+        self.coordinator = DPCoordinator(self._theirs[:2], self._theirs[2:])
         self._is_ending = False
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -65,8 +65,8 @@ def run(net: Net, work: object) -> None:
 
     async def both() -> None:
         loop = asyncio.get_running_loop()
-        fronts = [Coordination(door, index) for index, door in enumerate(net.fronts, 1)]
-        choices = [ReplicaChoice(2) for _ in fronts]
+        fronts = [CoordinatorClient(door, index) for index, door in enumerate(net.fronts, 1)]
+        choices = [DPLoadBalancer(2) for _ in fronts]
         loads: list[list[CoreLoad]] = [[], []]
         for front, choice, heard in zip(fronts, choices, loads):
             front.attach(loop, choice, heard.extend)
@@ -77,8 +77,8 @@ def run(net: Net, work: object) -> None:
     asyncio.run(both())
 
 
-def test_each_front_end_hears_what_the_others_have_under_way(net: Net) -> None:
-    async def work(fronts: list[Coordination], choices: list[ReplicaChoice], loads: list[list[CoreLoad]]) -> None:
+def test_each_front_end_gets_the_load_of_the_others(net: Net) -> None:
+    async def work(fronts: list[CoordinatorClient], choices: list[DPLoadBalancer], loads: list[list[CoreLoad]]) -> None:
         net.cores[0].send(CoreLoad(0, SchedulerStats(num_running=5), [0, 3, 2]))
         await until(lambda: all(loads))
         assert [choice.elsewhere for choice in choices] == [[2, 0], [3, 0]]
@@ -93,41 +93,41 @@ def test_each_front_end_hears_what_the_others_have_under_way(net: Net) -> None:
 
 
 def test_a_prompt_goes_where_another_front_end_has_sent_its_beginning(net: Net) -> None:
-    async def work(fronts: list[Coordination], choices: list[ReplicaChoice], loads: list[list[CoreLoad]]) -> None:
+    async def work(fronts: list[CoordinatorClient], choices: list[DPLoadBalancer], loads: list[list[CoreLoad]]) -> None:
         one, other = choices
         for salt in (None, "pepper"):
             replica = one.choose(PROMPT, salt, 1)
             one.end(replica)
-            fronts[0].tell_soon()
-            names = other._chunk_names(PROMPT, salt)
-            await until(partial(other._num_known, replica, names))
+            fronts[0].schedule_prefix_publish()
+            names = other._prefix_hashes(PROMPT, salt)
+            await until(partial(other._num_cached_chunks, replica, names))
             for _ in range(3):
                 assert other.choose(PROMPT, salt, 1) == replica
                 other.end(replica)
-        assert list(choices[0].take_sent()) == []  # it has been told
+        assert list(choices[0].pop_new_prefixes()) == []  # it has been told
 
     run(net, work)
 
 
 def test_sleep_is_answered_when_all_others_sleep(net: Net) -> None:
-    async def work(fronts: list[Coordination], choices: list[ReplicaChoice], loads: list[list[CoreLoad]]) -> None:
+    async def work(fronts: list[CoordinatorClient], choices: list[DPLoadBalancer], loads: list[list[CoreLoad]]) -> None:
         told: list[tuple[int, bool]] = []
         for index, front in enumerate(fronts):
             front.on_sleep = lambda is_sleeping, index=index: told.append((index, is_sleeping))  # type: ignore[misc]
         async with asyncio.timeout(30):
-            await fronts[0].tell_sleep(True)
+            await fronts[0].broadcast_sleep(True)
             assert told == [(1, True)]
-            await asyncio.gather(fronts[0].tell_sleep(False), fronts[1].tell_sleep(False))  # at once, even so
+            await asyncio.gather(fronts[0].broadcast_sleep(False), fronts[1].broadcast_sleep(False))  # at once, even so
         assert sorted(told[1:]) == [(0, False), (1, False)]
 
     run(net, work)
 
 
-def test_who_does_not_read_holds_nobody_up_and_hears_the_latest_later() -> None:
+def test_a_slow_reader_blocks_nobody_and_gets_the_latest_load_later() -> None:
     with Net() as net:
         decoder = msgspec.msgpack.Decoder(Loads)
 
-        def newest(door: DatagramDoor) -> int:
+        def newest(door: MessageSocket) -> int:
             count = -1
             while (data := door.receive()) is not None:
                 count = decoder.decode(data).loads[-1].stats.num_running
@@ -143,7 +143,7 @@ def test_who_does_not_read_holds_nobody_up_and_hears_the_latest_later() -> None:
         asyncio.run(work())
 
 
-def told(door: DatagramDoor) -> list[ToFrontEnd]:
+def told(door: MessageSocket) -> list[ToFrontEnd]:
     decoder: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToFrontEnd)
     return [decoder.decode(data) for data in iter(door.receive, None)]
 
@@ -182,12 +182,12 @@ def test_nobody_waits_for_the_sleep_of_a_front_end_that_has_ended() -> None:
     assert told(net.fronts[0]) == [SleepDone(8)]
 
 
-def test_names_of_beginnings_are_the_same_in_every_process() -> None:
+def test_prefix_hashes_are_the_same_in_every_process() -> None:
     import os
     import subprocess
     import sys
 
-    code = "from mvllm.engine.process.dp_load_balancer import ReplicaChoice as R; print(R(2)._chunk_names(range(200), 'salt'))"
+    code = "from mvllm.engine.process.dp_load_balancer import DPLoadBalancer as R; print(R(2)._prefix_hashes(range(200), 'salt'))"
     names = {
         subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True

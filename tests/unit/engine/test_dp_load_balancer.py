@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-from mvllm.engine.process.dp_load_balancer import TOKENS_PER_SEQUENCE, ReplicaChoice
+from mvllm.engine.process.dp_load_balancer import TOKENS_PER_SEQUENCE, DPLoadBalancer
 
 
 def test_requests_are_dealt_out_evenly():
-    choice = ReplicaChoice(3, chunk=4)
+    choice = DPLoadBalancer(3, chunk=4)
     sent = [choice.choose([i], None, 1) for i in range(9)]
     assert sorted(sent) == [0, 0, 0, 1, 1, 1, 2, 2, 2] and choice.loads == [3, 3, 3]
     for _ in range(3):
@@ -17,14 +17,14 @@ def test_requests_are_dealt_out_evenly():
 
 
 def test_the_sequences_of_a_request_count_each():
-    choice = ReplicaChoice(2, chunk=4)
+    choice = DPLoadBalancer(2, chunk=4)
     first = choice.choose([1], None, 3)
     assert [choice.choose([1], None, 1) for _ in range(3)] == [1 - first] * 3
     assert choice.loads == [3, 3]
 
 
 def test_a_replica_at_rest_gets_its_turn_though_others_rest_too():
-    choice = ReplicaChoice(2, chunk=4)
+    choice = DPLoadBalancer(2, chunk=4)
     seen = set()
     for i in range(4):
         replica = choice.choose([i], None, 1)
@@ -34,7 +34,7 @@ def test_a_replica_at_rest_gets_its_turn_though_others_rest_too():
 
 
 def test_a_prompt_follows_the_one_that_it_begins_like():
-    choice = ReplicaChoice(4, chunk=4)
+    choice = DPLoadBalancer(4, chunk=4)
     shared = list(range(100, 140))
     homes = {}
     for user in range(4):
@@ -45,7 +45,7 @@ def test_a_prompt_follows_the_one_that_it_begins_like():
 
 
 def test_the_longest_common_beginning_wins():
-    choice = ReplicaChoice(2, chunk=2)
+    choice = DPLoadBalancer(2, chunk=2)
     short = choice.choose([1, 2], None, 1)
     long = choice.choose([9, 9, 1, 2], None, 1)
     assert short != long
@@ -56,7 +56,7 @@ def test_the_longest_common_beginning_wins():
 
 def test_a_prompt_is_compared_to_its_end():
     """Conversations that begin with the same long text each go where they have been."""
-    choice = ReplicaChoice(4)
+    choice = DPLoadBalancer(4)
     shared = list(range(8192))
     texts = {user: shared + [user] * 128 for user in range(8)}
     homes = {user: choice.choose(text, None, 1) for user, text in texts.items()}
@@ -72,10 +72,10 @@ def test_a_prompt_is_compared_to_its_end():
 
 
 def test_a_cache_is_worth_the_tokens_that_it_saves_and_no_queue():
-    choice = ReplicaChoice(2)
+    choice = DPLoadBalancer(2)
     short = [choice.choose(list(range(128)), None, 1) for _ in range(40)]
     assert short.count(0) == short.count(1) == 20
-    choice = ReplicaChoice(2)
+    choice = DPLoadBalancer(2)
     num_tokens = 16 * TOKENS_PER_SEQUENCE
     sent = []
     for i in range(40):
@@ -85,7 +85,7 @@ def test_a_cache_is_worth_the_tokens_that_it_saves_and_no_queue():
 
 
 def test_no_replica_starves_of_a_text_that_all_requests_begin_with():
-    choice = ReplicaChoice(4)
+    choice = DPLoadBalancer(4)
     shared = list(range(8192))
     for i in range(400):
         replica = choice.choose(shared + [i] * 64, None, 1)
@@ -94,7 +94,7 @@ def test_no_replica_starves_of_a_text_that_all_requests_begin_with():
 
 
 def test_prompts_that_wait_count_by_their_length_until_they_are_computed():
-    choice = ReplicaChoice(2)
+    choice = DPLoadBalancer(2)
     long = choice.choose(list(range(50_000)), None, 1)
     others = [choice.choose([i] * 1000, None, 1) for i in range(20)]
     assert others == [1 - long] * 20
@@ -107,7 +107,7 @@ def test_prompts_that_wait_count_by_their_length_until_they_are_computed():
 
 
 def test_salts_and_adapters_share_nothing():
-    choice = ReplicaChoice(3, chunk=2)
+    choice = DPLoadBalancer(3, chunk=2)
     first = choice.choose([1, 2], "a", 1)
     second = choice.choose([1, 2], "b", 1)
     third = choice.choose([1, 2], "a", 1, adapter=1)
@@ -118,7 +118,7 @@ def test_salts_and_adapters_share_nothing():
 
 
 def test_as_much_is_remembered_as_a_cache_holds():
-    choice = ReplicaChoice(2)
+    choice = DPLoadBalancer(2)
     choice.fit(block_size=16, num_blocks=256)
     rng = random.Random(0)
     for _ in range(500):
@@ -129,13 +129,13 @@ def test_as_much_is_remembered_as_a_cache_holds():
     choice.fit(block_size=16, num_blocks=1 << 24)  # longer chunks, since names are bounded, too
     choice.choose([0] * 100_000, None, 1)
     assert max(len(names) for names in choice._names) <= 100_000 // 4096 + 64
-    choice = ReplicaChoice(2)
+    choice = DPLoadBalancer(2)
     choice.fit(block_size=16, num_blocks=0)  # nothing is cached
     assert {choice.choose([1] * 640, None, 1) for _ in range(4)} == {0, 1}
 
 
 def test_emptied_caches_are_forgotten():
-    choice = ReplicaChoice(2, chunk=2)
+    choice = DPLoadBalancer(2, chunk=2)
     sent = []
     for _ in range(4):
         choice.forget()

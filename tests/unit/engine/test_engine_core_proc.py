@@ -10,13 +10,13 @@ import pytest
 import zmq
 
 from mvllm.engine.process import inproc_client
-from mvllm.engine.process.zmq_channel import CoreInput, CoreOutput, FrontChannel, new_addresses
-from mvllm.engine.process.remote_exceptions import core_exception
+from mvllm.engine.process.zmq_channel import CoreInputChannel, CoreOutputChannel, ClientChannel, new_addresses
+from mvllm.engine.process.remote_exceptions import rebuild_exception
 from mvllm.engine.process.engine_core_proc import EngineCoreProc
-from mvllm.engine.process.client_output_queues import make_desk
+from mvllm.engine.process.client_output_queues import make_output_queues
 from mvllm.errors import ConfigError, EngineDeadError, RequestError
-from mvllm.executor.process.activity_table import IDLE, StatusBoard
-from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallCore, CoreNews, DropFrontEnd, StopCore
+from mvllm.executor.process.activity_table import IDLE, ActivityTable
+from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallUtility, EngineCoreUpdate, DropClient, StopCore
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
 from mvllm.messages.sampling_params import SamplingParams
 
@@ -24,12 +24,12 @@ from mvllm.messages.sampling_params import SamplingParams
 class TwoStepCore:
     """Each request takes two steps and is reported in the second."""
 
-    def __init__(self, inbox):
+    def __init__(self, input_queue):
         self.requests = {}
         self.steps = []
         self.at_step = {}
         self.next_step = 0
-        self._inbox = inbox
+        self._inbox = input_queue
 
     def has_requests(self):
         return bool(self.requests)
@@ -74,10 +74,10 @@ class TwoStepCore:
 
 @pytest.fixture
 def loop():
-    inbox, outbox, board = SimpleQueue(), SimpleQueue(), StatusBoard.create(1)
-    core = TwoStepCore(inbox)
-    core.inbox, core.outbox, core.board = inbox, outbox, board
-    core.proc = EngineCoreProc("EngineCore", core, inbox, make_desk(1, outbox), board)
+    input_queue, output_queue, board = SimpleQueue(), SimpleQueue(), ActivityTable.create(1)
+    core = TwoStepCore(input_queue)
+    core.input_queue, core.output_queue, core.board = input_queue, output_queue, board
+    core.proc = EngineCoreProc("EngineCore", core, input_queue, make_output_queues(1, output_queue), board)
     yield core
     board.close()
 
@@ -91,19 +91,19 @@ def add(*ids, prompt=(1, 2)):
 STOP = (0, 99, StopCore())
 
 
-def serve(loop, commands, *, stop_at_step=None) -> list[CoreNews]:
+def serve(loop, commands, *, stop_at_step=None) -> list[EngineCoreUpdate]:
     """Runs the loop until it has taken all commands and, if told so, has begun a step."""
     for number, command in enumerate(commands, 1):
-        loop.inbox.put((0, number, command))
+        loop.input_queue.put((0, number, command))
     if stop_at_step is None:
-        loop.inbox.put(STOP)
+        loop.input_queue.put(STOP)
     else:
         loop.at_step[stop_at_step] = [STOP]
     loop.proc.run_busy_loop()
-    return [loop.outbox.get()[1] for _ in range(loop.outbox.qsize())]
+    return [loop.output_queue.get()[1] for _ in range(loop.output_queue.qsize())]
 
 
-def test_requests_that_come_together_begin_together_and_news_come_when_there_are_some(loop):
+def test_requests_sent_together_start_together_and_updates_have_content(loop):
     news = serve(loop, [add("a", "b"), add("c")], stop_at_step=1)
     assert loop.steps == [["a", "b", "c"]] * 2
     last = news[-1]
@@ -125,57 +125,57 @@ def test_a_request_that_cannot_be_read_or_taken_ends_alone(loop):
 
 def test_a_core_without_work_says_so(loop):
     loop.at_step[0] = [(0, 2, AbortRequests(["a", "unknown"]))]
-    loop.inbox.put((0, 1, add("a")))
+    loop.input_queue.put((0, 1, add("a")))
     thread = threading.Thread(target=loop.proc.run_busy_loop)
     thread.start()
-    _, news = loop.outbox.get(timeout=30)
+    _, news = loop.output_queue.get(timeout=30)
     while news.taken < 2:
-        _, news = loop.outbox.get(timeout=30)
+        _, news = loop.output_queue.get(timeout=30)
     assert not news.is_busy and not news.outputs.outputs
-    loop.inbox.put(STOP)
+    loop.input_queue.put(STOP)
     thread.join(30)
     assert loop.board.read(0).text == IDLE
 
 
-def test_what_a_dead_front_end_said_last_is_not_begun_though_it_comes_after_its_death(loop):
-    proc = EngineCoreProc("EngineCore", loop, loop.inbox, make_desk(3, loop.outbox), loop.board)
+def test_commands_of_a_disconnected_client_are_ignored(loop):
+    proc = EngineCoreProc("EngineCore", loop, loop.input_queue, make_output_queues(3, loop.output_queue), loop.board)
     loop.at_step[1] = [STOP]
-    for item in ((2, 1, add("a")), (0, 1, DropFrontEnd(2)), (2, 2, add("b")), (1, 1, add("c"))):
-        loop.inbox.put(item)
+    for item in ((2, 1, add("a")), (0, 1, DropClient(2)), (2, 2, add("b")), (1, 1, add("c"))):
+        loop.input_queue.put(item)
     proc.run_busy_loop()
     assert loop.steps == [["c"]] * 2
-    told = [loop.outbox.get() for _ in range(loop.outbox.qsize())]
+    told = [loop.output_queue.get() for _ in range(loop.output_queue.qsize())]
     assert {target for target, _ in told} <= {0, 1}
 
 
 def test_calls_are_answered_and_their_errors_travel(loop):
     methods = ["reset_prefix_cache", "check_health", "shutdown"]
     for number, method in enumerate(methods, 1):
-        loop.inbox.put((0, number, CallCore(number, method)))
+        loop.input_queue.put((0, number, CallUtility(number, method)))
     thread = threading.Thread(target=loop.proc.run_busy_loop)
     thread.start()
     answers = {}
     while len(answers) < 3:
-        answers |= {result.id: result for result in loop.outbox.get(timeout=30)[1].results}
-    loop.inbox.put(STOP)
+        answers |= {result.id: result for result in loop.output_queue.get(timeout=30)[1].results}
+    loop.input_queue.put(STOP)
     thread.join(30)
     assert answers[1].value is True and answers[1].failure is None
-    error = core_exception(answers[2].failure)
+    error = rebuild_exception(answers[2].failure)
     assert isinstance(error, RuntimeError) and str(error) == "no pulse"
-    assert isinstance(core_exception(answers[3].failure), ConfigError)  # only what is meant to be called
+    assert isinstance(rebuild_exception(answers[3].failure), ConfigError)  # only what is meant to be called
 
 
 def test_a_failure_of_the_workers_ends_the_loop_with_it_as_the_cause(loop):
     cause = RuntimeError("rank 1 is gone")
-    loop.inbox.put(cause)
+    loop.input_queue.put(cause)
     with pytest.raises(EngineDeadError, match="RuntimeError: rank 1 is gone") as caught:
         loop.proc.run_busy_loop()
     assert caught.value.__cause__ is cause
 
 
-def test_what_a_stranger_sends_is_dropped_on_both_sides():
+def test_messages_without_the_token_are_dropped_on_both_sides():
     (address,) = new_addresses()
-    front, name = FrontChannel([address]), address.identity
+    front, name = ClientChannel([address]), address.identity
     context = zmq.Context()
     strangers = []
     for kind, to in ((zmq.DEALER, address.commands), (zmq.PUSH, address.news)):
@@ -184,15 +184,15 @@ def test_what_a_stranger_sends_is_dropped_on_both_sides():
         for frames in ([b""], [b"x" * 40], [address.token[:-1] + b"?", b"y"], [b"a", b"b", b"c"]):
             stranger.send_multipart(frames)
         strangers.append(stranger)
-    assert not front.commands.poll(300) or not front.all_here()
-    source, target = CoreInput([address]), CoreOutput([address])
-    while not front.all_here():
+    assert not front.commands.poll(300) or not front.all_connected()
+    source, target = CoreInputChannel([address]), CoreOutputChannel([address])
+    while not front.all_connected():
         assert front.commands.poll(30_000)
     front._commands.send_multipart([name, b"not the token" + bytes(8), b"junk"])
     front._commands.send_multipart([name, address.token + bytes(8), b"\xc1 no msgpack"])
     assert front.send(name, AbortRequests(["a"])) == 1
     assert source.receive() == (0, 1, AbortRequests(["a"]))
-    target.send(0, CoreNews(1, False, EngineCoreOutputs()))
+    target.send(0, EngineCoreUpdate(1, False, EngineCoreOutputs()))
     news = None
     while news is None:
         assert front.news.poll(30_000)

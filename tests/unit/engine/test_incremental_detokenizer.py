@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mvllm.engine.frontend.incremental_detokenizer import IncrementalDetokenizer, StopStrings
+from mvllm.engine.frontend.incremental_detokenizer import IncrementalDetokenizer, StopStringFinder
 from mvllm.engine.frontend.tokenizer import Tokenizer
 from tests.unit.engine.tokenizers import KINDS, make_tokenizer
 
@@ -89,16 +89,16 @@ def test_a_word_keeps_its_space_after_a_skipped_token():
 
 class TestStopStrings:
     def test_the_earliest_match_wins(self):
-        assert StopStrings(["lazy", "fox"], False).find("the fox is lazy", 0) == ("fox", 4)
+        assert StopStringFinder(["lazy", "fox"], False).find("the fox is lazy", 0) == ("fox", 4)
 
     def test_of_two_that_begin_together_the_shorter_wins(self):
-        assert StopStrings(["fox is", "fox"], False).find("the fox is lazy", 0) == ("fox", 4)
+        assert StopStringFinder(["fox is", "fox"], False).find("the fox is lazy", 0) == ("fox", 4)
 
     def test_the_stop_string_stays_if_asked(self):
-        assert StopStrings(["fox"], True).find("the fox is", 0) == ("fox", 7)
+        assert StopStringFinder(["fox"], True).find("the fox is", 0) == ("fox", 7)
 
     def test_a_match_that_was_complete_before_is_passed_over(self):
-        stops = StopStrings(["fox"], False)
+        stops = StopStringFinder(["fox"], False)
         assert stops.find("the fox", settled=7) is None
         assert stops.find("the fox, a fox", settled=7) == ("fox", 11)
         assert stops.find("the fox", settled=6) == ("fox", 4)
@@ -107,7 +107,7 @@ class TestStopStrings:
         text=st.text("ab", max_size=12), stop=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3)
     )
     def test_exactly_what_may_begin_a_stop_string_is_held_back(self, text, stop):
-        held = StopStrings(stop, False).held_back(text)
+        held = StopStringFinder(stop, False).held_back(text)
         could_begin = [n for n in range(1, len(text) + 1) for s in stop if n < len(s) and s.startswith(text[-n:])]
         assert held == max(could_begin, default=0)
 

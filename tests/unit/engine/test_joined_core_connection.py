@@ -8,15 +8,15 @@ from typing import Any
 
 from mvllm.engine.process.async_mp_client import AsyncMPClient
 from mvllm.engine.process.zmq_channel import new_addresses
-from mvllm.engine.process.joined_core_connection import JoinedCore
-from mvllm.executor.process.activity_table import IDLE, StatusBoard
+from mvllm.engine.process.joined_core_connection import JoinedCoreConnection
+from mvllm.executor.process.activity_table import IDLE, ActivityTable
 
 
 def test_a_step_that_does_not_end_is_seen_by_front_ends_that_have_nothing_to_do():
     """Any of them is asked whether the server lives."""
-    board = StatusBoard.create(1)
+    board = ActivityTable.create(1)
     [address] = new_addresses()
-    link = JoinedCore(address, os.dup(board.fd), 60.0, lambda: None)
+    link = JoinedCoreConnection(address, os.dup(board.fd), 60.0, lambda: None)
     config: Any = None
     client = AsyncMPClient(config, link, "")
     try:

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mvllm.config.engine_config import CacheConfig, SchedulerConfig
-from mvllm.engine.core.kv_cache_groups import bytes_per_block, group_windows, layers_per_block
+from mvllm.engine.core.kv_cache_groups import bytes_per_block, choose_group_windows, layers_per_block
 from mvllm.engine.core.kv_cache_sizing import size_kv_cache
 from mvllm.errors import CacheError
 from mvllm.platform.worker_protocol import KVCacheNeeds
-from mvllm.worker.kv_cache_groups import place_layers
+from mvllm.worker.kv_cache_groups import assign_layers_to_groups
 from tests.unit.engine.builders import make_config
 
 PER_LAYER = 100
@@ -40,16 +40,16 @@ GEMMA = [None if i % 6 == 5 else 512 for i in range(26)]
     ],
 )
 def test_groups_are_few_and_about_equally_large(windows, groups):
-    assert group_windows([needs(*windows)], 2000) == groups
+    assert choose_group_windows([needs(*windows)], 2000) == groups
 
 
 def test_a_worker_that_names_no_windows_decides_for_all():
-    assert group_windows([needs(64, None), KVCacheNeeds(200, (16,))], 2000) == (None,)
+    assert choose_group_windows([needs(64, None), KVCacheNeeds(200, (16,))], 2000) == (None,)
 
 
 def test_stages_of_a_pipeline_have_the_same_groups():
     stages = [needs(9, None), needs(9)]
-    assert group_windows(stages, 2000) == (None, 9)
+    assert choose_group_windows(stages, 2000) == (None, 9)
     assert [bytes_per_block(stage, (None, 9), 2000, 16) for stage in stages] == [1600, 1600]
 
 
@@ -58,9 +58,9 @@ kinds = st.lists(st.sampled_from([None, 5, 7, 64]), min_size=1, max_size=40)
 
 @given(st.lists(kinds, min_size=1, max_size=3))
 def test_every_layer_has_a_place_and_no_two_of_a_group_the_same(stages):
-    groups = group_windows([needs(*stage) for stage in stages], 2000)
+    groups = choose_group_windows([needs(*stage) for stage in stages], 2000)
     for stage in stages:
-        places = place_layers(stage, groups, 2000)
+        places = assign_layers_to_groups(stage, groups, 2000)
         assert len(set(places)) == len(stage)
         if len(groups) > 1:
             assert all(groups[group] == window for (group, _), window in zip(places, stage, strict=True))

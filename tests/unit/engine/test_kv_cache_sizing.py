@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mvllm.config.engine_config import CacheConfig, SchedulerConfig
-from mvllm.engine.core.kv_cache_sizing import CacheSummary, blocks_for, choose_block_size, size_kv_cache
+from mvllm.engine.core.kv_cache_sizing import KVCacheSummary, blocks_for, choose_block_size, size_kv_cache
 from mvllm.errors import CacheError
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from tests.unit.engine.builders import make_config
@@ -126,7 +126,7 @@ class TestBlockSize:
 
 
 def test_the_summary_speaks_of_tokens_and_concurrent_requests():
-    summary = CacheSummary(num_blocks=10, block_size=16, total_bytes=2**21, max_model_len=64)
+    summary = KVCacheSummary(num_blocks=10, block_size=16, total_bytes=2**21, max_model_len=64)
     assert (summary.num_tokens, summary.max_concurrency) == (160, 2.5)
     text = str(summary)
     for words in ("160 tokens", "10 blocks of 16", "2.0 MiB", "2.5 concurrent requests of 64 tokens"):

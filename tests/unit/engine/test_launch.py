@@ -26,7 +26,7 @@ class Starting(WorkerGroup):
     def end(self, *, gracefully: bool = False) -> None:
         self.is_ended = True
 
-    def is_watched_here(self) -> bool:
+    def is_monitor_thread(self) -> bool:
         return False
 
     def close(self) -> None:

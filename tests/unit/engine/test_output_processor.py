@@ -7,7 +7,7 @@ import pytest
 from mvllm import Logprob, SamplingParams
 from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.output_processor import OutputProcessor
-from mvllm.engine.frontend.parallel_sampling import CoreIds, fan_out
+from mvllm.engine.frontend.parallel_sampling import CoreRequestIds, fan_out
 from mvllm.messages.requests import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -38,7 +38,7 @@ class Run:
             sampling_params=SamplingParams(output_kind=kind, max_tokens=None, **params),
             arrival_time=1.0,
         )
-        self.children = fan_out(core, CoreIds())
+        self.children = fan_out(core, CoreRequestIds())
         self.processor.add_request(ProcessedRequest("prompt", core.sampling_params, core), self.children)
         self.aborted = []
 
@@ -67,7 +67,7 @@ def text_of(outputs, kind):
 
 
 @kinds
-def test_each_kind_tells_the_same_story(kind):
+def test_each_output_kind_gives_the_same_text(kind):
     ids = ids_of("The cat sat on the 🎉 mat.")
     outputs = Run(kind).feed(ids)
     assert text_of(outputs, kind) == "The cat sat on the 🎉 mat."
@@ -338,7 +338,7 @@ class _Picky:
     """A tokenizer that cannot decode one of its tokens."""
 
     special_ids = byte_ids = frozenset()
-    joins_bytes = True
+    decodes_bytewise = True
 
     def decode(self, token_ids, **options):
         if 13 in token_ids:

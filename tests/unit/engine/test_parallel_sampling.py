@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mvllm import SamplingParams
-from mvllm.engine.frontend.parallel_sampling import CoreIds, fan_out
+from mvllm.engine.frontend.parallel_sampling import CoreRequestIds, fan_out
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.sampling.uniforms import stream_seed
 
@@ -17,7 +17,7 @@ def children_of(request_id="r", ids=None, **params):
         priority=3,
         eos_token_ids=[9],
     )
-    return fan_out(request, ids or CoreIds())
+    return fan_out(request, ids or CoreRequestIds())
 
 
 def test_each_asks_for_one_sequence():
@@ -65,7 +65,7 @@ def test_only_the_first_asks_for_the_prompts_logprobs():
 
 
 def test_ids_never_meet_whatever_callers_choose():
-    ids = CoreIds()
+    ids = CoreRequestIds()
     names = ["a", "0:a", "1:a", "a", ":", "0"]
     handed_out = [child.request_id for name in names for child in children_of(name, ids, n=2)]
     assert len(set(handed_out)) == len(handed_out)
@@ -73,5 +73,5 @@ def test_ids_never_meet_whatever_callers_choose():
 
 def test_no_two_sequences_of_an_engine_draw_alike_whichever_front_end_and_replica_have_them():
     """Replicas have one seed; what tells their requests apart is the ids, which no two front ends give out."""
-    names = [child.request_id for name in ("", "0-", "1-") for child in children_of(n=3, ids=CoreIds(name))]
+    names = [child.request_id for name in ("", "0-", "1-") for child in children_of(n=3, ids=CoreRequestIds(name))]
     assert len({stream_seed(None, engine_seed=5, request_id=each) for each in names}) == 9

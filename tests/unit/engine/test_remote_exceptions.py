@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from mvllm.engine.process.remote_exceptions import CoreTraceback, core_exception, describe_core_failure
+from mvllm.engine.process.remote_exceptions import ProcessTraceback, rebuild_exception, describe_process_failure
 from mvllm.errors import CacheError, EngineDeadError, PlatformError, RequestError, WorkerDiedError, WorkerStuckError
-from mvllm.messages.core_protocol import CoreFailure
+from mvllm.messages.core_protocol import ProcessFailure
 
 
 class StrangersError(OSError):
@@ -24,8 +24,8 @@ def travel(error: BaseException) -> Exception:
     try:
         raise error
     except BaseException as e:
-        failure = describe_core_failure(e, name="EngineCore", activity="load model")
-    return core_exception(msgspec.msgpack.decode(msgspec.msgpack.encode(failure), type=CoreFailure))
+        failure = describe_process_failure(e, name="EngineCore", activity="load model")
+    return rebuild_exception(msgspec.msgpack.decode(msgspec.msgpack.encode(failure), type=ProcessFailure))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_causes_follow_and_the_traceback_comes_last():
     found = travel(error)
     assert isinstance(found.__cause__, WorkerDiedError) and found.__cause__.rank == 1
     last = found.__cause__.__cause__
-    assert isinstance(last, CoreTraceback)
+    assert isinstance(last, ProcessTraceback)
     assert "In EngineCore (pid " in str(last) and "during load model" in str(last) and "in travel" in str(last)
 
 
@@ -76,7 +76,7 @@ def test_an_error_without_a_text_still_travels():
 
 
 def test_texts_of_any_size_and_content_fit():
-    failure = describe_core_failure(ValueError("\ud800" + "x" * 10**6 + "end"), name="EngineCore", activity="a")
+    failure = describe_process_failure(ValueError("\ud800" + "x" * 10**6 + "end"), name="EngineCore", activity="a")
     encoded = msgspec.msgpack.encode(failure)
     assert len(encoded) < 64 << 10
     assert failure.links[0].message.startswith("\\ud800xx") and failure.links[0].message.endswith("end")

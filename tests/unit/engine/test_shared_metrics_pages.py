@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
-from mvllm.engine.metrics.shared_metrics_pages import PAGE_BYTES, FiguresBoard
+from mvllm.engine.metrics.shared_metrics_pages import PAGE_BYTES, SharedMetricsPages
 from mvllm.engine.metrics.stats import EngineMetrics
 
 
 @pytest.fixture
 def board():
-    board = FiguresBoard.create(3)
+    board = SharedMetricsPages.create(3)
     yield board
     board.close()
 
@@ -51,7 +51,7 @@ def test_a_writer_that_died_in_the_middle_leaves_what_was_read_before(board):
     assert board.read(1) == b"whole"
 
 
-def test_figures_add_up():
+def test_metrics_of_several_front_ends_add_up():
     metrics = [EngineMetrics(1000) for _ in range(3)]
     for index, each in enumerate(metrics, 1):
         each.prompt_tokens += index

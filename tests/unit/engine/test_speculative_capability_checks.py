@@ -9,7 +9,7 @@ import pytest
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.speculative import SpeculativeConfig
-from mvllm.engine.core.config_resolution import settle_config
+from mvllm.engine.core.config_resolution import resolve_config
 from mvllm.errors import ConfigError
 from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.shapes import ShapePolicy
@@ -41,7 +41,7 @@ def draft(**model: Any) -> SpeculativeConfig:
 def settle(config: EngineConfig, **changes: Any) -> EngineConfig:
     platform = FakePlatform()
     platform.capabilities = dataclasses.replace(ABLE, **changes)
-    return settle_config(config, platform)
+    return resolve_config(config, platform)
 
 
 def test_steps_are_not_planned_ahead_where_tokens_are_guessed():

@@ -8,7 +8,7 @@ from mvllm.engine.metrics.stats import RateMeter
 def test_a_rate_can_be_of_what_comes_to_a_counter() -> None:
     meter = RateMeter(clock=lambda: 5.0)
     for total in (3, 3, 2, 10):  # an older total may come after a newer one
-        meter.note_total(total)
+        meter.update_total(total)
     assert meter.per_second() == 10.0
 
 

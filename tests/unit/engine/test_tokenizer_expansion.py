@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mvllm.engine.frontend.tokenizer_expansion import check_growth
+from mvllm.engine.frontend.tokenizer_expansion import check_tokenizer_expansion
 from mvllm.errors import ModelError
 
 
@@ -29,7 +29,7 @@ def table(*texts: str) -> dict[str, Any]:
 def check(folder: Path, **parts: Any) -> None:
     path = folder / "tokenizer.json"
     path.write_text(json.dumps({"version": "1.0", **parts, "model": {"vocab": {"a": 0}}}))
-    check_growth(path)
+    check_tokenizer_expansion(path)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,6 @@ def test_what_files_in_use_say_is_not(tmp_path: Path, parts: dict[str, Any]) -> 
 
 
 def test_a_file_that_cannot_be_read_is_left_to_the_library(tmp_path: Path) -> None:
-    check_growth(tmp_path / "tokenizer.json")
+    check_tokenizer_expansion(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer.json").write_text("{")
-    check_growth(tmp_path / "tokenizer.json")
+    check_tokenizer_expansion(tmp_path / "tokenizer.json")

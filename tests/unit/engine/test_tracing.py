@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from mvllm import SamplingParams
 from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.output_processor import OutputProcessor, RequestState
-from mvllm.engine.frontend.parallel_sampling import CoreIds, fan_out
+from mvllm.engine.frontend.parallel_sampling import CoreRequestIds, fan_out
 from mvllm.engine.metrics.tracing import Tracer, traces_endpoint
 from mvllm.errors import ConfigError, EngineDeadError
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -46,7 +46,7 @@ class Run:
             sampling_params=SamplingParams(**params),  # type: ignore[arg-type]
             arrival_time=self.arrived,
         )
-        self.children = fan_out(core, CoreIds())
+        self.children = fan_out(core, CoreRequestIds())
         self.processor = OutputProcessor(None)
         request = ProcessedRequest(None, core.sampling_params, core)
         self.state: RequestState = self.processor.add_request(request, self.children)

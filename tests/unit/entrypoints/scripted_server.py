@@ -13,12 +13,12 @@ from prometheus_client import CollectorRegistry
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.openai.server.app import build_app
-from mvllm.entrypoints.openai.chat.serving import ChatPrompts
+from mvllm.entrypoints.openai.chat.serving import ChatPromptRenderer
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
-from mvllm.entrypoints.openai.common.serving_models import ServedModels
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.openai.common.tokenizer_pool import TextWork
+from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
 from tests.unit.entrypoints.builders import TOKENIZER
 
@@ -33,7 +33,7 @@ class ScriptedCore:
     """An engine core that writes one text, token by token."""
 
     platform_summary, cache_summary, stats = "script", None, SchedulerStats()
-    num_elsewhere = 0
+    num_other_sequences = 0
     heartbeat_age, failure, core_pids = 0.0, None, ()
 
     def __init__(self, config: Any, text: str, reason: FinishReason) -> None:
@@ -74,7 +74,7 @@ class Server:
     Args:
         folder: The model's.
         reason: Why it ends there.
-        parsers: Of ChatPrompts.
+        parsers: Of ChatPromptRenderer.
     """
 
     def __init__(self, folder: str, text: str, reason: FinishReason = FinishReason.STOP, **parsers: Any) -> None:
@@ -90,13 +90,13 @@ class Server:
 
         async def run() -> list[httpx.Response]:
             engine = AsyncLLM(self.core.config, log_stats=False, client=self.core)  # type: ignore[arg-type]
-            text_work = TextWork(engine.tokenizer, engine.model_config.max_model_len)
+            tokenizer_pool = TokenizerPool(engine.tokenizer, engine.model_config.max_model_len)
             state = ServerState(60)
-            state.ready(engine, text_work, ChatPrompts(engine, text_work, **self.parsers))
-            app = build_app(state, ServedModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), self.settings)
+            state.ready(engine, tokenizer_pool, ChatPromptRenderer(engine, tokenizer_pool, **self.parsers))
+            app = build_app(state, OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), self.settings)
             answers: list[httpx.Response] = []
             try:
-                async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+                async with httpx.AsyncEngineCoreClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
                     last = ""
                     for (method, path, body), key in itertools.zip_longest(requests, keys):
                         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -108,7 +108,7 @@ class Server:
                             last = answers[-1].json().get("id", last)
             finally:
                 engine.shutdown()
-                text_work.close()
+                tokenizer_pool.close()
             return answers
 
         return asyncio.run(run())

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from mvllm.entrypoints.bench import datasets
-from mvllm.entrypoints.bench.arrivals import arrival_times
-from mvllm.entrypoints.bench.metrics import Trace, compute, percentile_of
-from mvllm.entrypoints.bench.datasets import BenchTokenizer, make_samples
+from mvllm.entrypoints.bench.arrivals import request_arrival_times
+from mvllm.entrypoints.bench.metrics import Trace, compute, interpolated_percentile
+from mvllm.entrypoints.bench.datasets import BenchmarkTokenizer, make_samples
 from mvllm.entrypoints.cli.main import main
 from mvllm.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return BenchTokenizer("demo")
+    return BenchmarkTokenizer("demo")
 
 
 class TestFigures:
@@ -66,19 +66,19 @@ class TestFigures:
     def test_percentiles_lie_between_values_as_everywhere(self):
         values = np.random.default_rng(0).random(37).tolist()
         for p in (0, 1, 50, 99, 99.9, 100):
-            assert percentile_of(values, p) == pytest.approx(np.percentile(values, p))
+            assert interpolated_percentile(values, p) == pytest.approx(np.percentile(values, p))
 
 
 class TestArrivals:
     def test_all_at_once_or_spread_over_the_time_that_the_rate_asks_for(self):
-        assert arrival_times(3, float("inf"), 1.0, 0) == [0.0] * 3
-        times = arrival_times(500, 50.0, 1.0, 7)
+        assert request_arrival_times(3, float("inf"), 1.0, 0) == [0.0] * 3
+        times = request_arrival_times(500, 50.0, 1.0, 7)
         assert times == sorted(times) and times[-1] == pytest.approx(10.0)
-        assert times == arrival_times(500, 50.0, 1.0, 7) != arrival_times(500, 50.0, 1.0, 8)
+        assert times == request_arrival_times(500, 50.0, 1.0, 7) != request_arrival_times(500, 50.0, 1.0, 8)
 
     def test_gaps_vary_as_the_burstiness_says(self):
         for burstiness in (0.25, 1.0, 4.0):
-            gaps = np.diff(arrival_times(20000, 100.0, burstiness, 1))
+            gaps = np.diff(request_arrival_times(20000, 100.0, burstiness, 1))
             assert (gaps.std() / gaps.mean()) ** 2 == pytest.approx(1 / burstiness, rel=0.1)
 
 

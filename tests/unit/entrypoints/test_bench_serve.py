@@ -251,9 +251,9 @@ def test_tokens_are_counted_here_where_the_server_does_not(bench):
 
     with SSEServer(script) as server:
         _, result, _ = bench(server, "--save-detailed", "--tokenizer", "demo", count=2)
-        from mvllm.entrypoints.bench.datasets import BenchTokenizer
+        from mvllm.entrypoints.bench.datasets import BenchmarkTokenizer
 
-        tokenizer = BenchTokenizer("demo")
+        tokenizer = BenchmarkTokenizer("demo")
         assert result["output_lens"] == [len(tokenizer.encode("Once upon a time there"))] * 2
         assert result["input_lens"] == [len(tokenizer.encode(r.body["prompt"])) for r in server.requests]
         assert result["tokenizer_id"] == "demo"

@@ -12,9 +12,9 @@ import transformers
 
 import mvllm
 from mvllm.engine.frontend.tokenizer import Tokenizer
-from mvllm.entrypoints.chat_template import read_template, render_chat
-from mvllm.entrypoints.openai.common.chat_template_renderer import TemplateLimitError, TemplateRenderer
-from mvllm.entrypoints.openai.common.tokenizer_pool import TextWork
+from mvllm.entrypoints.chat_template import read_default_template, render_chat
+from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateLimitError, ChatTemplateRenderer
+from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.errors import ModelError, RequestError
 
 MESSAGES = [
@@ -34,8 +34,8 @@ def tokenizer() -> Tokenizer:
 
 
 def render(tokenizer: Tokenizer, template: str, seconds: float = 30.0, **more: Any) -> str:
-    work = TextWork(tokenizer, 100, template_seconds=seconds)
-    return asyncio.run(work.render_foreign(MESSAGES, {"chat_template": template, **more}))
+    work = TokenizerPool(tokenizer, 100, template_seconds=seconds)
+    return asyncio.run(work.render_with_request_template(MESSAGES, {"chat_template": template, **more}))
 
 
 @pytest.mark.parametrize(
@@ -71,15 +71,15 @@ class TestTheModelsOwnTemplate:
     LOOPS = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
 
     def test_it_renders_what_the_tokenizer_would_and_is_stopped_at_its_limits(self, tokenizer: Tokenizer) -> None:
-        renderer = TemplateRenderer(1.0)
-        work = TextWork(tokenizer, 100, renderer)
+        renderer = ChatTemplateRenderer(1.0)
+        work = TokenizerPool(tokenizer, 100, renderer)
 
         async def talk() -> None:
             expected = render_chat(tokenizer, MESSAGES)
             assert await work.render(MESSAGES, {}) == expected
             first = renderer.pid
             assert await work.render(MESSAGES, {}) == expected and renderer.pid == first
-            with pytest.raises(TemplateLimitError, match="more memory"):
+            with pytest.raises(ChatTemplateLimitError, match="more memory"):
                 await work.render(MESSAGES, {"chat_template": "{{ 'a' * 100000000000 }}"})
             assert await work.render(MESSAGES, {}) == expected and renderer.pid != first
             kept = renderer.pid
@@ -106,12 +106,12 @@ class TestTheModelsOwnTemplate:
         assert renderer.pid is None
 
     def test_it_is_found_in_the_folder_without_transformers(self, tmp_path: Path) -> None:
-        assert read_template(tmp_path) == (None, {})
+        assert read_default_template(tmp_path) == (None, {})
         settings = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "a"}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-        assert read_template(tmp_path) == ("a", {"bos_token": "<s>", "eos_token": "</s>"})
+        assert read_default_template(tmp_path) == ("a", {"bos_token": "<s>", "eos_token": "</s>"})
         named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-        assert read_template(tmp_path) == ("d", {})
+        assert read_default_template(tmp_path) == ("d", {})
         (tmp_path / "chat_template.jinja").write_text("b")
-        assert read_template(tmp_path) == ("b", {})
+        assert read_default_template(tmp_path) == ("b", {})

@@ -15,7 +15,7 @@ from mvllm import SamplingParams
 from mvllm.config.engine_args import EngineArgs
 from mvllm.entrypoints.cli import arguments
 from mvllm.entrypoints.cli.main import COMMANDS, _make_parser, main
-from mvllm.entrypoints.cli.human_readable_int import whole_number
+from mvllm.entrypoints.cli.human_readable_int import human_readable_int
 from tests.unit.entrypoints.builders import ANSWER_TEXT, TOKENIZER, echo, save_model_folder, use_fake_engine
 
 
@@ -250,7 +250,7 @@ def test_the_model_may_be_named_by_its_place_everywhere(command):
     [("4096", 4096), ("32k", 32_000), ("32K", 32_768), ("25.6k", 25_600), ("1M", 2**20), ("2g", 2 * 10**9), ("-1", -1)],
 )
 def test_large_numbers_may_be_written_short(text, number):
-    assert whole_number(text) == number
+    assert human_readable_int(text) == number
 
 
 def test_the_engine_gets_them(folder, clients):

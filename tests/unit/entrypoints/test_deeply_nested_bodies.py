@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mvllm.entrypoints.openai.common.errors import as_api_error
+from mvllm.entrypoints.openai.common.errors import to_api_error
 
 
 def test_a_value_too_deep_to_be_shown_is_refused() -> None:
@@ -12,5 +12,5 @@ def test_a_value_too_deep_to_be_shown_is_refused() -> None:
     try:
         repr(deep)
     except RecursionError as e:
-        error = as_api_error(e)
+        error = to_api_error(e)
     assert (error.status, str(error)) == (400, "The body is nested too deeply.")

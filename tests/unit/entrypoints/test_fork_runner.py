@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mvllm.entrypoints.cli.fork_runner import Outcome, run_apart
+from mvllm.entrypoints.cli.fork_runner import Outcome, run_in_fork
 
 CHANGED: list[int] = []
 
@@ -34,7 +34,7 @@ def change() -> int:
 
 
 def test_each_function_has_an_outcome_and_those_behind_a_crash_run_too(capfd: pytest.CaptureFixture[str]) -> None:
-    found = run_apart([change, change, crash, change, raise_exit, leave, change], 60)
+    found = run_in_fork([change, change, crash, change, raise_exit, leave, change], 60)
     assert found == [
         Outcome(1),
         Outcome(2),  # in the same process, where what was imported is there
@@ -52,4 +52,4 @@ def test_what_takes_too_long_is_ended() -> None:
     def hang() -> Any:
         time.sleep(600)
 
-    assert run_apart([hang, change], 0.5) == [Outcome(failure="no answer in 0.5 s"), Outcome(1)]
+    assert run_in_fork([hang, change], 0.5) == [Outcome(failure="no answer in 0.5 s"), Outcome(1)]

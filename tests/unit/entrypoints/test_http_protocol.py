@@ -17,8 +17,8 @@ from starlette.responses import Response
 
 from mvllm.entrypoints.openai.server import connections
 from mvllm.entrypoints.openai.server.connections import ConnectionTable
-from mvllm.entrypoints.openai.server.http_protocol import MAX_UNANSWERED, LimitedHttpProtocol, protocol_settings
-from mvllm.entrypoints.openai.common.streaming_response import ClientGone, EventStream, while_connected
+from mvllm.entrypoints.openai.server.http_protocol import MAX_PIPELINED_REQUESTS, LimitedHttpProtocol, uvicorn_settings
+from mvllm.entrypoints.openai.common.streaming_response import ClientDisconnected, EventStreamResponse, cancel_on_disconnect
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 PROBE = GET.replace(b"GET /", b"GET /health/live")
@@ -36,12 +36,12 @@ class App:
         self.begun += 1
         try:
             if scope["path"] == "/stream":
-                await EventStream(self.events(), 60.0, self.left.release)(scope, receive, send)
+                await EventStreamResponse(self.events(), 60.0, self.left.release)(scope, receive, send)
                 return
-            async with while_connected(receive):
+            async with cancel_on_disconnect(receive):
                 if scope["path"] not in ("/now", "/health/live", "/large"):
                     await self.answers.wait()
-        except ClientGone:
+        except ClientDisconnected:
             self.left.release()
             return
         if scope["path"] == "/large":
@@ -61,7 +61,7 @@ class Listener:
     def __init__(self, app: App, table: ConnectionTable) -> None:
         self.app, self.table = app, table
         self.address: tuple[str, int] = ("", 0)
-        self._config = uvicorn.Config(app, **protocol_settings())
+        self._config = uvicorn.Config(app, **uvicorn_settings())
         self._protocols: list[LimitedHttpProtocol] = []
 
     def make_protocol(self) -> LimitedHttpProtocol:
@@ -117,10 +117,10 @@ class TestPipelines:
         async def test(listener: Listener) -> None:
             reader, writer = await listener.connect()
             for _ in range(5):
-                writer.write(b"".join(GET.replace(b"/ ", b"/%d " % index, 1) for index in range(MAX_UNANSWERED)))
+                writer.write(b"".join(GET.replace(b"/ ", b"/%d " % index, 1) for index in range(MAX_PIPELINED_REQUESTS)))
                 listener.app.answers.set()
-                answers = [await read_answer(reader) for _ in range(MAX_UNANSWERED)]
-                assert answers == [(200, b"/%d" % index) for index in range(MAX_UNANSWERED)]
+                answers = [await read_answer(reader) for _ in range(MAX_PIPELINED_REQUESTS)]
+                assert answers == [(200, b"/%d" % index) for index in range(MAX_PIPELINED_REQUESTS)]
 
         with_listener(test)
 
@@ -203,7 +203,7 @@ class TestLimits:
     def test_the_oldest_connection_that_waits_for_its_client_is_closed_for_a_new_one(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(connections, "HEAD_GRACE_SECONDS", 0.0)
+        monkeypatch.setattr(connections, "REQUEST_HEAD_GRACE_SECONDS", 0.0)
 
         async def test(listener: Listener) -> None:
             idle = await listener.connect(GET.replace(b"/", b"/now", 1))

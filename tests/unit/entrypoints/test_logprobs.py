@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mvllm.entrypoints.openai.common.logprobs import CompletionLogprobs, TokenNames
+from mvllm.entrypoints.openai.common.logprobs import CompletionLogprobs, TokenFormatter
 from tests.unit.entrypoints.builders import TOKENIZER
 
 TEXT = "The cat \U0001fae8 sat 𝄞𝄞 on ﷽ the mat."  # with characters that no token has whole
@@ -14,7 +14,7 @@ TEXT = "The cat \U0001fae8 sat 𝄞𝄞 on ﷽ the mat."  # with characters that
 def test_offsets_are_right_behind_a_character_that_is_split_over_tokens(piece: int) -> None:
     ids = TOKENIZER.encode(TEXT, add_special_tokens=False)
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == TEXT
-    names = TokenNames(TOKENIZER, as_ids=False, skip_special=True)
+    names = TokenFormatter(TOKENIZER, as_ids=False, skip_special=True)
     lists = CompletionLogprobs(names, 0)
     offsets, tokens = [], []
     for i in range(0, len(ids), piece):

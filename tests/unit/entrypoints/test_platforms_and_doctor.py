@@ -76,7 +76,7 @@ def plugins(monkeypatch):
 @pytest.fixture(autouse=True)
 def fast_torch(monkeypatch):
     """The import of torch in a process of its own is tried in one test only."""
-    monkeypatch.setattr(doctor_checks, "_try_torch", lambda: None)
+    monkeypatch.setattr(doctor_checks, "_import_torch", lambda: None)
 
 
 def doctor(capsys, *argv):
@@ -281,7 +281,7 @@ class TestDoctor:
         def fail() -> None:
             raise ImportError("libacme.so is missing")
 
-        monkeypatch.setattr(doctor_checks, "_try_torch", fail)
+        monkeypatch.setattr(doctor_checks, "_import_torch", fail)
         plugins(GOOD)
         status, found = doctor(capsys)
         assert status == 1

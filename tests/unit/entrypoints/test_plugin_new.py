@@ -110,7 +110,7 @@ def test_a_name_that_will_do_is_accepted(name):
     plugin.check_name(name)
 
 
-def test_nothing_in_the_template_reaches_behind_the_front_door():
+def test_the_template_imports_only_the_public_plugin_api():
     for path in TEMPLATE.glob("*.py.tmpl"):
         for module in re.findall(r"^\s*(?:from|import) (mvllm[\w.]*)", path.read_text(), flags=re.MULTILINE):
             assert module in ("mvllm.plugin_api", "mvllm.testing.suite.everything"), path.name

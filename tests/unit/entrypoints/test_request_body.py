@@ -9,7 +9,7 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from mvllm.entrypoints.openai.common.request_body import MAX_NODES, MAX_TEXTS, MAX_VALUES, BodyDecoder, BodyReader
+from mvllm.entrypoints.openai.common.request_body import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES, BodyDecoder, BodyReader
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.protocol import CompletionRequest
 
@@ -18,14 +18,14 @@ def test_a_body_of_more_lists_than_anybody_needs_is_not_decoded() -> None:
     decoder = BodyDecoder(CompletionRequest)
     assert len(decoder.decode(b'{"prompt":[' + b"[]," * 1000 + b"[]]}").prompt or "") == 1001
     with pytest.raises(APIError, match="lists, objects") as raised:
-        decoder.decode(b'{"prompt":[' + b"[]," * MAX_NODES + b"[]]}")
+        decoder.decode(b'{"prompt":[' + b"[]," * MAX_CONTAINERS + b"[]]}")
     assert raised.value.status == 400
     with pytest.raises(APIError, match="fields"):
-        decoder.decode(b"{" + b",".join(b'"%d" : 1' % number for number in range(MAX_NODES + 1)) + b"}")
+        decoder.decode(b"{" + b",".join(b'"%d" : 1' % number for number in range(MAX_CONTAINERS + 1)) + b"}")
 
 
 def test_a_text_may_have_as_many_brackets_and_colons_as_it_likes() -> None:
-    text = '[{"\\\\": 1}]' * MAX_NODES
+    text = '[{"\\\\": 1}]' * MAX_CONTAINERS
     body = json.dumps({"prompt": [text, "a", "[{:\\"]}).encode()
     assert BodyDecoder(CompletionRequest).decode(body).prompt == [text, "a", "[{:\\"]
 
@@ -41,9 +41,9 @@ def test_a_body_of_more_values_than_any_prompt_has_is_not_decoded() -> None:
 def test_a_body_of_more_texts_than_anybody_sends_is_not_decoded() -> None:
     decoder = BodyDecoder(CompletionRequest)
     with pytest.raises(APIError, match="texts"):
-        decoder.decode(b'{"prompt":[' + b'"a",' * MAX_TEXTS + b'"a"]}')
-    quoted = json.dumps({"prompt": '"' * 3 * MAX_TEXTS}).encode()
-    assert len(str(decoder.decode(quoted).prompt)) == 3 * MAX_TEXTS
+        decoder.decode(b'{"prompt":[' + b'"a",' * MAX_STRINGS + b'"a"]}')
+    quoted = json.dumps({"prompt": '"' * 3 * MAX_STRINGS}).encode()
+    assert len(str(decoder.decode(quoted).prompt)) == 3 * MAX_STRINGS
 
 
 def test_a_body_that_comes_in_ever_so_small_pieces_is_given_up() -> None:

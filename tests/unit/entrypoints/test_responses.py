@@ -12,7 +12,7 @@ import pytest
 from mvllm.entrypoints.openai.chat.serving import MAX_TOOLS
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.server.authentication import Caller, Role
-from mvllm.entrypoints.openai.responses.input_items import MAX_ITEMS, as_messages
+from mvllm.entrypoints.openai.responses.input_items import MAX_ITEMS, items_to_messages
 from mvllm.entrypoints.openai.responses.store import ResponseStore, StoredResponse
 from mvllm.errors import RequestError
 from mvllm.messages.requests import FinishReason
@@ -184,7 +184,7 @@ def test_nothing_is_kept_where_nothing_is_wanted(folder: str, off: str) -> None:
     assert made.json()["store"] is False and shown.status_code == 404
 
 
-def test_a_parsed_form_is_asked_for_in_text_and_refused_by_that_name(folder: str) -> None:
+def test_the_output_format_is_read_from_text_and_errors_name_text(folder: str) -> None:
     server = Server(folder, "Hello.")
     for text in (
         {"format": {"type": "made up"}},
@@ -240,7 +240,7 @@ def test_what_is_not_acceptable_is_refused_in_the_requests_own_words(folder: str
         assert answer.json()["error"]["param"] == param, (body, answer.text)
 
 
-def test_hints_and_names_for_somebody_elses_books_do_no_harm(folder: str) -> None:
+def test_fields_for_the_clients_own_records_have_no_effect(folder: str) -> None:
     hints = {
         "include": ["reasoning.encrypted_content"],
         "service_tier": "auto",
@@ -266,7 +266,7 @@ def test_items_of_one_turn_are_one_message() -> None:
         {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "2"}]},
         {**call, "call_id": "c3"},
     ]
-    system, user, turn, one, two, again = as_messages(items)
+    system, user, turn, one, two, again = items_to_messages(items)
     assert system == {"role": "system", "content": "a\nb"} and user == {"role": "user", "content": "hello"}
     assert (turn["content"], turn["reasoning"]) == ("wait", "hm")
     assert [each["id"] for each in turn["tool_calls"]] == ["c1", "c2"]
@@ -274,7 +274,7 @@ def test_items_of_one_turn_are_one_message() -> None:
     assert one == {"role": "tool", "tool_call_id": "c1", "content": "1"} and two["content"] == "2"
     assert again["content"] is None and again["tool_calls"][0]["id"] == "c3" and "reasoning" not in again
     with pytest.raises(RequestError, match=r"input\[0\] has the type 'mcp_call'"):
-        as_messages([{"type": "mcp_call"}])
+        items_to_messages([{"type": "mcp_call"}])
 
 
 def test_the_response_of_one_key_does_not_exist_for_the_holder_of_another(folder: str) -> None:
@@ -327,7 +327,7 @@ class TestStore:
         with pytest.raises(APIError):
             store.body("b", CALLER)
 
-    def test_bytes_are_bounded_and_what_is_too_large_pushes_nobody_out(self) -> None:
+    def test_stored_bytes_are_bounded_and_a_too_large_response_evicts_nothing(self) -> None:
         store = ResponseStore(1000, 10_000)
         store.end("small", StoredResponse(b"x", b"[]"))
         store.end("huge", StoredResponse(b"x" * 20_000, b"[]"))

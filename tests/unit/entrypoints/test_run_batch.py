@@ -14,7 +14,7 @@ pytest.importorskip("starlette")
 from mvllm.entrypoints.openai import batch_runner
 from mvllm.entrypoints.openai.batch_runner import BatchRunner
 from mvllm.entrypoints.cli.main import main
-from mvllm.entrypoints.openai.common.serving_models import ServedModels
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.errors import EngineDeadError, QueueFullError
 
 
@@ -38,7 +38,7 @@ class Runner(BatchRunner):
 
     def __init__(self, respond, max_concurrency=4):
         self.engine = SimpleNamespace(errored=False, dead_error=None)
-        super().__init__(self.engine, ServedModels(["m"], "m"), None, None, max_concurrency=max_concurrency)
+        super().__init__(self.engine, OpenAIServingModels(["m"], "m"), None, None, max_concurrency=max_concurrency)
         self.respond = respond
 
     def _call(self, line):
@@ -151,7 +151,7 @@ def test_what_a_server_would_refuse_has_its_status(request_line, status, expecte
 
 
 def test_a_full_queue_is_waited_for(monkeypatch):
-    monkeypatch.setattr(batch_runner, "_FULL_PAUSE", 0.0)
+    monkeypatch.setattr(batch_runner, "_RETRY_SECONDS", 0.0)
     left = [3]
 
     async def full_at_first(line, call):

@@ -7,8 +7,8 @@ import sys
 
 PROGRAM = """
 import atexit, threading, time
-from mvllm.entrypoints.shutdown_signals import end_at_once_on_signals, end_within, leave_program
-end_at_once_on_signals()
+from mvllm.entrypoints.shutdown_signals import exit_on_signals, force_exit_after, exit_program
+exit_on_signals()
 atexit.register(lambda: print("exit functions are run"))
 """
 
@@ -23,13 +23,13 @@ def test_it_does_not_wait_for_a_thread_that_is_busy() -> None:
 
 
 def test_when_the_interpreter_is_held_up_the_clock_ends_it_and_shows_where() -> None:
-    ended = run("end_within(0.5)\nsum(7 ** (10**9) for _ in range(2))")
+    ended = run("force_exit_after(0.5)\nsum(7 ** (10**9) for _ in range(2))")
     assert ended.returncode == 1 and "Timeout" in ended.stderr and "<module>" in ended.stderr
 
 
 def test_a_process_that_is_no_server_has_no_clock() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", "from mvllm.entrypoints.shutdown_signals import *; end_within(0.01); time.sleep(0.1)"],
+        [sys.executable, "-c", "from mvllm.entrypoints.shutdown_signals import *; force_exit_after(0.01); time.sleep(0.1)"],
         capture_output=True,
         timeout=60,
     )

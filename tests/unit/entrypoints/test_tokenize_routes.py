@@ -12,11 +12,11 @@ from prometheus_client import CollectorRegistry
 
 from mvllm.entrypoints.openai.server.app import build_app
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
-from mvllm.entrypoints.openai.server.routes import MAX_DETOKENIZED
-from mvllm.entrypoints.openai.common.serving_models import ServedModels
+from mvllm.entrypoints.openai.server.routes import MAX_DETOKENIZE_TOKENS
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.openai.common.tokenizer_pool import TextWork
+from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 
 
 class SlowTokenizer:
@@ -39,11 +39,11 @@ def post(tokenizer: SlowTokenizer, path: str, body: dict[str, Any]) -> httpx.Res
     async def ask() -> httpx.Response:
         state = ServerState(60.0)
         config = SimpleNamespace(max_model_len=16, vocab_size=4)
-        work = TextWork(cast(Any, tokenizer), 16)
+        work = TokenizerPool(cast(Any, tokenizer), 16)
         state.ready(cast(Any, SimpleNamespace(tokenizer=tokenizer, model_config=config)), work, cast(Any, None))
         metrics = HTTPMetrics(CollectorRegistry())
-        app = build_app(state, ServedModels(["m"], "m"), metrics, ServerSettings())
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        app = build_app(state, OpenAIServingModels(["m"], "m"), metrics, ServerSettings())
+        async with httpx.AsyncEngineCoreClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
             return await client.post(path, json=body)
 
     return asyncio.run(ask())
@@ -58,5 +58,5 @@ def test_names_of_tokens_come_from_a_thread() -> None:
 
 def test_the_ids_that_are_decoded_in_one_request_are_limited() -> None:
     assert post(SlowTokenizer(), "/detokenize", {"tokens": [1] * 100}).json() == {"prompt": "x"}
-    answer = post(SlowTokenizer(), "/detokenize", {"tokens": [1] * (MAX_DETOKENIZED + 1)})
+    answer = post(SlowTokenizer(), "/detokenize", {"tokens": [1] * (MAX_DETOKENIZE_TOKENS + 1)})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tokens"

@@ -144,7 +144,7 @@ def test_earlier_calls_reach_the_template_as_objects(folder: str) -> None:
     assert "Rome" in server.core.prompts[0] and "sunny" in server.core.prompts[0]
 
 
-def test_thoughts_can_be_kept_back(folder: str) -> None:
+def test_reasoning_can_be_left_out(folder: str) -> None:
     message, _ = Server(folder).message(include_reasoning=False, tools=None)
     assert "reasoning" not in message and "Hm." not in message["content"]
 
@@ -160,7 +160,7 @@ def test_thoughts_can_be_kept_back(folder: str) -> None:
     ],
 )
 @pytest.mark.parametrize("wish", ["response_format", "tool_choice"])
-def test_a_form_holds_behind_the_thoughts(
+def test_structured_output_applies_after_the_reasoning(
     tmp_path, parser: str, template_end: str, expected: tuple[str | None, str | None], wish: str
 ) -> None:
     form = {"response_format": {"type": "json_object"}, "tools": None} if wish == "response_format" else {}

@@ -26,10 +26,10 @@ from mvllm.entrypoints.openai.protocol import (
     RerankRequest,
     ResponsesRequest,
 )
-from mvllm.entrypoints.openai.common.serving_models import ServedModels
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings, UnknownFieldsPolicy
-from mvllm.entrypoints.openai.common.tokenizer_pool import TextWork
+from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.entrypoints.openai.common.unknown_fields import MAX_LOGGED_NAMES, MAX_NAMES, UnknownFields
 
 SECRET = "the secret prompt\r\nset-cookie: a=b"
@@ -46,10 +46,10 @@ def post(bodies: list[dict[str, Any]], policy: UnknownFieldsPolicy = "warn") -> 
         engine = SimpleNamespace(
             tokenizer=Tokenizer(), model_config=SimpleNamespace(max_model_len=16, hf_config={}), errored=False
         )
-        state.ready(cast(Any, engine), TextWork(cast(Any, Tokenizer()), 16), cast(Any, None))
+        state.ready(cast(Any, engine), TokenizerPool(cast(Any, Tokenizer()), 16), cast(Any, None))
         settings = ServerSettings(unknown_fields=policy)
-        app = build_app(state, ServedModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        app = build_app(state, OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings)
+        async with httpx.AsyncEngineCoreClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
             return [await client.post("/tokenize", json=body) for body in bodies]
 
     return asyncio.run(ask())
@@ -114,9 +114,9 @@ def test_parameters_of_administration_are_checked_too() -> None:
         state = ServerState(60.0)
         state.ready(cast(Any, Engine()), cast(Any, None), cast(Any, None))
         settings = ServerSettings(unknown_fields=policy, admin_api_keys=("k",))
-        app = build_app(state, ServedModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings)
+        app = build_app(state, OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings)
         headers = {"Authorization": "Bearer k"}
-        async with httpx.AsyncClient(
+        async with httpx.AsyncEngineCoreClient(
             transport=httpx.ASGITransport(app), base_url="http://x", headers=headers
         ) as client:
             return await client.post("/sleep?levl=2"), levels

@@ -8,12 +8,12 @@ from mvllm.config.engine_config import replace_field
 from mvllm.errors import ConfigError
 from mvllm.executor.external_launcher import (
     LaunchedRank,
-    _check_agreement,
+    _check_equal_settings,
     _drawn_seed,
     _settings,
     _with_common_seed,
 )
-from mvllm.executor.deferred_output import LateOutput
+from mvllm.executor.deferred_output import DeferredOutputFuture
 from mvllm.messages.scheduler_output import ModelRunnerOutput
 from tests.unit.engine.builders import make_config
 
@@ -67,7 +67,7 @@ def test_variables_that_contradict_each_other_are_refused(wrong: dict[str, str])
 
 class TestAgreement:
     def test_equal_settings_agree(self) -> None:
-        _check_agreement([_settings(make_config())] * 3)
+        _check_equal_settings([_settings(make_config())] * 3)
 
     @pytest.mark.parametrize(
         ("field", "value"),
@@ -88,24 +88,24 @@ class TestAgreement:
         other = replace_field(config, field, value)
         name = field.split(".")[1]
         with pytest.raises(ConfigError, match=rf"{name} is .* on rank 0 and {value!r} on rank 1"):
-            _check_agreement([_settings(config), _settings(other)])
+            _check_equal_settings([_settings(config), _settings(other)])
 
     def test_ranks_without_a_seed_take_the_one_that_the_first_has_drawn(self) -> None:
         drawn = [make_config(seed=100 + rank, seed_is_drawn=True) for rank in range(3)]
         agreed = [_with_common_seed(config, [_drawn_seed(each) for each in drawn]) for config in drawn]
         assert {config.model.seed for config in agreed} == {drawn[0].model.seed}
-        _check_agreement([_settings(config) for config in agreed])
+        _check_equal_settings([_settings(config) for config in agreed])
 
     def test_a_seed_that_only_some_ranks_were_given_is_refused(self) -> None:
         configs = [make_config(seed=100, seed_is_drawn=True), make_config(seed=4)]
         with pytest.raises(ConfigError, match="seed is None on rank 0 and 4 on rank 1"):
-            _check_agreement(
+            _check_equal_settings(
                 [_settings(_with_common_seed(c, [_drawn_seed(each) for each in configs])) for c in configs]
             )
 
     def test_roots_of_block_names_may_differ(self) -> None:
         config = make_config()
-        _check_agreement([_settings(config), _settings(replace_field(config, "cache.prefix_caching_seed", 3))])
+        _check_equal_settings([_settings(config), _settings(replace_field(config, "cache.prefix_caching_seed", 3))])
 
 
 class TestOutputOfLastStage:
@@ -116,7 +116,7 @@ class TestOutputOfLastStage:
             calls.append(1)
             return ModelRunnerOutput(step=3)
 
-        future = LateOutput(fetch)
+        future = DeferredOutputFuture(fetch)
         assert not calls and not future.done()
         assert future.result().step == future.result().step == 3
         assert len(calls) == 1
@@ -125,7 +125,7 @@ class TestOutputOfLastStage:
         def fetch():
             raise OSError("gone")
 
-        future = LateOutput(fetch)
+        future = DeferredOutputFuture(fetch)
         for _ in range(2):
             with pytest.raises(OSError, match="gone"):
                 future.result()

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
-from mvllm.executor.process.fd_server import DescriptorDoor, DoorAddress, Parcel, fetch_descriptors
+from mvllm.executor.process.fd_server import FileDescriptorServer, FileDescriptorServerAddress, MessageWithFds, fetch_descriptors
 
 
 class Files(msgspec.Struct, frozen=True):
@@ -34,15 +34,15 @@ def pipes() -> Iterator[list[tuple[int, int]]]:
 
 
 @pytest.fixture
-def door(pipes: list[tuple[int, int]]) -> Iterator[DescriptorDoor]:
+def door(pipes: list[tuple[int, int]]) -> Iterator[FileDescriptorServer]:
     fds = (pipes[0][1], pipes[1][1])
-    door = DescriptorDoor({0: Parcel(Files(*fds), fds), 7: Parcel(Files(*reversed(fds)), tuple(reversed(fds)))})
+    door = FileDescriptorServer({0: MessageWithFds(Files(*fds), fds), 7: MessageWithFds(Files(*reversed(fds)), tuple(reversed(fds)))})
     yield door
     door.close()
 
 
 def test_each_descriptor_arrives_under_the_name_that_the_message_has_for_it(
-    door: DescriptorDoor, pipes: list[tuple[int, int]]
+    door: FileDescriptorServer, pipes: list[tuple[int, int]]
 ) -> None:
     for key, order in ((0, (0, 1)), (7, (1, 0))):
         files, fds, control = fetch_descriptors(door.address, key, Files)
@@ -57,7 +57,7 @@ def test_each_descriptor_arrives_under_the_name_that_the_message_has_for_it(
         control.close()
 
 
-def test_the_connection_outlives_the_door_and_tells_either_side_of_the_others_end(door: DescriptorDoor) -> None:
+def test_the_connection_outlives_the_server_and_signals_the_end_of_either_side(door: FileDescriptorServer) -> None:
     _, fds, control = fetch_descriptors(door.address, 0, Files)
     for fd in fds.values():
         os.close(fd)
@@ -72,16 +72,16 @@ def test_the_connection_outlives_the_door_and_tells_either_side_of_the_others_en
 
 
 @pytest.mark.parametrize("token", [b"", b"x" * 32, b"x" * 31])
-def test_who_does_not_know_the_token_gets_nothing_and_others_still_do(door: DescriptorDoor, token: bytes) -> None:
+def test_a_client_without_the_token_gets_nothing_and_others_are_served(door: FileDescriptorServer, token: bytes) -> None:
     with pytest.raises((EOFError, OSError)):
-        fetch_descriptors(DoorAddress(door.address.path, token), 0, Files)
+        fetch_descriptors(FileDescriptorServerAddress(door.address.path, token), 0, Files)
     _, fds, control = fetch_descriptors(door.address, 0, Files)
     for fd in fds.values():
         os.close(fd)
     control.close()
 
 
-def test_a_parcel_is_given_out_once(door: DescriptorDoor) -> None:
+def test_a_message_is_handed_out_once(door: FileDescriptorServer) -> None:
     _, fds, control = fetch_descriptors(door.address, 0, Files)
     for fd in fds.values():
         os.close(fd)
@@ -90,7 +90,7 @@ def test_a_parcel_is_given_out_once(door: DescriptorDoor) -> None:
     control.close()
 
 
-def test_a_stranger_who_announces_much_is_cut_off(door: DescriptorDoor) -> None:
+def test_a_client_that_announces_a_long_message_is_disconnected(door: FileDescriptorServer) -> None:
     path = door.address.path
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(10)
@@ -100,7 +100,7 @@ def test_a_stranger_who_announces_much_is_cut_off(door: DescriptorDoor) -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"\x24", b"\x24\0\0\0half of a token"], ids=["nothing", "half a length", "half"])
-def test_strangers_who_connect_and_hang_there_keep_nobody_from_coming_in(door: DescriptorDoor, said: bytes) -> None:
+def test_idle_connections_do_not_block_other_clients(door: FileDescriptorServer, said: bytes) -> None:
     path = door.address.path
     with ExitStack() as stack:
         for _ in range(80):
@@ -117,7 +117,7 @@ def test_strangers_who_connect_and_hang_there_keep_nobody_from_coming_in(door: D
         assert time.monotonic() - before < 5, "the door waited for strangers"
 
 
-def test_a_request_may_come_byte_by_byte(door: DescriptorDoor) -> None:
+def test_a_request_may_come_byte_by_byte(door: FileDescriptorServer) -> None:
     path = door.address.path
     with socket.socket(socket.AF_UNIX) as slow:
         slow.settimeout(10)
@@ -137,7 +137,7 @@ def test_who_has_to_stand_in_line_waits() -> None:
     with socket.socket(socket.AF_UNIX) as listener, ExitStack() as stack, ThreadPoolExecutor() as pool:
         listener.bind("\0mvllm-test-" + secrets.token_hex(8))
         listener.listen(0)
-        address = DoorAddress("@" + listener.getsockname()[1:].decode(), b"x" * 32)
+        address = FileDescriptorServerAddress("@" + listener.getsockname()[1:].decode(), b"x" * 32)
         for _ in range(3):  # until the line is full
             stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
             stranger.setblocking(False)

@@ -15,7 +15,7 @@ from mvllm.executor.config_codec import decode_config, encode_config
 from mvllm.executor.process.process_utils import PrefixedStream
 from mvllm.executor.rpc_messages import WorkerFailure, codec_of, describe_failure, method_codecs
 from mvllm.executor.rpc_executor import worker_names
-from mvllm.executor.process.activity_table import STARTING, StatusBoard
+from mvllm.executor.process.activity_table import STARTING, ActivityTable
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from mvllm.platform.worker_protocol import KVCacheNeeds
@@ -111,9 +111,9 @@ def test_workers_are_named_by_what_they_share() -> None:
     assert worker_names(ParallelConfig(pipeline_parallel_size=4), 2) == ["Worker_0", "Worker_1"]
 
 
-def test_the_board_shows_each_rank_its_own_line_in_every_process_that_has_it() -> None:
-    board = StatusBoard.create(3)
-    other = StatusBoard(os.dup(board.fd))
+def test_the_activity_table_has_one_line_per_rank_in_every_process_that_maps_it() -> None:
+    board = ActivityTable.create(3)
+    other = ActivityTable(os.dup(board.fd))
     other.write(1, "execute_model", request_id=5, step=12)
     other.write(2, "a name that is longer than the forty bytes there are for it")
     assert board.read(0).text == STARTING

@@ -42,7 +42,7 @@ class Group(WorkerGroup):
 
     def end(self, *, gracefully: bool = False) -> None: ...
 
-    def is_watched_here(self) -> bool:
+    def is_monitor_thread(self) -> bool:
         return False
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mvllm.config.sliding_window_blocks import first_seen_block, most_blocks_held
+from mvllm.config.sliding_window_blocks import first_visible_block, max_blocks_held
 from mvllm.kv_cache.block_table import BlockTable
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 
@@ -48,7 +48,7 @@ def num_hit(manager: KVCacheManager, tokens: list[int]) -> int:
     [(0, 6, 0), (13, 6, 2), (12, 6, 1), (8, 1, 2), (7, 1, 1), (7, 9, 0), (12, 5, 2)],
 )
 def test_the_first_block_that_is_seen(num_computed, window, first):
-    assert first_seen_block(num_computed, window, BLOCK_SIZE) == first
+    assert first_visible_block(num_computed, window, BLOCK_SIZE) == first
     seen = range(max(0, num_computed - window + 1), num_computed + 1)
     assert first == min(seen) // BLOCK_SIZE
 
@@ -59,9 +59,9 @@ def test_no_more_blocks_are_held_than_a_step_and_its_window_touch(window, step):
     touched = max(
         (start + step - 1) // BLOCK_SIZE - max(0, start - window + 1) // BLOCK_SIZE + 1 for start in range(50)
     )
-    assert most_blocks_held(1000, window, BLOCK_SIZE, step) == touched
-    assert most_blocks_held(3, window, BLOCK_SIZE, step) == 1
-    assert most_blocks_held(1000, None, BLOCK_SIZE, step) == 250
+    assert max_blocks_held(1000, window, BLOCK_SIZE, step) == touched
+    assert max_blocks_held(3, window, BLOCK_SIZE, step) == 1
+    assert max_blocks_held(1000, None, BLOCK_SIZE, step) == 250
 
 
 def test_a_window_without_tokens_is_refused():
@@ -73,7 +73,7 @@ def test_a_window_without_tokens_is_refused():
 
 def test_a_sequence_far_longer_than_the_pool_fits_where_all_layers_have_windows():
     manager = make_manager(6, num_blocks=5)
-    table = compute(manager, list(range(400)), most_held=most_blocks_held(400, 6, BLOCK_SIZE, MAX_STEP))
+    table = compute(manager, list(range(400)), most_held=max_blocks_held(400, 6, BLOCK_SIZE, MAX_STEP))
     for _ in range(100):  # and goes on, a token at a time
         table.token_ids.append(7)
         start = len(table.token_ids) - 1
@@ -89,7 +89,7 @@ def test_a_sequence_far_longer_than_the_pool_fits_where_all_layers_have_windows(
 def test_local_layers_hold_their_window_beside_those_that_see_all():
     manager = make_manager(None, 6, 6)
     table = compute(manager, list(range(40)))
-    last = most_blocks_held(40, 6, BLOCK_SIZE, MAX_STEP)
+    last = max_blocks_held(40, 6, BLOCK_SIZE, MAX_STEP)
     assert [len(blocks.held) for blocks in table.groups] == [10, last, last]
     table.token_ids.append(1)
     manager.allocate_slots(table, 41, num_computed_tokens=40)
@@ -235,8 +235,8 @@ class Model:
         self.manager.cache_blocks(table, end)
         self.note(table, start, end, new)
         for group, (blocks, window) in enumerate(zip(table.groups, self.windows, strict=True)):
-            assert len(blocks.held) <= most_blocks_held(len(table.token_ids), window, BLOCK_SIZE, MAX_STEP)
-            for i in range(0 if window is None else first_seen_block(start, window, BLOCK_SIZE), end // BLOCK_SIZE):
+            assert len(blocks.held) <= max_blocks_held(len(table.token_ids), window, BLOCK_SIZE, MAX_STEP)
+            for i in range(0 if window is None else first_visible_block(start, window, BLOCK_SIZE), end // BLOCK_SIZE):
                 assert i >= blocks.num_dropped
                 assert self.contents[blocks.block_ids[i]] == self.name(group, table.token_ids, i)
 

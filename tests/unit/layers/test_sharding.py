@@ -15,8 +15,8 @@ from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ConfigError
 from mvllm.layers.context import BuildContext, Share
 from mvllm.layers.embedding import LMHead, VocabEmbedding
-from mvllm.layers.fused_moe import GatedExperts
-from mvllm.layers.linear import ColumnParallelLinear, HeadShare, QKVLinear, RowParallelLinear
+from mvllm.layers.fused_moe import FusedMoE
+from mvllm.layers.linear import ColumnParallelLinear, HeadShard, QKVLinear, RowParallelLinear
 from mvllm.layers.mlp import GatedMLP
 from mvllm.layers.sparse_moe_block import MoE
 from mvllm.layers.pipeline_stage import PipelineStage
@@ -143,7 +143,7 @@ def test_moe_equals_a_loop_over_tokens_and_experts(size: int, normalize: bool) -
     weights, x = {}, torch.randn(7, 8)
 
     def body(ctx: BuildContext) -> torch.Tensor:
-        experts = GatedExperts(ctx, "experts", 8, 12, num_experts=5, top_k=2)
+        experts = FusedMoE(ctx, "experts", 8, 12, num_experts=5, top_k=2)
         layer = MoE(ctx, "gate", experts, 8, 5, Routing(2, normalize=normalize))
         return fill(layer, weights)(x)
 
@@ -160,7 +160,7 @@ def test_moe_equals_a_loop_over_tokens_and_experts(size: int, normalize: bool) -
 
 
 def test_key_value_heads_fewer_than_ranks_are_copied_to_neighbours() -> None:
-    shares = [HeadShare.of(8, 2, [Share(rank, 4)]) for rank in range(4)]
+    shares = [HeadShard.of(8, 2, [Share(rank, 4)]) for rank in range(4)]
     assert [(s.first_head, s.num_heads) for s in shares] == [(0, 2), (2, 2), (4, 2), (6, 2)]
     assert [(s.first_kv_head, s.num_kv_heads) for s in shares] == [(0, 1), (0, 1), (1, 1), (1, 1)]
 
@@ -205,7 +205,7 @@ def test_each_device_of_a_worker_has_what_a_worker_of_its_own_would(
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(6, 3, 2), (12, 3, 4), (5, 5, 2)])
 def test_heads_that_do_not_divide_are_refused(num_heads: int, num_kv_heads: int, size: int) -> None:
     with pytest.raises(ConfigError, match="heads"):
-        HeadShare.of(num_heads, num_kv_heads, [Share(0, size)])
+        HeadShard.of(num_heads, num_kv_heads, [Share(0, size)])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from mvllm.layers.context import ForwardStep
 from mvllm.layers.norm import RMSNorm
 from mvllm.models.llama import LlamaForCausalLM
 from mvllm.models.registry import resolve_model_class
-from tests.helpers.host_sync import NoQuestions
+from tests.helpers.host_sync import ForbidSynchronizingOps
 from tests.helpers.model_zoo import ZOO, load_reference, make_checkpoint, marked
 from tests.helpers.paged_driver import HOST, PagedDriver, load_model, make_context, make_layout, read_config
 from tests.helpers.quantized_zoo import make_quantized
@@ -154,7 +154,7 @@ def test_models_ask_the_device_nothing(name: str, tmp_path: Path) -> None:
         layer.kv_cache = layer.backend.allocate(4, 4, HOST)
     metadata = {layer.spec: layer.backend.build_metadata(layout) for layer in model.attention_layers()}
     ids, positions = torch.tensor([5, 6, 7, 8]).int(), torch.tensor([0, 1, 2, 5]).int()
-    with torch.inference_mode(), NoQuestions():
+    with torch.inference_mode(), ForbidSynchronizingOps():
         model.compute_logits(model(ids, positions, ForwardStep(metadata, torch.tensor([3, 3, 3, 60]).int())))
 
 

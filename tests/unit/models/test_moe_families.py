@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ConfigError, ModelError
-from mvllm.layers.gpt_oss_experts import ClampedExperts
-from mvllm.layers.fused_moe import GatedExperts
-from mvllm.layers.mla_attention import LatentAttention
+from mvllm.layers.gpt_oss_experts import GptOssExperts
+from mvllm.layers.fused_moe import FusedMoE
+from mvllm.layers.mla_attention import MLAAttention
 from mvllm.layers.quantization.mxfp4 import dequantize
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.registry import resolve_model_class
@@ -90,8 +90,8 @@ def test_experts_in_mxfp4_are_those_of_the_dequantized_checkpoint(packed: tuple[
         assert torch.equal(mine.gate_up, others.gate_up) and torch.equal(mine.down, others.down)
 
 
-def _experts_of(model: CausalLM) -> list[ClampedExperts]:
-    return [module for module in model.modules() if isinstance(module, ClampedExperts)]
+def _experts_of(model: CausalLM) -> list[GptOssExperts]:
+    return [module for module in model.modules() if isinstance(module, GptOssExperts)]
 
 
 def test_mxfp4_values_are_those_of_the_format() -> None:
@@ -131,7 +131,7 @@ def test_those_stored_as_fp8_too(name: str, ranks: int, tmp_path: Path) -> None:
 def test_quantizing_while_loading_leaves_experts_and_routers_as_they_are(name: str, tmp_path: Path) -> None:
     folder = make_checkpoint(name, tmp_path, tokenizer=False)
     rounded, plain = load_model(folder, quantization="int8"), load_model(folder)
-    kinds = (GatedExperts, ClampedExperts)
+    kinds = (FusedMoE, GptOssExperts)
     pairs = [
         (mine, others)
         for mine, others in zip(rounded.modules(), plain.modules(), strict=False)
@@ -141,7 +141,7 @@ def test_quantizing_while_loading_leaves_experts_and_routers_as_they_are(name: s
     wanted = run(plain)
     assert (run(rounded) - wanted).pow(2).mean().sqrt() < 0.15 * wanted.std()
     names = {type(module).__name__ for module in rounded.modules()}
-    assert ("LatentAttention" in names) == (name == "deepseek2")
+    assert ("MLAAttention" in names) == (name == "deepseek2")
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
@@ -210,9 +210,9 @@ def test_what_is_not_supported_is_refused(
 def test_ranks_that_do_not_divide_the_experts_are_refused() -> None:
     ctx = make_context(tp=fake_group("tp", 0, 16))
     with pytest.raises(ConfigError, match="inner elements of experts"):
-        GatedExperts(ctx, "experts", 64, 40, num_experts=4, top_k=2)
+        FusedMoE(ctx, "experts", 64, 40, num_experts=4, top_k=2)
 
 
 def test_latent_attention_is_what_deepseek_models_have(tmp_path: Path) -> None:
     model = load_model(make_checkpoint("deepseek2", tmp_path, tokenizer=False))
-    assert sum(isinstance(module, LatentAttention) for module in model.modules()) == 2
+    assert sum(isinstance(module, MLAAttention) for module in model.modules()) == 2

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from mvllm.layers.context import ForwardStep
-from mvllm.layers.fused_moe import GatedExperts
+from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.sparse_moe_block import MoE
 from mvllm.layers.routing import Routing
-from tests.helpers.host_sync import NoQuestions, NoReading
+from tests.helpers.host_sync import ForbidSynchronizingOps, ForbidHostReads
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.paged_driver import HOST, load_model, make_context, make_layout
 
@@ -24,7 +24,7 @@ from tests.helpers.paged_driver import HOST, load_model, make_context, make_layo
 def test_the_guard_notices_questions() -> None:
     x = torch.randn(3)
     for question in (lambda: x[0].item(), lambda: x[x > 0], lambda: bool(x.sum() > 0), lambda: x.nonzero()):
-        with pytest.raises(AssertionError, match="makes the host wait"), NoQuestions():
+        with pytest.raises(AssertionError, match="makes the host wait"), ForbidSynchronizingOps():
             question()
 
 
@@ -38,7 +38,7 @@ def test_the_other_guard_notices_reading_but_for_tensors_of_the_host() -> None:
         lambda x: int(x[0]),
         lambda x: x.sum().item(),
     ]
-    with NoReading(lambda tensor: tensor.untyped_storage()._cdata == host.untyped_storage()._cdata):
+    with ForbidHostReads(lambda tensor: tensor.untyped_storage()._cdata == host.untyped_storage()._cdata):
         for read in reads:
             with pytest.raises(AssertionError, match="reads a tensor of the device"):
                 read(device)
@@ -69,13 +69,13 @@ def test_models_ask_nothing(name: str, tmp_path: Path) -> None:
     metadata = {layer.spec: layer.backend.build_metadata(layout) for layer in model.attention_layers()}
     ids, positions = torch.tensor([5, 6, 7, 8]).int(), torch.tensor([0, 1, 2, 5]).int()
     prompt_lens = torch.tensor([3, 3, 3, 60]).int()
-    with torch.inference_mode(), NoQuestions():
+    with torch.inference_mode(), ForbidSynchronizingOps():
         model.compute_logits(model(ids, positions, ForwardStep(metadata, prompt_lens)))
 
 
 def test_mixture_of_experts_asks_nothing() -> None:
     ctx = make_context()
-    experts = GatedExperts(ctx, "experts", 8, 12, num_experts=5, top_k=2)
+    experts = FusedMoE(ctx, "experts", 8, 12, num_experts=5, top_k=2)
     layer = MoE(ctx, "gate", experts, 8, 5, Routing(2))
-    with torch.inference_mode(), NoQuestions():
+    with torch.inference_mode(), ForbidSynchronizingOps():
         layer(torch.randn(7, 8))

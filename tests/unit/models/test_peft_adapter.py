@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from mvllm.errors import ModelError
-from mvllm.models.peft_adapter import PeftFolder, read_peft_folder
+from mvllm.models.peft_adapter import PeftAdapter, read_peft_adapter
 
 MODULE = "model.layers.0.self_attn.q_proj"
 
@@ -30,8 +30,8 @@ def pair(name: str = MODULE, rank: int = 4) -> dict[str, torch.Tensor]:
     return {f"{prefix}.lora_A.weight": torch.ones(rank, 8), f"{prefix}.lora_B.weight": torch.ones(12, rank)}
 
 
-def read(folder: Path, max_rank: int = 16) -> PeftFolder:
-    return read_peft_folder(str(folder), max_rank)
+def read(folder: Path, max_rank: int = 16) -> PeftAdapter:
+    return read_peft_adapter(str(folder), max_rank)
 
 
 def test_ranks_and_scales_are_those_of_each_module(tmp_path: Path) -> None:

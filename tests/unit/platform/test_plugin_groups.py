@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mvllm.config.engine_args import EngineArgs
-from mvllm.engine.metrics.stat_loggers import StatLoggers
+from mvllm.engine.metrics.stat_loggers import StatLoggerManager
 from mvllm.entrypoints.cli.main import COMMANDS, main
 from mvllm.errors import ConfigError, ModelError
 from mvllm.messages.requests import SchedulerStats
@@ -69,13 +69,13 @@ class TestEveryDoor:
     def test_who_is_broken_is_named_with_distribution_version_and_error(self, door, site):
         site("import there_is_no_such_driver")
         with pytest.raises(ConfigError, match=r"acme-extras 0\.1\.0.*there_is_no_such_driver.*pip install") as caught:
-            plugin_groups.load_by_name(door, GROUPS[door.group])
+            plugin_groups.load_plugin_by_name(door, GROUPS[door.group])
         assert isinstance(caught.value.__cause__, ImportError)
 
     def test_even_one_that_tries_to_end_the_process_is_named(self, door, site):
         site("raise SystemExit('no licence')")
         with pytest.raises(ConfigError, match=r"acme-extras 0\.1\.0.*no licence"):
-            plugin_groups.load_by_name(door, GROUPS[door.group])
+            plugin_groups.load_plugin_by_name(door, GROUPS[door.group])
 
     @pytest.mark.parametrize("listed", ["", "somebody-else", "somebody-else, other"])
     def test_who_is_not_on_the_list_is_refused_unimported(self, door, site, monkeypatch, listed):
@@ -84,7 +84,7 @@ class TestEveryDoor:
         name = GROUPS[door.group]
         assert name not in plugin_groups.offered(door)
         with pytest.raises(ConfigError, match=r"acme-extras 0\.1\.0.*MVLLM_PLUGINS.*Add acme-extras"):
-            plugin_groups.load_by_name(door, name)
+            plugin_groups.load_plugin_by_name(door, name)
         assert "acme_extras" not in sys.modules
 
     @pytest.mark.parametrize("listed", ["acme-extras", "x, ACME-Extras", "own name"])
@@ -92,7 +92,7 @@ class TestEveryDoor:
         site("")
         name = GROUPS[door.group]
         monkeypatch.setenv("MVLLM_PLUGINS", listed.replace("own name", name))
-        assert plugin_groups.load_by_name(door, name)[1].__name__ == "acme_extras"
+        assert plugin_groups.load_plugin_by_name(door, name)[1].__name__ == "acme_extras"
 
     def test_two_packages_with_one_name_are_both_named_and_the_list_decides(self, door, site, monkeypatch):
         site("")
@@ -101,12 +101,12 @@ class TestEveryDoor:
         with pytest.raises(ConfigError, match=r"acme-extras 0\.1\.0.*acme-fork 0\.1\.0.*MVLLM_PLUGINS"):
             plugin_groups.find(door, name)
         monkeypatch.setenv("MVLLM_PLUGINS", "acme-fork")
-        assert plugin_groups.load_by_name(door, name)[1].__name__ == "acme_extras_fork"
+        assert plugin_groups.load_plugin_by_name(door, name)[1].__name__ == "acme_extras_fork"
 
     def test_a_name_that_nobody_offers_lists_those_that_are_offered(self, door, site):
         site("")
         with pytest.raises(ConfigError, match=f"'nobody'.*{door.group}.*{GROUPS[door.group]}"):
-            plugin_groups.load_by_name(door, "nobody")
+            plugin_groups.load_plugin_by_name(door, "nobody")
 
 
 class TestModels:
@@ -159,7 +159,7 @@ class TestStatLoggers:
 
     def test_a_logger_hears_of_every_step_until_it_is_closed_once(self, site, config):
         point_at(site, "mvllm.stat_loggers", "Acme", LOGGER.format(init="pass", record="pass"))
-        loggers = StatLoggers(config)
+        loggers = StatLoggerManager(config)
         loggers.record(SchedulerStats(num_running=3), 2)
         loggers.close()
         loggers.close()
@@ -168,7 +168,7 @@ class TestStatLoggers:
     def test_one_that_raises_is_named_once_and_not_called_again(self, site, config, caplog):
         text = LOGGER.format(init="pass", record="raise OSError('disk full')")
         point_at(site, "mvllm.stat_loggers", "Acme", text)
-        loggers = StatLoggers(config)
+        loggers = StatLoggerManager(config)
         with caplog.at_level("ERROR", logger="mvllm"):
             loggers.record(SchedulerStats(), 1)
             loggers.record(SchedulerStats(), 1)
@@ -182,7 +182,7 @@ class TestStatLoggers:
     def test_one_that_cannot_be_made_is_named(self, site, config, value, init):
         point_at(site, "mvllm.stat_loggers", value, LOGGER.format(init=init or "pass", record="pass"))
         with pytest.raises(ConfigError, match=r"acme-extras 0\.1\.0"):
-            StatLoggers(config)
+            StatLoggerManager(config)
 
 
 class TestCommands:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mvllm.platform.runtime import Event
-from mvllm.platform.staging_buffers import StepStaging
+from mvllm.platform.staging_buffers import StagingBuffers
 from tests.unit.worker.builders import HostRuntime
 
 
@@ -36,7 +36,7 @@ class EventfulRuntime(HostRuntime):
 
 def test_a_buffer_is_filled_again_only_after_the_step_that_used_it_has_ended() -> None:
     runtime = EventfulRuntime()
-    staging = StepStaging(runtime)
+    staging = StagingBuffers(runtime)
     used = []
     for _ in range(4):
         staging.begin_step()
@@ -54,7 +54,7 @@ def test_a_buffer_is_filled_again_only_after_the_step_that_used_it_has_ended() -
 
 
 def test_each_dtype_has_a_buffer_of_its_own_that_grows_when_it_must() -> None:
-    staging = StepStaging(HostRuntime())
+    staging = StagingBuffers(HostRuntime())
     staging.reserve(5, torch.int32)
     staging.begin_step()
     ids, numbers = staging.buffer(5, torch.int32), staging.buffer(3, torch.float32)

@@ -12,7 +12,7 @@ import torch
 
 from mvllm.messages.pooling_params import Activation, PoolingParams, PoolingTask, PoolingType
 from mvllm.platform.runtime import FinishedHostCopy
-from mvllm.pooling.pooler import PooledRows, PoolingState, finish_vector, pool
+from mvllm.pooling.pooler import PooledRows, PoolingState, postprocess_vector, pool
 
 RUNTIME = cast(Any, SimpleNamespace(to_host=FinishedHostCopy))
 
@@ -94,7 +94,7 @@ def test_vectors_are_cut_before_they_are_scaled() -> None:
     vector = np.array([3, 4, 12], dtype=np.float32)
 
     def finished(**settings: Any) -> list[float]:
-        data = finish_vector(vector, PoolingParams(**settings))
+        data = postprocess_vector(vector, PoolingParams(**settings))
         assert data is not None
         return np.frombuffer(data, "<f4").tolist()
 
@@ -106,13 +106,13 @@ def test_vectors_are_cut_before_they_are_scaled() -> None:
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_lengths_of_any_size_are_scaled(scale: float) -> None:
-    data = finish_vector(np.array([3, 4], dtype=np.float32) * np.float32(scale), PoolingParams(normalize=True))
+    data = postprocess_vector(np.array([3, 4], dtype=np.float32) * np.float32(scale), PoolingParams(normalize=True))
     assert data is not None
     np.testing.assert_allclose(np.frombuffer(data, "<f4"), [0.6, 0.8], rtol=1e-6)
 
 
 def test_a_vector_of_zeros_stays_one() -> None:
-    data = finish_vector(np.zeros(3, dtype=np.float32), PoolingParams(normalize=True))
+    data = postprocess_vector(np.zeros(3, dtype=np.float32), PoolingParams(normalize=True))
     assert data == bytes(12)
 
 
@@ -149,5 +149,5 @@ def test_the_head_scores_those_who_want_scores_and_no_others() -> None:
 def test_no_result_of_a_head_is_too_large(how: Activation, expected: list[float]) -> None:
     params = PoolingParams(pooling_type=PoolingType.CLS, normalize=False, activation=how)
     with np.errstate(all="raise", under="ignore"):
-        found = finish_vector(np.array([1e4, 0, -1e4], dtype=np.float32), params)
+        found = postprocess_vector(np.array([1e4, 0, -1e4], dtype=np.float32), params)
     assert found is not None and np.frombuffer(found, "<f4").tolist() == expected

@@ -12,15 +12,15 @@ from mvllm.errors import ModelError
 from mvllm.layers.matrix_layout import MatrixLayout, Part
 from mvllm.layers.quantization.interface import PackedFormat
 from mvllm.layers.quantization.packed_matrix import PackedMatrix, Packing
-from mvllm.layers.quantization.packing_formats import AWQPacking, GPTQPacking, IntegersPacking, WordsPacking
+from mvllm.layers.quantization.packing_formats import AWQPacking, GPTQPacking, IntQuantizedPacking, PackQuantizedPacking
 from tests.helpers.paged_driver import make_context
 from tests.helpers.quantized_zoo import (
     Packer,
     pack_awq,
     pack_gptq,
     pack_gptq_v2,
-    pack_integers,
-    pack_words,
+    int_quantized,
+    pack_quantized,
     round_matrix,
 )
 
@@ -32,9 +32,9 @@ PACKINGS: dict[str, tuple[Packing, Packer, int]] = {
     "gptq": (GPTQPacking(zeros_less_one=True), pack_gptq, 4),
     "gptq-8": (GPTQPacking(zeros_less_one=True), pack_gptq, 8),
     "gptq-v2": (GPTQPacking(zeros_less_one=False), pack_gptq_v2, 4),
-    "words": (WordsPacking(), pack_words, 4),
-    "words-8": (WordsPacking(), pack_words, 8),
-    "integers": (IntegersPacking(), pack_integers, 8),
+    "words": (PackQuantizedPacking(), pack_quantized, 4),
+    "words-8": (PackQuantizedPacking(), pack_quantized, 8),
+    "integers": (IntQuantizedPacking(), int_quantized, 8),
 }
 
 
@@ -76,7 +76,7 @@ def test_groups_come_with_their_columns(packing: str, rows: slice, columns: slic
 
 def test_the_last_group_may_have_fewer_columns() -> None:
     rounded = round_matrix(torch.randn(OUT, IN), 4, 32, symmetric=True)
-    weight, _ = fill(build(WordsPacking(), PackedFormat(4, 32), *WHOLE), pack_words("m", rounded)).read()
+    weight, _ = fill(build(PackQuantizedPacking(), PackedFormat(4, 32), *WHOLE), pack_quantized("m", rounded)).read()
     assert weight.zero_points is None and weight.scales.shape == (OUT, 2)
     torch.testing.assert_close(weight.dequantize(), rounded.floats())
 

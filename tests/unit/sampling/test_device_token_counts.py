@@ -10,11 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mvllm.messages.sampling_params import SamplingParams
-from mvllm.platform.staging_buffers import StepStaging
-from mvllm.sampling.penalties import DeviceCounts
+from mvllm.platform.staging_buffers import StagingBuffers
+from mvllm.sampling.penalties import DeviceTokenCounts
 from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.sampling_state import SamplingState
-from tests.helpers.host_sync import NoQuestions
+from tests.helpers.host_sync import ForbidSynchronizingOps
 from tests.unit.sampling.builders import Bench, Sampled, random_logits
 from tests.unit.worker.builders import HostRuntime
 
@@ -26,9 +26,9 @@ class DeviceBench(Bench):
 
     def __init__(self, *, static: bool = False, max_len: int = MAX_LEN) -> None:
         super().__init__(vocab_size=VOCAB, max_rows=MAX_ROWS, max_len=max_len)
-        self.counts = DeviceCounts(lambda shape, dtype: torch.full(shape, 77, dtype=dtype), MAX_ROWS, VOCAB, max_len)
+        self.counts = DeviceTokenCounts(lambda shape, dtype: torch.full(shape, 77, dtype=dtype), MAX_ROWS, VOCAB, max_len)
         self.state = SamplingState(MAX_ROWS, VOCAB, 0, device_counts=self.counts)
-        self.staging = StepStaging(HostRuntime())
+        self.staging = StagingBuffers(HostRuntime())
         self.sampler = Sampler(self.staging, static=static)
         self.static = static
 
@@ -36,12 +36,12 @@ class DeviceBench(Bench):
         padding = MAX_ROWS - len(rows) if self.static else 0
         logits = torch.nn.functional.pad(logits, (0, 0, 0, padding))
         self.staging.begin_step()
-        with NoQuestions():
+        with ForbidSynchronizingOps():
             sampled = self.sample(logits, rows)
             where = torch.tensor([*rows, *[MAX_ROWS] * padding], dtype=torch.int32)
             self.counts.add(sampled.token_ids, where)
         self.staging.end_step()
-        self.history.append_unknown(np.array(rows))
+        self.history.append_placeholders(np.array(rows))
         return sampled.tolist()
 
 
@@ -98,7 +98,7 @@ def test_penalised_rows_leave_no_reason_to_read_tokens_and_bad_words_do() -> Non
     words.bad_words_token_ids = [[5, 6]]
     for row, params in enumerate((SamplingParams(repetition_penalty=1.3, presence_penalty=1.0), words)):
         bench.set_row(row, Sampled(params))
-    assert bench.state.reading_history(np.arange(2)).tolist() == [1]
+    assert bench.state.rows_reading_tokens(np.arange(2)).tolist() == [1]
 
 
 def test_there_is_no_table_before_the_first_penalised_row_and_none_after_it_was_dropped() -> None:

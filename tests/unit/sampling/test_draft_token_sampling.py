@@ -82,7 +82,7 @@ def test_counts_of_what_may_come_leave_those_of_what_has_come() -> None:
     counts = TokenCounts()
     counts.update(tokens[:4], 2)
     before = dict(zip(counts.token_ids.tolist(), counts.counts.tolist(), strict=True))
-    longer = counts.and_then(tokens, 2)
+    longer = counts.extended_copy(tokens, 2)
     assert dict(zip(longer.token_ids.tolist(), longer.counts.tolist(), strict=True)) == {1: 1, 2: 1, 3: 2, 70: 1, 71: 1}
     assert dict(zip(counts.token_ids.tolist(), counts.counts.tolist(), strict=True)) == before == {1: 0, 2: 1, 3: 1}
     counts.update(tokens[:5], 2)

@@ -25,11 +25,11 @@ def batch(**more: object) -> list[Sampled]:
 
 
 @pytest.mark.parametrize("vocab_size", [97, 2048, 5003])
-@pytest.mark.parametrize("may_look", [True, False])
-def test_tokens_are_the_same_with_and_without(vocab_size: int, may_look: bool) -> None:
+@pytest.mark.parametrize("may_synchronize", [True, False])
+def test_tokens_are_the_same_with_and_without(vocab_size: int, may_synchronize: bool) -> None:
     logits = random_logits(len(SETTINGS), vocab_size)
     own, provided = Sampler(), Sampler(filtered_draw=filtered_draw)
-    own.may_look = provided.may_look = may_look
+    own.may_synchronize = provided.may_synchronize = may_synchronize
     for round_ in range(4):
         sequences = batch(frequency_penalty=0.1 * (round_ % 2))
         expected = sample_batch(logits, sequences, sampler=own, engine_seed=round_).tolist()

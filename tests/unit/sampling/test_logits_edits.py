@@ -8,7 +8,7 @@ import torch
 
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.sampling.bad_words import BadWords
-from mvllm.sampling.token_masks import TokenMasks, both, mask_of
+from mvllm.sampling.token_masks import TokenMasks, both, mask_from_token_ids
 from tests.unit.sampling.builders import Bench, Sampled, random_logits, sample_batch
 from tests.unit.sampling.test_token_masks import pack
 
@@ -34,20 +34,20 @@ def test_only_words_of_several_tokens_read_what_is_there() -> None:
     kinds = [{"bad_words_token_ids": [[5]]}, {"bad_words_token_ids": [[5, 6]]}, {"logit_bias": {5: 1}}, {}]
     for row, settings in enumerate(kinds):
         bench.set_row(row, Sampled(SamplingParams(**settings)))
-    assert bench.state.reading_history(np.arange(4)).tolist() == [1]
+    assert bench.state.rows_reading_tokens(np.arange(4)).tolist() == [1]
 
 
 @pytest.mark.parametrize("vocab_size", [15, 16, 17, 320])
 def test_masks_of_lists(vocab_size: int) -> None:
     ids = [0, 7, vocab_size - 1, vocab_size + 5]
-    bits = np.unpackbits(mask_of(ids, vocab_size).view(np.uint8), bitorder="little")
+    bits = np.unpackbits(mask_from_token_ids(ids, vocab_size).view(np.uint8), bitorder="little")
     assert np.flatnonzero(bits).tolist() == [0, 7, vocab_size - 1]
 
 
 def test_both_of_two_masks_of_different_lengths() -> None:
-    one, other = mask_of(range(20), 20), mask_of(range(10, 64), 64)
-    assert np.array_equal(both(one, other, 4), both(mask_of(range(10, 20), 64), None, 4))
-    assert np.array_equal(both(None, one, 4), mask_of(range(20), 64))
+    one, other = mask_from_token_ids(range(20), 20), mask_from_token_ids(range(10, 64), 64)
+    assert np.array_equal(both(one, other, 4), both(mask_from_token_ids(range(10, 20), 64), None, 4))
+    assert np.array_equal(both(None, one, 4), mask_from_token_ids(range(20), 64))
 
 
 def test_a_form_of_some_rows_does_not_shorten_the_lists_of_others() -> None:

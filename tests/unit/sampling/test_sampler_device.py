@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mvllm.messages.sampling_params import SamplingParams
-from mvllm.platform.staging_buffers import StepStaging
+from mvllm.platform.staging_buffers import StagingBuffers
 from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.sampling_state import MAX_VOCAB_SIZE, SamplingState
 from tests.unit.sampling.builders import Sampled, random_logits, sample_batch
@@ -70,7 +70,7 @@ def test_sampling_copies_once_to_the_device_and_waits_for_nothing(with_mask):
 
 def test_from_staging_buffers_the_same_is_sampled_and_one_copy_made():
     runtime = HostRuntime()
-    staging = StepStaging(runtime)
+    staging = StagingBuffers(runtime)
     logits = random_logits(len(MIXED), VOCAB)
     expected = sample_batch(logits, MIXED)
     for step in range(1, 4):

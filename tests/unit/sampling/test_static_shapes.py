@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mvllm.messages.sampling_params import SamplingParams
-from mvllm.sampling.token_masks import TokenMasks, mask_of
-from mvllm.sampling.sampler import Sampler, batch_kinds
+from mvllm.sampling.token_masks import TokenMasks, mask_from_token_ids
+from mvllm.sampling.sampler import Sampler, warm_up_params
 from tests.unit.sampling.builders import Bench, Sampled, random_logits
 
 VOCAB = 256
@@ -53,7 +53,7 @@ def test_the_same_is_sampled(params):
 
 
 def test_masks_of_some_rows_leave_the_others_alone():
-    masks = TokenMasks([1], mask_of([11], VOCAB).tobytes())
+    masks = TokenMasks([1], mask_from_token_ids([11], VOCAB).tobytes())
     params = [GREEDY, GREEDY, RANDOM, SamplingParams(temperature=0, allowed_token_ids=[5])]
     expected, found = sample(params, static=False, masks=masks), sample(params, static=True, masks=masks)
     assert found.tolist() == expected.tolist()
@@ -92,6 +92,6 @@ def test_shapes_depend_on_the_kind_of_a_batch_alone(one, other):
 
 
 def test_the_kinds_of_the_warm_up_are_all_that_sampling_needs():
-    warm = [shapes_of([kind]) for kind in batch_kinds(VOCAB)]
+    warm = [shapes_of([kind]) for kind in warm_up_params(VOCAB)]
     for params in ([GREEDY], [RANDOM, GREEDY], *([each] for each in FILTERED), [SamplingParams(top_k=200), GREEDY]):
         assert shapes_of(params) in warm

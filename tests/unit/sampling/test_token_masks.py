@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mvllm.messages.sampling_params import SamplingParams
-from mvllm.sampling.token_masks import TokenMasks, allowed_tokens
+from mvllm.sampling.token_masks import TokenMasks, unpack_masks
 from tests.unit.sampling.builders import Bench, Sampled, random_logits
 
 
@@ -26,7 +26,7 @@ def test_bits_are_unpacked_in_their_places(vocab_size: int) -> None:
     assert masks.covers(np.array([2, 3, 9])).tolist() == [True, False, True]
     order = [2, 0, 4]
     words = torch.from_numpy(masks.words(np.array([rows[i] for i in order])).astype(np.float32))
-    assert np.array_equal(allowed_tokens(words, 3, vocab_size).numpy(), allowed[order])
+    assert np.array_equal(unpack_masks(words, 3, vocab_size).numpy(), allowed[order])
 
 
 def bench_of(num_rows: int, vocab_size: int) -> Bench:

@@ -28,7 +28,7 @@ class Dense(Sampler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.may_look = False
+        self.may_synchronize = False
 
 
 def sequences(count: int, **settings) -> list[Sampled]:

@@ -36,7 +36,7 @@ def make_scheduler(
     windows: tuple[int | None, ...] = (None,),
     num_speculative_tokens: int = 0,
     num_lookahead_tokens: int = 0,
-    masks_may_follow: bool = False,
+    can_defer_masks: bool = False,
     **limits: int | None,
 ) -> Scheduler:
     return Scheduler(
@@ -61,7 +61,7 @@ def make_scheduler(
         max_loras=max_loras,
         num_speculative_tokens=num_speculative_tokens,
         num_lookahead_tokens=num_lookahead_tokens,
-        masks_may_follow=masks_may_follow,
+        can_defer_masks=can_defer_masks,
     )
 
 

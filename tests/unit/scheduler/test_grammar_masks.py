@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mvllm.messages.requests import FinishReason
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from mvllm.scheduler.grammar_masks import MASK_SECONDS
+from mvllm.scheduler.grammar_masks import DEFERRED_MASK_SECONDS
 from mvllm.scheduler.scheduler import Scheduler
 from tests.unit.scheduler.builders import make_request, make_scheduler
 
@@ -44,9 +44,9 @@ def answer(scheduler: Scheduler, plan: SchedulerOutput, token: int = 7):
 def test_a_request_waits_aside_until_its_grammar_is_there() -> None:
     scheduler = make_scheduler()
     scheduler.add_request(make_request(request_id="formed", structured_outputs=FORM))
-    assert scheduler.waits_for_grammars and scheduler.is_waiting_for_grammar("formed")
+    assert scheduler.is_waiting_for_masks and scheduler.is_waiting_for_grammar("formed")
     scheduler.add_request(make_request(request_id="free"))
-    assert not scheduler.waits_for_grammars
+    assert not scheduler.is_waiting_for_masks
     plan = scheduler.schedule()
     assert [new.request_id for new in plan.new_requests] == ["free"] and not plan.mask_rows
     scheduler.start_grammar("formed", Countdown(3))
@@ -66,7 +66,7 @@ def test_it_can_be_aborted_or_fail_while_it_waits() -> None:
     scheduler.fail_request("aborted", "too late")
     scheduler.check_integrity()
     scheduler.fail_request("failed", "no such thing")
-    assert not scheduler.waits_for_grammars
+    assert not scheduler.is_waiting_for_masks
     (output,) = answer(scheduler, scheduler.schedule())
     assert (output.request_id, output.finish_reason, output.error) == ("failed", FinishReason.ERROR, "no such thing")
     assert not scheduler.has_requests()
@@ -156,13 +156,13 @@ def test_a_request_takes_part_in_no_step_while_its_mask_is_being_computed() -> N
     answer(scheduler, scheduler.schedule())
     grammar.is_ready = False
     while len(scheduler.request_ids) == 2:  # the other goes on to its end
-        assert not scheduler.waits_for_grammars
+        assert not scheduler.is_waiting_for_masks
         plan = scheduler.schedule()
         assert len(plan.rows) == 1 and not plan.mask_rows
         answer(scheduler, plan)
-    assert scheduler.request_ids == ["formed"] and scheduler.waits_for_grammars
+    assert scheduler.request_ids == ["formed"] and scheduler.is_waiting_for_masks
     grammar.is_ready = True
-    assert not scheduler.waits_for_grammars and len(scheduler.schedule().mask_rows) == 1
+    assert not scheduler.is_waiting_for_masks and len(scheduler.schedule().mask_rows) == 1
 
 
 def test_one_that_has_given_way_waits_for_its_mask_and_holds_up_nobody() -> None:
@@ -180,7 +180,7 @@ def test_one_that_has_given_way_waits_for_its_mask_and_holds_up_nobody() -> None
         plan = scheduler.schedule()
         assert not plan.mask_rows
         ended += [output.request_id for output in answer(scheduler, plan) if output.finish_reason is not None]
-    assert scheduler.request_ids == ["formed"] and scheduler.waits_for_grammars
+    assert scheduler.request_ids == ["formed"] and scheduler.is_waiting_for_masks
     scheduler.fail_request("formed", "of another request with this id", grammar=Countdown(1))
     assert scheduler.request_ids == ["formed"]
     scheduler.fail_request("formed", "too slow", grammar=grammar)
@@ -191,7 +191,7 @@ class TestMasksThatFollow:
     """Where workers can take masks later, a step is planned before the last token is known."""
 
     def scheduler(self, **grammars: Countdown) -> Scheduler:
-        scheduler = make_scheduler(masks_may_follow=True)
+        scheduler = make_scheduler(can_defer_masks=True)
         for name, grammar in grammars.items():
             scheduler.add_request(make_request(request_id=name, structured_outputs=FORM, max_tokens=8))
             scheduler.start_grammar(name, grammar)
@@ -223,7 +223,7 @@ class TestMasksThatFollow:
 
     def test_what_takes_long_to_compute_is_not_waited_for(self) -> None:
         cheap, expensive = Countdown(8), Countdown(8)
-        expensive.expected_seconds = 2 * MASK_SECONDS
+        expensive.expected_seconds = 2 * DEFERRED_MASK_SECONDS
         scheduler = self.scheduler(cheap=cheap, expensive=expensive)
         first = scheduler.schedule()
         second = scheduler.schedule()

@@ -171,7 +171,7 @@ def steps_of(engine: Engine, *requests) -> list[SchedulerOutput]:
 # ------------------------------------------------------------------------------------------------ how far a guess goes
 
 
-def test_right_guesses_bring_their_tokens_and_one_more_in_a_step():
+def test_accepted_draft_tokens_and_one_more_token_come_in_one_step():
     engine = make_engine(3)
     plans = steps_of(engine, make_request(6, request_id="a", max_tokens=9))
     assert [plan.num_scheduled_tokens for plan in plans] == [[6], [4], [4]]
@@ -180,7 +180,7 @@ def test_right_guesses_bring_their_tokens_and_one_more_in_a_step():
     assert (stats.num_drafts, stats.num_draft_tokens, stats.accepted_at) == (2, 6, [2, 2, 2])
 
 
-def test_wrong_guesses_bring_one_token_as_without_them():
+def test_rejected_draft_tokens_leave_one_token_per_step():
     engine = make_engine(3, guess=lambda tokens: [token + 1 for token in following(tokens, 3)])
     plans = steps_of(engine, make_request(6, request_id="a", max_tokens=5))
     assert [plan.num_scheduled_tokens for plan in plans] == [[6], [4], [3], [2], [1]]
@@ -189,7 +189,7 @@ def test_wrong_guesses_bring_one_token_as_without_them():
     assert (stats.num_drafts, stats.num_draft_tokens, stats.accepted_at) == (3, 6, [0, 0, 0])
 
 
-def test_guesses_count_up_to_the_first_wrong_one():
+def test_draft_tokens_count_up_to_the_first_mismatch():
     engine = make_engine(3, guess=lambda tokens: [*following(tokens, 1), 99, *following(tokens, 3)[2:]])
     steps_of(engine, make_request(6, request_id="a", max_tokens=9))
     assert [len(output.new_token_ids) for output in engine.results["a"].outputs] == [1, 2, 2, 2, 2]
@@ -198,7 +198,7 @@ def test_guesses_count_up_to_the_first_wrong_one():
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 12))
-def test_no_guess_is_checked_behind_the_last_token(max_tokens):
+def test_no_draft_token_is_verified_behind_the_last_token(max_tokens):
     engine = make_engine(4, max_model_len=14)
     request = make_request(6, request_id="a", max_tokens=max_tokens)
     longest = min(max_tokens, 8)
@@ -237,7 +237,7 @@ def test_an_end_of_sequence_within_min_tokens_of_a_run_ends_nothing():
 # ------------------------------------------------------------------------------------------- what guesses may not take
 
 
-def test_guesses_take_what_the_budget_leaves_when_all_others_have_their_token():
+def test_draft_tokens_get_the_budget_that_is_left_when_all_others_have_their_token():
     engine = make_engine(8, max_num_batched_tokens=6, max_num_seqs=4)
     requests = [make_request(1, max_tokens=12) for _ in range(4)]
     engine.add(*requests)
@@ -248,7 +248,7 @@ def test_guesses_take_what_the_budget_leaves_when_all_others_have_their_token():
     assert [engine.results[request.request_id].token_ids for request in requests] == [alone(r) for r in requests]
 
 
-def test_a_guess_that_finds_no_block_is_dropped():
+def test_a_draft_token_without_a_free_block_is_dropped():
     guessing, plain = make_engine(4, num_blocks=3), make_engine(4, num_blocks=3, guess=lambda tokens: [])
     for engine in (guessing, plain):
         requests = [make_request(3, request_id="a", max_tokens=6), make_request(3, request_id="b", max_tokens=6)]
@@ -258,7 +258,7 @@ def test_a_guess_that_finds_no_block_is_dropped():
 
 
 @pytest.mark.parametrize("num_lookahead", [0, 5])
-def test_no_guess_gets_a_block_in_the_step_of_a_preemption(num_lookahead):
+def test_no_draft_token_gets_a_block_in_the_step_of_a_preemption(num_lookahead):
     engine = make_engine(5, num_lookahead=num_lookahead, num_blocks=10, block_size=2, max_num_seqs=5)
     engine.add(*[make_request(4, max_tokens=12) for _ in range(5)])
     scheduler = engine.scheduler
@@ -278,7 +278,7 @@ def test_no_guess_gets_a_block_in_the_step_of_a_preemption(num_lookahead):
     assert num_seen
 
 
-def test_a_request_with_a_preempted_neighbour_guesses_again_when_it_resumes():
+def test_a_request_with_a_preempted_neighbour_gets_draft_tokens_again_when_it_resumes():
     engine = make_engine(3, num_blocks=5, block_size=4, max_num_seqs=2)
     requests = [make_request(6, request_id="a", max_tokens=10), make_request(6, request_id="b", max_tokens=10)]
     results = engine.run(*requests)
@@ -286,7 +286,7 @@ def test_a_request_with_a_preempted_neighbour_guesses_again_when_it_resumes():
     assert engine.scheduler.make_stats().num_preemptions > 0
 
 
-def test_blocks_of_wrong_guesses_are_not_found_by_others():
+def test_blocks_of_rejected_draft_tokens_are_not_found_by_others():
     """A wrong guess fills a block; a request whose prompt is known tokens and that guess must compute it itself."""
     prompt = [5, 6, 7]
     wrong = [(token + 1) % 50 for token in following(prompt, 8)]
@@ -298,7 +298,7 @@ def test_blocks_of_wrong_guesses_are_not_found_by_others():
     assert result.token_ids == following([*prompt, *first, *wrong[:6]], 3)
 
 
-def test_blocks_of_right_guesses_are_found_by_others():
+def test_blocks_of_accepted_draft_tokens_are_found_by_others():
     prompt = [5, 6, 7]
     tokens = following(prompt, 14)
     engine = make_engine(6, block_size=4)
@@ -308,7 +308,7 @@ def test_blocks_of_right_guesses_are_found_by_others():
     assert result.token_ids == following([*prompt, *tokens], 3)
 
 
-def test_guesses_for_a_request_that_is_gone_are_dropped():
+def test_draft_tokens_of_a_finished_request_are_dropped():
     engine = make_engine(3)
     stays, new = make_request(6, max_tokens=9), make_request(6, max_tokens=9)
     engine.add(make_request(6, request_id="gone"), stays)
@@ -326,7 +326,7 @@ def test_guesses_for_a_request_that_is_gone_are_dropped():
         assert engine.results[request.request_id].token_ids == alone(request)
 
 
-def test_a_request_with_a_grammar_has_no_guess_checked():
+def test_draft_tokens_of_a_request_with_a_grammar_are_not_verified():
     """Workers make none for it; should one come, what may follow it is not known yet."""
     engine = make_engine(3)
     scheduler = engine.scheduler

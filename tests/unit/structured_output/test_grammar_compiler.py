@@ -19,10 +19,10 @@ from mvllm.engine.frontend.grammar_vocabulary import load_vocabulary
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.structured_output import grammar_compiler as compiler_module
 from mvllm.structured_output.grammar_compiler import CompiledGrammar, GrammarCache, job_of
-from mvllm.structured_output.structured_output_manager import GrammarManager, GrammarOutcome
+from mvllm.structured_output.structured_output_manager import StructuredOutputManager, GrammarResult
 from mvllm.structured_output.sequence_grammar import SequenceGrammar
-from mvllm.structured_output.sandbox_main import TrialJob
-from mvllm.structured_output.sandbox import GrammarTrial
+from mvllm.structured_output.sandbox_main import CompileJob
+from mvllm.structured_output.sandbox import GrammarSandbox
 from mvllm.structured_output.vocabulary import Vocabulary
 
 PATIENCE = 240.0
@@ -34,16 +34,16 @@ def vocabulary() -> Vocabulary:
 
 
 @pytest.fixture(scope="module")
-def kept(vocabulary: Vocabulary) -> Iterator[GrammarManager]:
+def kept(vocabulary: Vocabulary) -> Iterator[StructuredOutputManager]:
     """A manager for tests that leave it as it was; its process is started once."""
-    manager = GrammarManager(lambda: vocabulary)
+    manager = StructuredOutputManager(lambda: vocabulary)
     yield manager
     manager.shutdown()
 
 
 @pytest.fixture
-def manager(vocabulary: Vocabulary) -> Iterator[GrammarManager]:
-    manager = GrammarManager(lambda: vocabulary)
+def manager(vocabulary: Vocabulary) -> Iterator[StructuredOutputManager]:
+    manager = StructuredOutputManager(lambda: vocabulary)
     yield manager
     manager.shutdown()
 
@@ -59,8 +59,8 @@ def request(name: str = "request", eos: list[int] | None = None, **fields: objec
     )
 
 
-def outcomes(manager: GrammarManager, number: int) -> dict[str, GrammarOutcome]:
-    found: dict[str, GrammarOutcome] = {}
+def outcomes(manager: StructuredOutputManager, number: int) -> dict[str, GrammarResult]:
+    found: dict[str, GrammarResult] = {}
     deadline = time.monotonic() + PATIENCE
     while len(found) < number:
         assert time.monotonic() < deadline
@@ -69,7 +69,7 @@ def outcomes(manager: GrammarManager, number: int) -> dict[str, GrammarOutcome]:
     return found
 
 
-def begin(manager: GrammarManager, **fields: object) -> SequenceGrammar:
+def begin(manager: StructuredOutputManager, **fields: object) -> SequenceGrammar:
     manager.submit(request(**fields))
     outcome = outcomes(manager, 1)["request"]
     assert outcome.grammar is not None, outcome.error
@@ -115,7 +115,7 @@ HOSTILE: dict[str, dict[str, object]] = {
 MAY_SUCCEED = {"backtracking", "squared counts", "many enums", "huge range", "exponential"}
 
 
-def test_hostile_wishes_end_in_clear_errors_and_the_next_request_is_served(manager: GrammarManager) -> None:
+def test_hostile_grammars_end_in_clear_errors_and_the_next_request_is_served(manager: StructuredOutputManager) -> None:
     for name, fields in HOSTILE.items():
         manager.submit(request(name, **fields))
     manager.submit(request("good", regex="ab"))
@@ -127,16 +127,16 @@ def test_hostile_wishes_end_in_clear_errors_and_the_next_request_is_served(manag
             assert error is not None and "structured_outputs" in error, name
             assert len(error) < 600 and "\n" not in error, error
     assert "takes more than" in str(found["divisor"].error)
-    assert len(manager.trial_pids) <= 2
+    assert len(manager.sandbox_pids) <= 2
 
 
-def test_a_failed_part_of_a_schema_is_named(manager: GrammarManager) -> None:
+def test_a_failed_part_of_a_schema_is_named(manager: StructuredOutputManager) -> None:
     part = {"type": "object", "properties": {"q": {"anyOf": [{"type": "null"}, {"type": "strng"}]}}}
     manager.submit(request(json={"type": "array", "items": part}))
     assert "#/items/properties/q/anyOf/1" in str(outcomes(manager, 1)["request"].error)
 
 
-def test_memory_stays_bounded_over_many_schemas(manager: GrammarManager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_stays_bounded_over_many_schemas(manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "CACHE_ENTRIES", 16)
     begin(manager, regex="warm up")
     for i in range(300):
@@ -153,7 +153,7 @@ def test_memory_stays_bounded_over_many_schemas(manager: GrammarManager, monkeyp
 
 
 def test_the_cache_forgets_what_was_used_longest_ago_and_counts_bytes() -> None:
-    cache, jobs = GrammarCache(), [TrialJob("regex", str(i)) for i in range(3)]
+    cache, jobs = GrammarCache(), [CompileJob("regex", str(i)) for i in range(3)]
     for job in jobs[:2]:
         cache.put(job, CompiledGrammar(None, [], compiler_module.CACHE_BYTES // 2 - 100))
     assert cache.get(jobs[0]) is not None
@@ -162,7 +162,7 @@ def test_the_cache_forgets_what_was_used_longest_ago_and_counts_bytes() -> None:
     assert cache.memory <= compiler_module.CACHE_BYTES
 
 
-def test_who_leaves_is_forgotten_and_equal_wishes_are_compiled_once(manager: GrammarManager) -> None:
+def test_cancelled_requests_are_forgotten_and_equal_grammars_are_compiled_once(manager: StructuredOutputManager) -> None:
     for name in ("first", "second", "third"):
         manager.submit(request(name, json={"type": "object"}))
     manager.cancel(["second"])
@@ -172,7 +172,7 @@ def test_who_leaves_is_forgotten_and_equal_wishes_are_compiled_once(manager: Gra
 
 
 def test_a_process_that_is_killed_is_started_again(vocabulary: Vocabulary) -> None:
-    trial = GrammarTrial(vocabulary)
+    trial = GrammarSandbox(vocabulary)
     job = job_of(StructuredOutputsParams(regex="ab"))
     try:
         assert trial.run(job).error is None
@@ -190,7 +190,7 @@ def test_a_process_that_is_killed_is_started_again(vocabulary: Vocabulary) -> No
 
 
 def test_masks_lead_through_the_text_and_allow_the_end_where_it_is_complete(
-    manager: GrammarManager, vocabulary: Vocabulary
+    manager: StructuredOutputManager, vocabulary: Vocabulary
 ) -> None:
     grammar = begin(manager, json={"enum": ["ja", "jawohl"]})
     for token in tokens_of(vocabulary, '"ja'):
@@ -205,7 +205,7 @@ def test_masks_lead_through_the_text_and_allow_the_end_where_it_is_complete(
 
 
 def test_tokens_that_end_a_sequence_wait_for_complete_text_and_for_min_tokens(
-    manager: GrammarManager, vocabulary: Vocabulary
+    manager: StructuredOutputManager, vocabulary: Vocabulary
 ) -> None:
     a, b = tokens_of(vocabulary, "a")[0], tokens_of(vocabulary, "b")[0]
     grammar = begin(manager, regex="a[0-9]", min_tokens=2, stop_token_ids=[a])
@@ -218,7 +218,7 @@ def test_tokens_that_end_a_sequence_wait_for_complete_text_and_for_min_tokens(
     assert {1, a, b} <= allowed(grammar)
 
 
-def test_what_is_complete_ends_whatever_else_was_asked(manager: GrammarManager, vocabulary: Vocabulary) -> None:
+def test_what_is_complete_ends_whatever_else_was_asked(manager: StructuredOutputManager, vocabulary: Vocabulary) -> None:
     (a,) = tokens_of(vocabulary, "a")
     for settings in ({"ignore_eos": True}, {"min_tokens": 50}, {"eos": []}):
         grammar = begin(manager, regex="a", **settings)
@@ -229,20 +229,20 @@ def test_what_is_complete_ends_whatever_else_was_asked(manager: GrammarManager, 
         assert grammar.is_complete
 
 
-def test_a_token_outside_of_the_grammar_is_an_error(manager: GrammarManager, vocabulary: Vocabulary) -> None:
+def test_a_token_outside_of_the_grammar_is_an_error(manager: StructuredOutputManager, vocabulary: Vocabulary) -> None:
     grammar = begin(manager, choice=["yes"])
     grammar.accept(tokens_of(vocabulary, "n")[0])
     assert grammar.error is not None and not grammar.is_complete
 
 
-def test_sequences_of_one_grammar_do_not_share_their_place(manager: GrammarManager, vocabulary: Vocabulary) -> None:
+def test_sequences_of_one_grammar_do_not_share_their_place(manager: StructuredOutputManager, vocabulary: Vocabulary) -> None:
     first, second = begin(manager, regex="a[0-9]"), begin(manager, regex="a[0-9]")
     before = second.mask
     first.accept(tokens_of(vocabulary, "a")[0])
     assert second.mask == before != first.mask
 
 
-def test_choices_may_hold_any_text(manager: GrammarManager, vocabulary: Vocabulary) -> None:
+def test_choices_may_hold_any_text(manager: StructuredOutputManager, vocabulary: Vocabulary) -> None:
     texts = ['say "hi"', "back\\slash", "line\nbreak", "é😀", "a.b*", "\x01"]
     for text in texts:
         grammar = begin(manager, choice=texts)
@@ -267,7 +267,7 @@ class TestThoughts:
     @pytest.mark.parametrize("form", [{"json": {"enum": [7]}}, {"regex": "7"}, {"choice": ["7"]}], ids=str)
     @pytest.mark.parametrize("before", ["hm</think>", "</think>\n\n", "<think>a </thin b\n\n{</think> ", "é😀</think>"])
     def test_within_them_from_the_beginning(
-        self, kept: GrammarManager, vocabulary: Vocabulary, form: dict[str, object], before: str
+        self, kept: StructuredOutputManager, vocabulary: Vocabulary, form: dict[str, object], before: str
     ) -> None:
         grammar = begin(kept, **form, thoughts_end="</think>")
         assert self.go(grammar, vocabulary, before) and 1 not in allowed(grammar)
@@ -276,7 +276,7 @@ class TestThoughts:
 
     @pytest.mark.parametrize("form", [{"json": {"enum": [7]}}, {"regex": "7"}, {"grammar": 'start: "7"'}], ids=str)
     def test_begun_by_a_tag_or_left_out(
-        self, kept: GrammarManager, vocabulary: Vocabulary, form: dict[str, object]
+        self, kept: StructuredOutputManager, vocabulary: Vocabulary, form: dict[str, object]
     ) -> None:
         for before in ("", "<think>so: 8</think>\n\n", "<think></think>"):
             grammar = begin(kept, **form, thoughts_start="<think>", thoughts_end="</think>")
@@ -285,7 +285,7 @@ class TestThoughts:
             assert self.go(grammar, vocabulary, "7") and allowed(grammar) == {1}
         assert not self.go(begin(kept, **form, thoughts_start="<think>", thoughts_end="</think>"), vocabulary, "hm")
 
-    def test_ended_by_a_token_that_no_text_stands_for(self, kept: GrammarManager, vocabulary: Vocabulary) -> None:
+    def test_ended_by_a_token_that_no_text_stands_for(self, kept: StructuredOutputManager, vocabulary: Vocabulary) -> None:
         tokenizer = vocabulary.build()
         special = [i for i in range(tokenizer.vocab_size) if tokenizer.is_special_token(i) and i not in (0, 1)]
         [tag] = [i for i in special if tokenizer.decode_str([i]) == "<|im_start|>"]
@@ -294,7 +294,7 @@ class TestThoughts:
         grammar.accept(tag)
         assert not self.go(grammar, vocabulary, "8") and self.go(grammar, vocabulary, "7")
 
-    def test_a_form_that_cannot_be_is_refused_though_thoughts_could(self, kept: GrammarManager) -> None:
+    def test_an_impossible_grammar_is_refused_although_its_reasoning_part_could_match(self, kept: StructuredOutputManager) -> None:
         kept.submit(request(json={"allOf": [{"type": "string"}, {"type": "integer"}]}, thoughts_end="</think>"))
         assert outcomes(kept, 1)["request"].grammar is None
 
@@ -323,7 +323,7 @@ class TestStructuralTags:
             '[T]{"x": 1} more [T]{"x":2}',
         ],
     )
-    def test_what_may_come(self, kept: GrammarManager, vocabulary: Vocabulary, text: str) -> None:
+    def test_what_may_come(self, kept: StructuredOutputManager, vocabulary: Vocabulary, text: str) -> None:
         grammar = begin(kept, structural_tag=TAGS)
         for token in tokens_of(vocabulary, text):
             assert token in allowed(grammar)
@@ -340,7 +340,7 @@ class TestStructuralTags:
             ('<fun=a>{"x": 5}</fun', ">"),
         ],
     )
-    def test_what_must_come(self, kept: GrammarManager, vocabulary: Vocabulary, text: str, allows: str) -> None:
+    def test_what_must_come(self, kept: StructuredOutputManager, vocabulary: Vocabulary, text: str, allows: str) -> None:
         grammar = begin(kept, structural_tag=TAGS)
         for token in tokens_of(vocabulary, text):
             assert token in allowed(grammar)
@@ -348,7 +348,7 @@ class TestStructuralTags:
         tokenizer = vocabulary.build()
         assert {tokenizer.decode_str([token])[0] for token in allowed(grammar)} == set(allows)
 
-    def test_a_trigger_that_no_text_stands_for(self, kept: GrammarManager, vocabulary: Vocabulary) -> None:
+    def test_a_trigger_that_no_text_stands_for(self, kept: StructuredOutputManager, vocabulary: Vocabulary) -> None:
         tag = {"begin": "<|im_start|>f", "schema": {"enum": [7]}, "end": ""}
         grammar = begin(kept, structural_tag={"structures": [tag], "triggers": ["<|im_start|>"]})
         [special] = vocabulary.build().tokenize_str("<|im_start|>", parse_special=True)
@@ -359,13 +359,13 @@ class TestStructuralTags:
             grammar.accept(token)
         assert special in allowed(grammar) and 1 in allowed(grammar)
 
-    def test_a_schema_that_cannot_be_is_refused(self, kept: GrammarManager) -> None:
+    def test_a_schema_that_cannot_be_is_refused(self, kept: StructuredOutputManager) -> None:
         tag = {"begin": "<f>", "schema": {"type": "strng"}, "end": ""}
         kept.submit(request(structural_tag={"structures": [tag], "triggers": ["<"]}))
         assert "structural tag" in str(outcomes(kept, 1)["request"].error)
 
 
-def test_one_that_is_open_in_too_many_places_is_refused_before_it_begins(kept: GrammarManager) -> None:
+def test_one_that_is_open_in_too_many_places_is_refused_before_it_begins(kept: StructuredOutputManager) -> None:
     kept.submit(request("wide", json={"enum": [{"id": i, "name": f"n{i}"} for i in range(4000)]}))
     kept.submit(request("narrow", json={"anyOf": [{"properties": {"k": {"const": i}}} for i in range(300)]}))
     found = outcomes(kept, 2)

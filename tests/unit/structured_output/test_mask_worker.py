@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from mvllm.structured_output import mask_worker
-from mvllm.structured_output.mask_worker import INLINE_SECONDS, MaskWorker, WorkBudget
+from mvllm.structured_output.mask_worker import INLINE_SECONDS, MaskWorker, MaskTimeBudget
 from tests.unit.structured_output.test_grammar_compiler import (  # noqa: F401  (fixtures)
-    GrammarManager,
+    StructuredOutputManager,
     Vocabulary,
     kept,
     outcomes,
@@ -95,7 +95,7 @@ def test_a_sequence_that_has_ended_costs_nothing(worker: MaskWorker) -> None:
 
 
 def test_work_may_grow_with_the_tokens() -> None:
-    budget = WorkBudget()
+    budget = MaskTimeBudget()
     for _ in range(10_000):
         budget.spend(mask_worker.SECONDS_PER_TOKEN)
     assert not budget.is_exceeded
@@ -104,7 +104,7 @@ def test_work_may_grow_with_the_tokens() -> None:
 
 
 def test_sequences_of_an_ambiguous_grammar_end_in_an_error_together(
-    kept: GrammarManager,  # noqa: F811
+    kept: StructuredOutputManager,  # noqa: F811
     vocabulary: Vocabulary,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

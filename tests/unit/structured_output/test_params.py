@@ -12,7 +12,7 @@ import pytest
 from mvllm import RequestError, SamplingParams, StructuredOutputsParams
 from mvllm.messages.structured_outputs import MAX_GRAMMAR_BYTES
 from mvllm.structured_output import llguidance_library
-from mvllm.structured_output.response_format import structured_outputs_of
+from mvllm.structured_output.response_format import parse_response_format
 
 TAG = {"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}
 
@@ -88,18 +88,18 @@ def test_a_dict_will_do_and_its_fields_are_checked() -> None:
 def test_response_formats_of_the_openai_interface() -> None:
     schema = {"type": "integer"}
     wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
-    assert structured_outputs_of(None) is None and structured_outputs_of({"type": "text"}) is None
-    assert structured_outputs_of({"type": "json_object"}) == StructuredOutputsParams(json_object=True)
-    assert structured_outputs_of(wanted) == StructuredOutputsParams(json=schema)
+    assert parse_response_format(None) is None and parse_response_format({"type": "text"}) is None
+    assert parse_response_format({"type": "json_object"}) == StructuredOutputsParams(json_object=True)
+    assert parse_response_format(wanted) == StructuredOutputsParams(json=schema)
     for wrong in ({}, {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": 3}, "text"):
         with pytest.raises(RequestError) as refused:
-            structured_outputs_of(wrong)
+            parse_response_format(wrong)
         assert refused.value.parameter == "response_format"
 
 
 def test_strict_response_formats_close_objects() -> None:
     def wanted(schema: object, strict: object) -> StructuredOutputsParams | None:
-        return structured_outputs_of({"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}})
+        return parse_response_format({"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}})
 
     point = {"type": "object", "properties": {"x": {"type": "number"}}}
     closed = {**point, "additionalProperties": False}

@@ -18,15 +18,15 @@ from mvllm.engine.frontend.tokenizer import load_tokenizer
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.messages.structured_outputs import MAX_CHOICES
 from mvllm.structured_output import sandbox
-from mvllm.structured_output.structured_output_manager import GrammarManager, GrammarOutcome
+from mvllm.structured_output.structured_output_manager import StructuredOutputManager, GrammarResult
 
 KILLS_ITSELF = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 
 
 @pytest.fixture
-def manager() -> Iterator[GrammarManager]:
+def manager() -> Iterator[StructuredOutputManager]:
     config = EngineArgs(model=str(demo_model_path())).create_engine_config()
-    manager = GrammarManager(lambda: load_vocabulary(config.model))
+    manager = StructuredOutputManager(lambda: load_vocabulary(config.model))
     yield manager
     manager.shutdown()
 
@@ -36,7 +36,7 @@ def make_request(**form: Any) -> EngineCoreRequest:
     return EngineCoreRequest(request_id="a", prompt_token_ids=[5], sampling_params=settings, eos_token_ids=[1])
 
 
-def outcome_of(manager: GrammarManager, request: EngineCoreRequest) -> GrammarOutcome:
+def outcome_of(manager: StructuredOutputManager, request: EngineCoreRequest) -> GrammarResult:
     manager.submit(request)
     deadline = time.monotonic() + 240
     while not (found := manager.collect()):
@@ -45,8 +45,8 @@ def outcome_of(manager: GrammarManager, request: EngineCoreRequest) -> GrammarOu
     return found[0]
 
 
-def test_after_a_trial_was_killed_the_same_wish_is_tried_again(
-    manager: GrammarManager, monkeypatch: pytest.MonkeyPatch
+def test_a_grammar_is_compiled_again_after_its_sandbox_was_killed(
+    manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = make_request(regex="ab")
     with monkeypatch.context() as patch:
@@ -61,7 +61,7 @@ def test_after_a_trial_was_killed_the_same_wish_is_tried_again(
     assert outcome_of(manager, request).error is None
 
 
-def test_as_many_choices_as_are_allowed_lead_to_their_ends(manager: GrammarManager) -> None:
+def test_as_many_choices_as_are_allowed_lead_to_their_ends(manager: StructuredOutputManager) -> None:
     choices = [f"choice {i} of it" for i in range(MAX_CHOICES)]
     config = EngineArgs(model=str(demo_model_path())).create_engine_config()
     tokenizer = load_tokenizer(config.model)
@@ -76,6 +76,6 @@ def test_as_many_choices_as_are_allowed_lead_to_their_ends(manager: GrammarManag
             assert grammar.error is None
 
 
-def test_a_schema_may_be_true(manager: GrammarManager) -> None:
+def test_a_schema_may_be_true(manager: StructuredOutputManager) -> None:
     for schema in ("true", True):
         assert outcome_of(manager, make_request(json=schema)).error is None

@@ -90,9 +90,9 @@ KVL = (
 
 @pytest.mark.parametrize("test", KVL, ids=lambda test: test.__name__)
 def test_the_suite_examines_a_cache_that_is_not_made_of_tensors(subject, runtime, test):
-    examinee = subject(ReadableArrayAttention)
-    examinee.capabilities = SimpleNamespace(kv_dtypes=("float32",), mla=False)
-    test(examinee, runtime, "float32")
+    platform_under_test = subject(ReadableArrayAttention)
+    platform_under_test.capabilities = SimpleNamespace(kv_dtypes=("float32",), mla=False)
+    test(platform_under_test, runtime, "float32")
 
 
 def test_what_the_suite_cannot_ask_is_told_with_the_method_to_write(subject, runtime):
@@ -106,10 +106,10 @@ def test_bytes_are_those_that_the_backend_says(subject, runtime):
         def kv_bytes(self, kv):
             return super().kv_bytes(kv) // 2
 
-    examinee = subject(Liar)
-    examinee.capabilities = SimpleNamespace(kv_dtypes=("float32",), mla=False)
+    platform_under_test = subject(Liar)
+    platform_under_test.capabilities = SimpleNamespace(kv_dtypes=("float32",), mla=False)
     with pytest.raises(AssertionError, match="the cache takes"):
-        kvl.test_a_cache_takes_the_bytes_that_the_layout_says(examinee, runtime, "float32")
+        kvl.test_a_cache_takes_the_bytes_that_the_layout_says(platform_under_test, runtime, "float32")
 
 
 def test_layers_whose_caches_are_opaque_share_none():

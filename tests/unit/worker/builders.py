@@ -10,7 +10,7 @@ from mvllm.messages.scheduler_output import NewRequestData, SchedulerOutput
 from mvllm.platform.runtime import DeviceRuntime, FinishedHostCopy, HostCopy, MemoryInfo
 from mvllm.platform.shapes import ShapePolicy
 from mvllm.sampling.sampling_state import SamplingState
-from mvllm.worker.input_batch import RowTable
+from mvllm.worker.input_batch import InputBatch
 from mvllm.worker.step_inputs import StepInputBuilder
 
 BLOCK_SIZE = 4
@@ -48,12 +48,12 @@ class HostRuntime(DeviceRuntime):
         pass
 
 
-def make_rows(max_rows: int = 4, max_model_len: int = 16, num_groups: int = 1) -> RowTable:
-    return RowTable(max_rows, max_model_len, BLOCK_SIZE, SamplingState(max_rows, VOCAB_SIZE, 0), num_groups)
+def make_rows(max_rows: int = 4, max_model_len: int = 16, num_groups: int = 1) -> InputBatch:
+    return InputBatch(max_rows, max_model_len, BLOCK_SIZE, SamplingState(max_rows, VOCAB_SIZE, 0), num_groups)
 
 
 def make_builder(
-    rows: RowTable, shapes: ShapePolicy | None = None, *, runtime: DeviceRuntime | None = None, **settings: bool
+    rows: InputBatch, shapes: ShapePolicy | None = None, *, runtime: DeviceRuntime | None = None, **settings: bool
 ) -> StepInputBuilder:
     return StepInputBuilder(
         rows,

@@ -83,7 +83,7 @@ def measured(scheduler: SchedulerConfig, runtime: StepRuntime, **capabilities: b
     platform.capabilities = replace(platform.capabilities, **capabilities)
     worker = Worker(replace(make_config(), scheduler=scheduler), platform, WorkerContext())
     worker._runtime, worker._runner = runtime, (steps := Steps(runtime, scheduler))
-    return worker._step_peak(), steps.parts
+    return worker._peak_step_bytes(), steps.parts
 
 
 LARGE = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=256)

@@ -8,7 +8,7 @@ import torch
 
 from mvllm.messages.requests import PositionLogprobs
 from mvllm.sampling.sampler_output import SamplerOutput
-from mvllm.worker.input_batch import RowTable
+from mvllm.worker.input_batch import InputBatch
 from mvllm.worker.step_inputs import StepInputs
 from mvllm.worker.step_result import StepResult
 from tests.unit.worker.builders import VOCAB_SIZE, as_list, make_builder, make_new, make_plan, make_rows, slots_of
@@ -17,7 +17,7 @@ GUESSES = {0: [50, 51, 52], 2: [60]}
 """By position in the batch."""
 
 
-def three_rows() -> RowTable:
+def three_rows() -> InputBatch:
     """Rows 3, 1 and 0: the first and the last have one token to compute, the other a piece of its prompt."""
     rows = make_rows()
     begin = [
@@ -29,13 +29,13 @@ def three_rows() -> RowTable:
     return rows
 
 
-def build(rows: RowTable) -> StepInputs:
+def build(rows: InputBatch) -> StepInputs:
     plan = make_plan({3: 4, 1: 3, 0: 2}, draft_token_ids=GUESSES)
     rows.apply(plan)
     return make_builder(rows, max_drafts=3).build(plan)
 
 
-def test_guesses_are_computed_behind_the_known_token():
+def test_draft_tokens_are_computed_behind_the_known_token():
     inputs = build(three_rows())
     assert as_list(inputs.token_ids) == [9, 50, 51, 52, 24, 25, 26, 31, 60]
     assert as_list(inputs.positions) == [4, 5, 6, 7, 4, 5, 6, 1, 2]
@@ -44,27 +44,27 @@ def test_guesses_are_computed_behind_the_known_token():
     assert as_list(inputs.layout.seq_lens) == [8, 7, 3]
 
 
-def test_there_are_logits_behind_the_known_token_and_each_guess():
+def test_there_are_logits_behind_the_known_token_and_each_draft_token():
     inputs = build(three_rows())
     assert (as_list(inputs.sampling), as_list(inputs.num_drafts)) == ([0, 2], [3, 1])
-    assert as_list(inputs.logits_at) == [0, 1, 2, 3, 7, 8]
-    assert as_list(inputs.num_lines) == [4, 2]
+    assert as_list(inputs.logits_indices) == [0, 1, 2, 3, 7, 8]
+    assert as_list(inputs.num_logits_rows) == [4, 2]
 
 
-def test_a_step_without_guesses_is_as_it_was():
+def test_a_step_without_draft_tokens_is_unchanged():
     plan = make_plan({3: 1, 0: 1})
     rows = three_rows()
     rows.apply(plan)
     inputs = make_builder(rows, max_drafts=3).build(plan)
-    assert (as_list(inputs.logits_at), as_list(inputs.num_drafts)) == ([0, 1], [0, 0])
+    assert (as_list(inputs.logits_indices), as_list(inputs.num_drafts)) == ([0, 1], [0, 0])
 
 
-def test_guesses_are_no_tokens_until_they_are_taken():
+def test_draft_tokens_are_not_counted_until_they_are_accepted():
     rows = three_rows()
     build(rows)
     assert rows.history.num_tokens[[3, 1, 0]].tolist() == [5, 10, 2]
     rows.num_computed[[3, 0]] += 1
-    rows.take_samples(np.array([3, 0]), np.array([50, 77]), {3: [51, 80]})
+    rows.append_sampled_tokens(np.array([3, 0]), np.array([50, 77]), {3: [51, 80]})
     assert rows.history.token_ids[3, :8].tolist() == [5, 6, 7, 8, 9, 50, 51, 80]
     assert rows.history.token_ids[0, :3].tolist() == [30, 31, 77]
     assert rows.history.num_tokens[[3, 0]].tolist() == [8, 3]
@@ -72,7 +72,7 @@ def test_guesses_are_no_tokens_until_they_are_taken():
 
 
 def result_of(sampled: list[int], failing: dict[int, float] | None = None, *, with_logprobs: bool = False):
-    """What a step makes of samples in `logits_at` order; -1 stands for a line that failed."""
+    """What a step makes of samples in `logits_indices` order; -1 stands for a line that failed."""
     peaks = torch.ones(len(sampled))
     for line, peak in (failing or {}).items():
         peaks[line] = peak
@@ -96,7 +96,7 @@ def result_of(sampled: list[int], failing: dict[int, float] | None = None, *, wi
         ([9, 51, 52, 53, 9, 61], [9, 9], {}),  # what is right behind a wrong guess is wrong
     ],
 )
-def test_guesses_are_right_up_to_the_first_that_is_not(sampled, first, further):
+def test_draft_tokens_are_accepted_up_to_the_first_mismatch(sampled, first, further):
     output, tokens = result_of(sampled, with_logprobs=True)
     assert tokens.tolist() == first
     assert output.sampled_token_ids == [first[0], -1, first[1]]
@@ -118,7 +118,7 @@ def test_a_line_that_fails_ends_the_run_before_it(line, first, further, with_log
     assert output.further_token_ids[2] == [61]
 
 
-def test_a_line_that_fails_behind_a_wrong_guess_is_nobodys():
+def test_an_error_behind_a_rejected_draft_token_is_ignored():
     output, tokens = result_of([50, 9, 0, 0, 60, 61], {2: float("nan"), 3: float("-inf")}, with_logprobs=True)
     assert not output.errors and tokens.tolist() == [50, 60] and output.further_token_ids[0] == [9]
 
@@ -129,7 +129,7 @@ def test_a_first_line_that_fails_fails_its_row_alone():
     assert output.further_token_ids == {2: [61]} and 0 not in output.logprobs
 
 
-def test_the_largest_step_of_guesses_fits_the_buffer():
+def test_the_largest_step_with_draft_tokens_fits_the_buffer():
     rows = make_rows()
     begin = [make_new(row, [1, 2], [row + 1], num_prompt=1, computed=1) for row in range(4)]
     rows.apply(make_plan({}, new_requests=begin))
@@ -138,4 +138,4 @@ def test_the_largest_step_of_guesses_fits_the_buffer():
     builder = make_builder(rows, max_drafts=3)
     reserved = len(builder.staging.buffer(1, torch.int32))
     inputs = builder.build(plan)
-    assert len(inputs.logits_at) == 16 and len(builder.staging.buffer(1, torch.int32)) == reserved
+    assert len(inputs.logits_indices) == 16 and len(builder.staging.buffer(1, torch.int32)) == reserved

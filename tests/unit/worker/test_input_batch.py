@@ -83,14 +83,14 @@ def test_a_step_that_fails_leaves_rows_where_plans_made_meanwhile_expect_them(fa
     before = rows.lengths()
     if far:  # it had sampled, and failed behind that
         rows.num_computed[[0, 1]] += [3, 2]
-        rows.take_samples(np.array([1]), np.array([9]), {})
+        rows.append_sampled_tokens(np.array([1]), np.array([9]), {})
     rows.skip(plan, before)
     assert rows.num_computed.tolist() == [3, 2, 0, 0]
     assert rows.history.num_tokens.tolist() == [4, 3, 0, 1]
     assert rows.history.token_ids[1, :3].tolist() == [5, 6, 0], "a token that every model has"
 
 
-def test_guesses_of_a_step_that_fails_do_not_count_and_a_vector_gets_no_token():
+def test_draft_tokens_of_a_failed_step_do_not_count_and_a_pooling_row_gets_no_token():
     rows = make_rows()
     begin = [make_new(0, [1, 2], [3], computed=1), make_new(2, [4, 5], [4])]
     begin[1].pooling_params = PoolingParams()

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from mvllm.attention.reference import ReferenceAttention
-from mvllm.engine.core.kv_cache_groups import group_windows
+from mvllm.engine.core.kv_cache_groups import choose_group_windows
 from mvllm.platform.attention import AttentionSpec
 from mvllm.platform.worker_protocol import KVCacheNeeds
-from mvllm.worker.kv_cache_groups import layer_windows, named_windows, place_layers
+from mvllm.worker.kv_cache_groups import layer_windows, reported_windows, assign_layers_to_groups
 
 HOST = torch.device("cpu")
 
@@ -47,17 +47,17 @@ def test_layers_that_are_not_stored_alike_share_no_cache_whatever_other_stages_s
     def places(num_stages: int) -> list[tuple[int, int]]:
         seen = [layer_windows(stage, HOST) for stage in stages]
         needs = [
-            KVCacheNeeds(1200, (16,), named_windows(stage, windows, HOST, num_stages))
+            KVCacheNeeds(1200, (16,), reported_windows(stage, windows, HOST, num_stages))
             for stage, windows in zip(stages, seen, strict=True)
         ]
-        return place_layers(seen[0], group_windows(needs, 100), 100)
+        return assign_layers_to_groups(seen[0], choose_group_windows(needs, 100), 100)
 
     assert len({place for _, place in places(2)}) == 4
     assert len({place for _, place in places(1)}) < 4  # which is why
-    assert named_windows(stages[1], (9, None), HOST, 2) == (9, None)
+    assert reported_windows(stages[1], (9, None), HOST, 2) == (9, None)
 
 
 def test_layers_of_one_kind_are_dealt_out_in_turn():
-    assert place_layers([9, None, 9, 9, None], [None, 9, 9], 100) == [(1, 0), (0, 0), (2, 0), (1, 1), (0, 1)]
-    assert place_layers([9, 200, 9], [None, 9], 100) == [(1, 0), (0, 0), (1, 1)]
-    assert place_layers([9, 9], [9], 100) == [(0, 0), (0, 1)]
+    assert assign_layers_to_groups([9, None, 9, 9, None], [None, 9, 9], 100) == [(1, 0), (0, 0), (2, 0), (1, 1), (0, 1)]
+    assert assign_layers_to_groups([9, 200, 9], [None, 9], 100) == [(1, 0), (0, 0), (1, 1)]
+    assert assign_layers_to_groups([9, 9], [9], 100) == [(0, 0), (0, 1)]

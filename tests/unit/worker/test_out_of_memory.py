@@ -10,7 +10,7 @@ import torch
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ModelError, StepMemoryError
 from mvllm.plugin_api import WorkerContext
-from mvllm.worker.out_of_memory import all_ranks_gave_up, naming_limits
+from mvllm.worker.out_of_memory import all_ranks_failed_step, step_out_of_memory_error
 from mvllm_cpu.runtime import CPURuntime
 from tests.helpers.thread_ranks import run_ranks
 from tests.unit.engine.builders import make_config
@@ -23,13 +23,13 @@ SECONDS = 60.0
 class Watched(HostRuntime):
     """Notes that it was waited for; where it is stuck, that takes until it is let go."""
 
-    def __init__(self, let_go: threading.Event | None = None) -> None:
+    def __init__(self, release_pages: threading.Event | None = None) -> None:
         super().__init__()
-        self.let_go, self.waited = let_go, False
+        self.release_pages, self.waited = release_pages, False
 
     def synchronize(self) -> None:
-        if self.let_go is not None:
-            self.let_go.wait(SECONDS)
+        if self.release_pages is not None:
+            self.release_pages.wait(SECONDS)
         self.waited = True
 
 
@@ -37,7 +37,7 @@ def test_ranks_that_have_all_failed_in_a_step_go_on_when_their_devices_are_done(
     runtimes = [Watched() for _ in range(3)]
 
     def body(group: GroupCoordinator) -> list[bool]:
-        return [all_ranks_gave_up(group, runtimes[group.rank_in_group], step, SECONDS) for step in (7, 9)]
+        return [all_ranks_failed_step(group, runtimes[group.rank_in_group], step, SECONDS) for step in (7, 9)]
 
     assert run_ranks(3, body) == [[True, True]] * 3
     assert all(runtime.waited for runtime in runtimes)
@@ -45,50 +45,50 @@ def test_ranks_that_have_all_failed_in_a_step_go_on_when_their_devices_are_done(
 
 def test_a_rank_that_has_failed_elsewhere_or_not_at_all_ends_it() -> None:
     def other_step(group: GroupCoordinator) -> bool:
-        return all_ranks_gave_up(group, HostRuntime(), 7 + group.rank_in_group, SECONDS)
+        return all_ranks_failed_step(group, HostRuntime(), 7 + group.rank_in_group, SECONDS)
 
     assert run_ranks(2, other_step) == [False, False]
 
     def silent(group: GroupCoordinator) -> bool:
-        return group.rank_in_group == 1 or all_ranks_gave_up(group, HostRuntime(), 7, 0.1)
+        return group.rank_in_group == 1 or all_ranks_failed_step(group, HostRuntime(), 7, 0.1)
 
     assert run_ranks(2, silent) == [False, True]
 
 
 def test_a_device_that_does_not_end_what_it_has_keeps_the_others_from_going_on() -> None:
-    let_go = threading.Event()
-    runtimes = [Watched(), Watched(let_go)]
+    release_pages = threading.Event()
+    runtimes = [Watched(), Watched(release_pages)]
 
     def body(group: GroupCoordinator) -> bool:
-        answer = all_ranks_gave_up(group, runtimes[group.rank_in_group], 3, SECONDS if group.rank_in_group else 0.5)
-        let_go.set()
+        answer = all_ranks_failed_step(group, runtimes[group.rank_in_group], 3, SECONDS if group.rank_in_group else 0.5)
+        release_pages.set()
         return answer
 
     assert run_ranks(2, body)[0] is False
 
 
 def test_one_rank_asks_nobody() -> None:
-    assert all_ranks_gave_up(GroupCoordinator.single("tp"), HostRuntime(), 0, 0.0)
+    assert all_ranks_failed_step(GroupCoordinator.single("tp"), HostRuntime(), 0, 0.0)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("2 GiB asked for.\nand more")])
 def test_errors_of_allocators_name_the_limits(error: Exception) -> None:
     reason = "2 GiB asked for" if str(error) else "MemoryError"
     with pytest.raises(StepMemoryError, match=rf"{reason}\. Lower max_num_batched_tokens \(now"):
-        with naming_limits(make_config().scheduler, HostRuntime()):
+        with step_out_of_memory_error(make_config().scheduler, HostRuntime()):
             raise error
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't allocate memory"), ValueError("no"), ModelError("mine")])
 def test_other_errors_stay_what_they_are(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, naming_limits(make_config().scheduler, HostRuntime()):
+    with pytest.raises(type(error)) as caught, step_out_of_memory_error(make_config().scheduler, HostRuntime()):
         raise error
     assert caught.value is error
 
 
 def test_the_host_knows_the_error_of_torchs_allocator() -> None:
     runtime = CPURuntime(WorkerContext())
-    with pytest.raises(StepMemoryError, match="allocate"), naming_limits(make_config().scheduler, runtime):
+    with pytest.raises(StepMemoryError, match="allocate"), step_out_of_memory_error(make_config().scheduler, runtime):
         torch.empty(1 << 52, dtype=torch.uint8)
     refused = RuntimeError("[enforce fail at alloc_cpu.cpp] data. DefaultCPUAllocator: not enough memory: you tried")
     assert runtime.is_out_of_memory(refused) and not runtime.is_out_of_memory(RuntimeError("not enough values"))

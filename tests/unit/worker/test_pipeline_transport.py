@@ -54,7 +54,7 @@ def test_tokens_are_taken_in_when_a_plan_touches_their_row(touch) -> None:
     first, last = make_stages(2)
     table = rows_with(0, 1)
     first.expect(0, at(0, 1), at(0, 1))
-    last.send_back(ModelRunnerOutput(step=0, sampled_token_ids=[40, 41]), any_sampled=True)
+    last.send_output(ModelRunnerOutput(step=0, sampled_token_ids=[40, 41]), any_sampled=True)
     first.catch_up(make_plan({2: 1}, step=1), table)
     assert tokens_of(table, 1) == [1, 2], "a plan of other rows does not wait"
     first.catch_up(make_plan({1: 1}, step=2) if touch.get("rows") else make_plan({}, step=2, freed_rows=[1]), table)
@@ -66,7 +66,7 @@ def test_earlier_tokens_come_in_first_and_later_ones_wait() -> None:
     table = rows_with(0, 1, 2)
     for step, row in enumerate((0, 1, 2)):
         first.expect(step, at(row), at(0))
-        last.send_back(ModelRunnerOutput(step=step, sampled_token_ids=[50 + row]), any_sampled=True)
+        last.send_output(ModelRunnerOutput(step=step, sampled_token_ids=[50 + row]), any_sampled=True)
     first.catch_up(make_plan({1: 1}, step=3), table)
     assert [tokens_of(table, row)[2:] for row in range(3)] == [[50], [51], []]
 
@@ -75,7 +75,7 @@ def test_only_rows_that_sample_get_a_token() -> None:
     first, last = make_stages(2)
     table = rows_with(0, 1)
     first.expect(0, at(1, 0), at(1))
-    last.send_back(ModelRunnerOutput(step=0, sampled_token_ids=[-1, 9]), any_sampled=True)
+    last.send_output(ModelRunnerOutput(step=0, sampled_token_ids=[-1, 9]), any_sampled=True)
     first.catch_up(make_plan({0: 1}, step=1), table)
     assert (tokens_of(table, 0), tokens_of(table, 1)) == ([1, 2, 9], [1, 2])
 
@@ -84,7 +84,7 @@ def test_a_step_that_samples_nothing_is_not_talked_about() -> None:
     first, last = make_stages(2)
     table = rows_with(0)
     first.expect(0, at(0), at())
-    last.send_back(ModelRunnerOutput(step=0, sampled_token_ids=[-1]), any_sampled=False)
+    last.send_output(ModelRunnerOutput(step=0, sampled_token_ids=[-1]), any_sampled=False)
     first.catch_up(make_plan({0: 1}, step=1), table)
     assert tokens_of(table, 0) == [1, 2]
 
@@ -98,7 +98,7 @@ def test_a_rank_that_answers_gets_the_whole_output_however_long(num_logprobs: in
         step=0, sampled_token_ids=[7], logprobs={0: entry}, prompt_logprobs={0: [entry]}, errors={0: "not a number"}
     )
     first.expect(0, at(0), at(0))
-    last.send_back(output, any_sampled=True)
+    last.send_output(output, any_sampled=True)
     assert first.collect(0, table) == output
     assert tokens_of(table, 0) == [1, 2, 7]
 
@@ -108,7 +108,7 @@ def test_empty_steps_and_steps_taken_in_early_are_answered_too() -> None:
     table = rows_with(0)
     first.expect(0, at(0), at(0))
     first.skip(1)
-    last.send_back(ModelRunnerOutput(step=0, sampled_token_ids=[7]), any_sampled=True)
+    last.send_output(ModelRunnerOutput(step=0, sampled_token_ids=[7]), any_sampled=True)
     first.catch_up(make_plan({0: 1}, step=2), table)
     assert first.collect(0, table).sampled_token_ids == [7]
     assert first.collect(1, table) == ModelRunnerOutput(step=1)
@@ -120,16 +120,16 @@ def test_one_core_for_all_ranks_needs_only_the_tokens_and_keeps_nothing() -> Non
     first.expect(0, at(0), at(0))
     first.skip(1)
     entry = PositionLogprobs([7], [-0.5], 1)
-    last.send_back(ModelRunnerOutput(step=0, sampled_token_ids=[7], logprobs={0: entry}), any_sampled=True)
+    last.send_output(ModelRunnerOutput(step=0, sampled_token_ids=[7], logprobs={0: entry}), any_sampled=True)
     first.catch_up(make_plan({0: 1}, step=2), table)
-    assert not first._outputs and not first._awaited
+    assert not first._outputs and not first._awaited_steps
 
 
 def test_all_earlier_stages_are_told() -> None:
     *others, last = make_stages(3)
     for stage in others:
         stage.expect(0, at(0), at(0))
-    last.send_back(ModelRunnerOutput(step=0, sampled_token_ids=[8]), any_sampled=True)
+    last.send_output(ModelRunnerOutput(step=0, sampled_token_ids=[8]), any_sampled=True)
     for stage in others:
         table = rows_with(0)
         stage.catch_up(make_plan({0: 1}, step=1), table)

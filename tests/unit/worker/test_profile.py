@@ -13,7 +13,7 @@ from mvllm.platform.shapes import ShapePolicy
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.sampling import sampler
 from mvllm.sampling.filters import Filters
-from mvllm.worker.kv_cache_layers import AttentionLayers
+from mvllm.worker.kv_cache_layers import KVCacheLayers
 from mvllm.worker.model_runner import ModelRunner
 from mvllm.worker.step_inputs import StepInputs
 from tests.unit.engine.builders import make_config
@@ -48,16 +48,16 @@ def test_a_model_that_reads_the_prompts_lengths_gets_them(reads_them: bool, monk
     runner = ModelRunner.__new__(ModelRunner)
     runner._config, runner._platform, runner._runtime = make_config(), FakePlatform(), HostRuntime()
     runner._pipeline = SimpleNamespace(is_last=False, placeholder=lambda num_tokens: None)
-    runner._attention = AttentionLayers(runner._config, runner._platform, runner._runtime)
+    runner._attention = KVCacheLayers(runner._config, runner._platform, runner._runtime)
     runner._block_size, runner.rows = BLOCK_SIZE, make_rows()
     model = SimpleNamespace(uses_prompt_lens=reads_them)
-    runner._models = SimpleNamespace(model=model, takes_adapters=False, draft=None)
-    runner._device_tokens = None
+    runner._models = SimpleNamespace(model=model, supports_lora=False, draft=None)
+    runner._sampled_token_buffer = None
     monkeypatch.setattr(runner, "kv_cache_needs", lambda: KVCacheNeeds(8, (BLOCK_SIZE,)))
     monkeypatch.setattr(runner, "_forward", lambda inputs, intermediate, adapters=None: given.append(inputs))
     monkeypatch.setattr(FakePlatform, "shapes", lambda self: ShapePolicy(), raising=False)
     runner.profile()
-    runner._run_every_shape(ShapePolicy(tokens=(8, 2048)))
+    runner._run_all_shapes(ShapePolicy(tokens=(8, 2048)))
     assert len(given) >= 2
     for inputs in given:
         if reads_them:

@@ -9,7 +9,7 @@ import torch
 from mvllm.platform.runtime import HostCopy
 from mvllm.sampling.sampler_output import SamplerOutput
 from mvllm.sampling.sampling_state import TokenHistory
-from mvllm.worker.sampled_token_buffer import DeviceTokens
+from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
 from mvllm.worker.step_result import StepResult
 from tests.unit.worker.builders import HostRuntime, as_list, make_builder, make_new, make_plan, make_rows
 
@@ -57,11 +57,11 @@ def runtime() -> CountingRuntime:
 
 
 @pytest.fixture
-def tokens(runtime: CountingRuntime, history: TokenHistory) -> DeviceTokens:
-    return DeviceTokens(runtime, history)
+def tokens(runtime: CountingRuntime, history: TokenHistory) -> SampledTokenBuffer:
+    return SampledTokenBuffer(runtime, history)
 
 
-def test_marks_become_the_last_tokens_of_their_rows_and_other_ids_stay(tokens: DeviceTokens) -> None:
+def test_placeholders_become_the_last_tokens_of_their_rows_and_other_ids_stay(tokens: SampledTokenBuffer) -> None:
     tokens.keep(sampled(70, 71), torch.tensor([3, 0, 4], dtype=torch.int32))  # one of padding
     tokens.keep(sampled(80), torch.tensor([3], dtype=torch.int32))
     ids = torch.tensor([5, -1 - 3, 0, -1 - 0, 6], dtype=torch.int32)
@@ -69,14 +69,14 @@ def test_marks_become_the_last_tokens_of_their_rows_and_other_ids_stay(tokens: D
     assert as_list(resolved) == [5, 80, 0, 71, 6] and resolved.dtype == torch.int32
 
 
-def test_a_step_finds_the_marks_of_the_step_before_in_its_input() -> None:
+def test_the_input_of_a_step_contains_placeholders_of_the_step_before() -> None:
     rows = make_rows()
     rows.apply(make_plan({}, new_requests=[make_new(2, [5, 6, 7], [1]), make_new(0, [8], [2])]))
     builder = make_builder(rows, with_sample_rows=True)
     first = builder.build(make_plan({2: 3, 0: 1}))
     assert first.sample_rows is not None and as_list(first.sample_rows) == [2, 0]
     rows.num_computed[first.rows] += first.num_scheduled
-    rows.history.append_unknown(first.rows)
+    rows.history.append_placeholders(first.rows)
     second = builder.build(make_plan({0: 1, 2: 1}, step=1))
     assert as_list(second.token_ids) == [-1, -3]
     assert as_list(second.sampling) == [0, 1]
@@ -84,19 +84,19 @@ def test_a_step_finds_the_marks_of_the_step_before_in_its_input() -> None:
 
 
 def test_nothing_is_waited_for_until_a_step_is_collected_and_then_only_what_it_needs(
-    tokens: DeviceTokens, history: TokenHistory, runtime: CountingRuntime
+    tokens: SampledTokenBuffer, history: TokenHistory, runtime: CountingRuntime
 ) -> None:
     tokens.add(result(0, [1, 3], 50))
     tokens.add(result(1, [1], 51))
-    assert history.num_tokens[1] == 4 and history.ends_unknown(np.array([0, 1])) and not runtime.waited
+    assert history.num_tokens[1] == 4 and history.ends_in_placeholder(np.array([0, 1])) and not runtime.waited
     output = tokens.collect(0)
     assert output.step == 0 and output.sampled_token_ids == [50, -1] and runtime.waited == [0]
     assert as_list(history.token_ids[1, :4]) == [10, 11, 50, -2]
     assert tokens.collect(1).sampled_token_ids == [51]
-    assert as_list(history.token_ids[1, :4]) == [10, 11, 50, 51] and not history.ends_unknown(np.array([0, 1]))
+    assert as_list(history.token_ids[1, :4]) == [10, 11, 50, 51] and not history.ends_in_placeholder(np.array([0, 1]))
 
 
-def test_what_is_read_early_is_kept_for_whoever_collects_it(tokens: DeviceTokens, history: TokenHistory) -> None:
+def test_what_is_read_early_is_kept_for_whoever_collects_it(tokens: SampledTokenBuffer, history: TokenHistory) -> None:
     tokens.add(result(0, [1], 50))
     tokens.add(result(1, [2]))
     tokens.read_all()
@@ -105,7 +105,7 @@ def test_what_is_read_early_is_kept_for_whoever_collects_it(tokens: DeviceTokens
     assert tokens.collect(0).sampled_token_ids == [50]
 
 
-def test_a_token_does_not_reach_the_request_that_has_its_row_now(tokens: DeviceTokens, history: TokenHistory) -> None:
+def test_a_token_does_not_reach_the_request_that_has_its_row_now(tokens: SampledTokenBuffer, history: TokenHistory) -> None:
     tokens.add(result(0, [1], 50))
     history.clear_row(1)
     history.set_row(1, [20, 21], 2)
@@ -116,6 +116,6 @@ def test_a_token_does_not_reach_the_request_that_has_its_row_now(tokens: DeviceT
     assert as_list(history.token_ids[1, :3]) == [20, 21, 60]
 
 
-def test_a_row_without_usable_logits_is_reported_when_its_step_is_collected(tokens: DeviceTokens) -> None:
+def test_a_row_without_usable_logits_is_reported_when_its_step_is_collected(tokens: SampledTokenBuffer) -> None:
     tokens.add(result(0, [1], 50, peak=float("nan")))
     assert "NaN" in tokens.collect(0).errors[0]

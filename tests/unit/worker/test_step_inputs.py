@@ -10,7 +10,7 @@ import pytest
 
 from mvllm.errors import ConfigError
 from mvllm.platform.shapes import ShapePolicy
-from mvllm.worker.step_inputs import profile_inputs
+from mvllm.worker.step_inputs import profiling_inputs
 from tests.unit.worker.builders import (
     BLOCK_SIZE,
     HostRuntime,
@@ -61,10 +61,10 @@ class TestWithFreeShapes:
     def test_only_rows_at_the_end_of_their_tokens_sample(self):
         inputs = make_builder(mixed_rows()).build(make_plan({3: 5, 1: 1}))
         assert as_list(inputs.sampling) == [1]
-        assert as_list(inputs.logits_at) == [5]
+        assert as_list(inputs.logits_indices) == [5]
         inputs = make_builder(mixed_rows()).build(make_plan({3: 6, 1: 1}))
         assert as_list(inputs.sampling) == [0, 1]
-        assert as_list(inputs.logits_at) == [5, 6]
+        assert as_list(inputs.logits_indices) == [5, 6]
 
     def test_a_step_of_single_tokens_gives_the_same_as_a_mixed_one(self):
         rows = mixed_rows()
@@ -73,7 +73,7 @@ class TestWithFreeShapes:
         assert as_list(inputs.token_ids) == [8, 29]
         assert as_list(inputs.positions) == [3, 9]
         assert as_list(inputs.layout.slot_mapping) == slots_of([1], range(3, 4)) + slots_of(LONG_BLOCKS, range(9, 10))
-        assert as_list(inputs.logits_at) == [0, 1]
+        assert as_list(inputs.logits_indices) == [0, 1]
 
     def test_the_device_holds_what_the_host_holds_after_one_copy(self):
         runtime = HostRuntime()
@@ -172,7 +172,7 @@ class TestWithBuckets:
         assert len(inputs.token_ids) == len(inputs.positions) == len(layout.slot_mapping) == 8
         assert len(layout.query_start_loc) == 4 and len(layout.seq_lens) == 3
         assert layout.block_table.shape == (3, 8)
-        assert len(inputs.logits_at) == 3
+        assert len(inputs.logits_indices) == 3
 
     def test_real_rows_are_as_without_padding(self):
         inputs, free = self.build(), make_builder(mixed_rows()).build(make_plan({3: 5, 1: 1}))
@@ -181,7 +181,7 @@ class TestWithBuckets:
         assert as_list(inputs.layout.slot_mapping)[:6] == as_list(free.layout.slot_mapping)
         assert as_list(inputs.layout.block_table[:2, :3]) == as_list(free.layout.block_table)
         assert as_list(inputs.sampling) == as_list(free.sampling)
-        assert as_list(inputs.logits_at)[:1] == as_list(free.logits_at)
+        assert as_list(inputs.logits_indices)[:1] == as_list(free.logits_indices)
 
     def test_padding_stores_nothing_reads_nothing_and_belongs_to_nobody(self):
         inputs, layout = self.build(), self.build().layout
@@ -191,7 +191,7 @@ class TestWithBuckets:
         assert as_list(layout.seq_lens) == [9, 4, 0]
         assert not layout.block_table[2].any(), "a block that exists"
         assert not layout.block_table[:, 5:].any(), "wider than any sequence"
-        assert as_list(inputs.logits_at)[1:] == [0, 0]
+        assert as_list(inputs.logits_indices)[1:] == [0, 0]
 
     def test_the_fullest_step_fits_into_the_buffer(self):
         rows = make_rows()
@@ -199,13 +199,13 @@ class TestWithBuckets:
         full = ShapePolicy(tokens=(16,), requests=(4,), pages=(4,))
         inputs = make_builder(rows, full, with_prompt_lens=True).build(make_plan(dict.fromkeys(range(4), 4)))
         assert inputs.layout.block_table.shape == (4, 4)
-        assert as_list(inputs.logits_at) == [3, 7, 11, 15]
+        assert as_list(inputs.logits_indices) == [3, 7, 11, 15]
         assert inputs.prompt_lens is not None
         assert as_list(inputs.prompt_lens) == [4] * 16
 
     def test_a_step_that_samples_nothing_has_no_logits(self):
         inputs = make_builder(mixed_rows(), self.SHAPES).build(make_plan({3: 5}))
-        assert len(inputs.sampling) == len(inputs.logits_at) == 0
+        assert len(inputs.sampling) == len(inputs.logits_indices) == 0
 
     def test_limits_beyond_the_largest_bucket_are_refused_at_start(self):
         with pytest.raises(ConfigError, match=r"max_num_batched_tokens is 16.*is 8"):
@@ -214,7 +214,7 @@ class TestWithBuckets:
 
 class TestProfileInputs:
     def make(self, *, max_tokens=40, max_rows=4, max_model_len=64, shapes=None):
-        return profile_inputs(
+        return profiling_inputs(
             max_tokens=max_tokens,
             max_rows=max_rows,
             max_model_len=max_model_len,
@@ -248,5 +248,5 @@ class TestProfileInputs:
         inputs = self.make(max_tokens=10, shapes=ShapePolicy(tokens=(16,), requests=(8,), pages=(4,)))
         assert (inputs.layout.num_tokens, inputs.layout.num_requests) == (16, 8)
         assert inputs.layout.block_table.shape == (8, 4)
-        assert len(inputs.logits_at) == 8
+        assert len(inputs.logits_indices) == 8
         assert as_list(inputs.layout.query_start_loc) == [0, 3, 6, 9, 10, 10, 10, 10, 10]

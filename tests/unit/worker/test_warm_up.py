@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mvllm.platform.shapes import ShapePolicy
-from mvllm.worker.warm_up import first_shapes, sample_sizes, step_shapes
+from mvllm.worker.warm_up import dynamic_compile_shapes, sample_sizes, step_shapes
 
 BLOCK_SIZE = 4
 SHAPES = ShapePolicy(tokens=(2, 8, 16, 64), requests=(1, 4, 8, 99), pages=(1, 3, 8, 50))
@@ -71,7 +71,7 @@ def test_logits_are_computed_for_as_many_rows_as_requests_are_padded_to():
 
 def test_before_the_first_request_a_compiler_sees_each_size_as_one_and_as_two_other_numbers():
     limits = {"max_tokens": 2048, "max_rows": 256, "max_pages": 512, "block_size": 16}
-    shapes = list(first_shapes(ShapePolicy(), **limits))
+    shapes = list(dynamic_compile_shapes(ShapePolicy(), **limits))
     for size in ("tokens", "requests", "pages"):
         seen = {getattr(shape, size) for shape in shapes}
         assert (1 in seen and len(seen) >= 3) or (size == "pages" and seen == {1, 2}), size
@@ -81,7 +81,7 @@ def test_before_the_first_request_a_compiler_sees_each_size_as_one_and_as_two_ot
 @given(*(st.integers(1, 40) for _ in range(4)))
 def test_those_steps_are_within_the_limits(max_tokens, max_rows, max_pages, block_size):
     shapes = list(
-        first_shapes(
+        dynamic_compile_shapes(
             SHAPES, max_tokens=min(max_tokens, 64), max_rows=max_rows, max_pages=max_pages, block_size=block_size
         )
     )

@@ -15,7 +15,7 @@ from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.spec import ConfigChange
 
 
-def changes_for(config: EngineConfig, capabilities: Capabilities, platform: str) -> Iterator[ConfigChange]:
+def required_config_changes(config: EngineConfig, capabilities: Capabilities, platform: str) -> Iterator[ConfigChange]:
     """The settings that have to go another way on a platform of that name.
 
     Raises:

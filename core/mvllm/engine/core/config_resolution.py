@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mvllm.config.engine_config import EngineConfig, replace_field
-from mvllm.engine.core.capability_checks import changes_for
+from mvllm.engine.core.capability_checks import required_config_changes
 from mvllm.errors import ConfigError, PlatformError
 from mvllm.executor.interface import log_drawn_seed
 from mvllm.logging import get_logger
@@ -21,7 +21,7 @@ DEFAULT_MEMORY_UTILIZATION = 0.9
 """Share of the device's memory that the engine takes, where neither the user nor the platform says."""
 
 
-def settle_config(config: EngineConfig, platform: Platform) -> EngineConfig:
+def resolve_config(config: EngineConfig, platform: Platform) -> EngineConfig:
     """The configuration that the engine will run with, on `platform`.
 
     Raises:
@@ -31,7 +31,7 @@ def settle_config(config: EngineConfig, platform: Platform) -> EngineConfig:
     """
     with enter_phase(Phase.FRONTEND):
         answer: Plan | Refusals = ask(platform, "plan", config, returns=(Plan, Refusals))
-    _check_parts(platform, answer)
+    _check_plan_items(platform, answer)
     if isinstance(answer, Refusals):
         lines = [f"  {r.field}: {r.reason} Remedy: {r.remedy}" for r in answer.reasons]
         raise ConfigError(f"The platform {platform.spec.name!r} cannot run this configuration:\n" + "\n".join(lines))
@@ -44,7 +44,7 @@ def settle_config(config: EngineConfig, platform: Platform) -> EngineConfig:
     if config.cache.memory_utilization is None:
         config = replace_field(config, "cache.memory_utilization", DEFAULT_MEMORY_UTILIZATION)
     capabilities: Capabilities = ask(platform, "capabilities", returns=Capabilities)
-    dtype = _settle_dtype(config, capabilities, platform.spec.name)
+    dtype = _resolve_dtype(config, capabilities, platform.spec.name)
     config = replace_field(config, dtype.field, dtype.value) if dtype else config
     if config.speculative is not None and config.speculative.model is not None:
         draft = dataclasses.replace(config.speculative.model, dtype=config.model.dtype)
@@ -54,7 +54,7 @@ def settle_config(config: EngineConfig, platform: Platform) -> EngineConfig:
         # Where tokens are guessed, what comes next depends on how many of the guesses were right.
         ahead = capabilities.async_copies and config.speculative is None
         config = replace_field(config, "scheduler.async_scheduling", ahead)
-    for change in changes_for(config, capabilities, platform.spec.name):
+    for change in required_config_changes(config, capabilities, platform.spec.name):
         config = replace_field(config, change.field, change.value)
         _log(change)
     if config.model.seed_is_drawn and config.parallel.distributed_executor_backend != "external_launcher":
@@ -62,7 +62,7 @@ def settle_config(config: EngineConfig, platform: Platform) -> EngineConfig:
     return config
 
 
-def _check_parts(platform: Platform, answer: Plan | Refusals) -> None:
+def _check_plan_items(platform: Platform, answer: Plan | Refusals) -> None:
     parts: object = answer.changes if isinstance(answer, Plan) else answer.reasons
     kind = ConfigChange if isinstance(answer, Plan) else Refusal
     if not isinstance(parts, list | tuple) or not all(isinstance(part, kind) for part in parts):
@@ -72,7 +72,7 @@ def _check_parts(platform: Platform, answer: Plan | Refusals) -> None:
         )
 
 
-def _settle_dtype(config: EngineConfig, capabilities: Capabilities, platform: str) -> ConfigChange | None:
+def _resolve_dtype(config: EngineConfig, capabilities: Capabilities, platform: str) -> ConfigChange | None:
     """What `dtype=auto` becomes, or a check that an explicit dtype can be had."""
     offered = capabilities.dtypes
     if not offered:

@@ -18,14 +18,14 @@ import msgspec
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.rope_parameters import prompt_cache_key
-from mvllm.engine.core.lora_manager import AdapterStore
+from mvllm.engine.core.lora_manager import LoRAManager
 from mvllm.engine.frontend.grammar_vocabulary import load_vocabulary
-from mvllm.engine.core.kv_cache_sizing import CacheSummary, choose_block_size, no_kv_cache, size_kv_cache
-from mvllm.engine.core.sleep import KV_CACHE, LEVELS, TAGS, WEIGHTS, check_sleep_level
+from mvllm.engine.core.kv_cache_sizing import KVCacheSummary, choose_block_size, no_kv_cache, size_kv_cache
+from mvllm.engine.core.sleep import KV_CACHE, SLEEP_LEVELS, TAGS, WEIGHTS, check_sleep_level
 from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
 from mvllm.executor.factory import can_sample_later, make_executor
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
-from mvllm.kv_cache.null_kv_cache_manager import NoKVCache
+from mvllm.kv_cache.null_kv_cache_manager import NullKVCacheManager
 from mvllm.logging import get_logger
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
@@ -34,7 +34,7 @@ from mvllm.models.checkpoint_support import runs_natively
 from mvllm.platform.interface import Platform
 from mvllm.scheduler.scheduler import Scheduler
 from mvllm.structured_output.llguidance_library import check_available
-from mvllm.structured_output.structured_output_manager import GrammarManager
+from mvllm.structured_output.structured_output_manager import StructuredOutputManager
 
 logger = get_logger(__name__)
 
@@ -63,19 +63,19 @@ class EngineCore:
         self.config = config
         self._on_phase = on_phase
         self.start_seconds: dict[str, float] = {}
-        self._dead: BaseException | None = None
+        self._fatal_error: BaseException | None = None
         self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
         self._row_errors: dict[int, dict[int, str]] = {}  # step -> position in its batch -> why the row is to fail
         num_stages = config.parallel.pipeline_parallel_size
         # A pipeline is full with one step per stage. More would only queue up, also with asynchronous scheduling.
         self._max_in_flight = num_stages if num_stages > 1 else 2 if config.scheduler.async_scheduling else 1
-        self._grammars: GrammarManager | None = None
-        self._asleep: tuple[str, ...] = ()  # of TAGS, what has been given back
+        self._grammars: StructuredOutputManager | None = None
+        self._released_memory: tuple[str, ...] = ()  # of TAGS, what has been given back
         self._held: list[EngineCoreOutput] = []  # to be told by the next step
         # Through transformers, only sequences that all rotate alike are taken.
         self._position_key = prompt_cache_key(config.model) if runs_natively(config.model) else lambda prompt_len: 0
-        self._plans_alike = config.parallel.distributed_executor_backend == "external_launcher"
-        self._may_share_blocks = platform.capabilities.prefix_caching
+        self._needs_identical_plans = config.parallel.distributed_executor_backend == "external_launcher"
+        self._supports_prefix_caching = platform.capabilities.prefix_caching
         self._executor = self._timed("start workers", lambda: make_executor(config, platform))
         self.config = config = self._executor.config
         try:
@@ -89,7 +89,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             config.scheduler,
             max_model_len=config.model.max_model_len,
-            kv_cache=NoKVCache(config.model.max_model_len)
+            kv_cache=NullKVCacheManager(config.model.max_model_len)
             if config.model.kind.is_encoder
             else KVCacheManager(
                 num_blocks=self.cache_summary.num_blocks,
@@ -103,11 +103,11 @@ class EngineCore:
             max_loras=0 if config.lora is None else config.lora.max_loras,
             num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
             num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,
-            masks_may_follow=self._max_in_flight == 2 and num_stages == 1 and can_sample_later(self._executor),
+            can_defer_masks=self._max_in_flight == 2 and num_stages == 1 and can_sample_later(self._executor),
         )
-        self._adapters: AdapterStore | None = None
+        self._adapters: LoRAManager | None = None
         if config.lora is not None:
-            self._adapters = AdapterStore(config.lora, self._executor, lambda: self.scheduler.running_lora_ids)
+            self._adapters = LoRAManager(config.lora, self._executor, lambda: self.scheduler.running_lora_ids)
         logger.info("%s", self.cache_summary)
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -117,19 +117,19 @@ class EngineCore:
             EngineSleepingError: It was put to sleep.
             RequestError: The id is in use, or a form of the output is asked for and the library for it is missing.
         """
-        if self._asleep:
+        if self._released_memory:
             raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before sending requests.")
         if request.sampling_params.structured_outputs is not None:
             check_available()
         if request.lora_request is not None:
-            self._adapter_store  # noqa: B018  (raises where there is none)
+            self._required_lora_manager  # noqa: B018  (raises where there is none)
         if key := self._position_key(len(request.prompt_token_ids)):
             request = msgspec.structs.replace(request, position_key=key)
-        if request.sibling_group is not None and not self._may_share_blocks:
+        if request.sibling_group is not None and not self._supports_prefix_caching:
             request = msgspec.structs.replace(request, sibling_group=None)
         self.scheduler.add_request(request)
         if request.sampling_params.structured_outputs is not None:
-            self._order_grammar(request)
+            self._submit_grammar(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Drops requests in whatever state they are; unknown ids are ignored. No output follows for them."""
@@ -150,16 +150,16 @@ class EngineCore:
         Raises:
             EngineDeadError: A step failed as a whole, now or earlier; the cause is kept.
         """
-        if self._dead is not None:
-            raise EngineDeadError(f"The engine stopped after an earlier error: {self._dead!r}") from self._dead
+        if self._fatal_error is not None:
+            raise EngineDeadError(f"The engine stopped after an earlier error: {self._fatal_error!r}") from self._fatal_error
         if self._held:
             held, self._held = self._held, []
             return EngineCoreOutputs(outputs=held, stats=self.make_stats())
         try:
             if self._grammars is not None:
                 self._grammars.begin_step()
-                self._take_grammars(self._grammars)
-                if not self._in_flight and self.scheduler.waits_for_grammars:
+                self._apply_compiled_grammars(self._grammars)
+                if not self._in_flight and self.scheduler.is_waiting_for_masks:
                     return EngineCoreOutputs(stats=self.make_stats())
             while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
                 if not self._launch():
@@ -168,7 +168,7 @@ class EngineCore:
         except BaseException as e:
             # What did not end leaves scheduler, rows and cached blocks at different points: no result of theirs could
             # be trusted. That holds for an interrupt, too.
-            self._dead = self._dead or e
+            self._fatal_error = self._fatal_error or e
             if isinstance(e, Exception):
                 self.shutdown()  # nobody will use the workers again: free what they hold
             raise
@@ -200,7 +200,7 @@ class EngineCore:
             PlatformError: A worker cannot; requests are taken as before.
             EngineDeadError: The step under way failed.
         """
-        given_back = LEVELS[check_sleep_level(level)]
+        given_back = SLEEP_LEVELS[check_sleep_level(level)]
         while self._in_flight:
             self._held += self._collect().outputs
         ids = self.scheduler.request_ids
@@ -214,7 +214,7 @@ class EngineCore:
         self._executor.collective_rpc("sleep", (level,))
         if self._adapters is not None and WEIGHTS in given_back:
             self._adapters.forget_all()
-        self._asleep = tuple(tag for tag in TAGS if tag in (*given_back, *self._asleep))
+        self._released_memory = tuple(tag for tag in TAGS if tag in (*given_back, *self._released_memory))
 
     def wake_up(self, tags: Sequence[str] = ()) -> bool:
         """Claims memory again: what `tags` name of `weights` and `kv_cache`, or all.
@@ -226,15 +226,15 @@ class EngineCore:
             RequestError: The KV cache is to come before the weights.
             CacheError, ModelError: There is no room any more, or no checkpoint. It may be tried again.
         """
-        wanted = [tag for tag in self._asleep if not tags or tag in tags]
-        if WEIGHTS in self._asleep and wanted == [KV_CACHE]:
+        wanted = [tag for tag in self._released_memory if not tags or tag in tags]
+        if WEIGHTS in self._released_memory and wanted == [KV_CACHE]:
             raise RequestError("The weights sleep, too: wake them up first, or both together.", parameter="tags")
         if wanted:
             self._executor.collective_rpc("wake_up", (wanted,))
             if KV_CACHE in wanted:
                 self._executor.collective_rpc("warm_up")
-            self._asleep = tuple(tag for tag in self._asleep if tag not in wanted)
-        return not self._asleep
+            self._released_memory = tuple(tag for tag in self._released_memory if tag not in wanted)
+        return not self._released_memory
 
     def add_lora(self, request: LoRARequest) -> bool:
         """Loads an adapter on all workers, unless it is loaded.
@@ -243,17 +243,17 @@ class EngineCore:
             RequestError: Its files are not usable with this model, or its id is another adapter's.
             EngineSleepingError: The model is asleep.
         """
-        if WEIGHTS in self._asleep:
+        if WEIGHTS in self._released_memory:
             raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before loading adapters.")
-        self._adapter_store.add(request)
+        self._required_lora_manager.add(request)
         return True
 
     def remove_lora(self, lora_int_id: int) -> bool:
         """Forgets an adapter; False where it is not loaded, or in use: then it gives way when room is needed."""
-        return self._adapter_store.remove(lora_int_id)
+        return self._required_lora_manager.remove(lora_int_id)
 
     @property
-    def _adapter_store(self) -> AdapterStore:
+    def _required_lora_manager(self) -> LoRAManager:
         if self._adapters is None:
             raise RequestError(
                 "The engine was started without enable_lora: it takes no adapters.", parameter="lora_request"
@@ -270,21 +270,21 @@ class EngineCore:
             self._grammars.shutdown()
         self._executor.shutdown()
 
-    def _order_grammar(self, request: EngineCoreRequest) -> None:
+    def _submit_grammar(self, request: EngineCoreRequest) -> None:
         """Has the request's grammar compiled, on another thread; the request waits, the engine does not.
 
         Ranks that each run a whole engine have to make the same plans, so there it does.
         """
         if self._grammars is None:
-            self._grammars = GrammarManager(partial(load_vocabulary, self.config.model), plans_alike=self._plans_alike)
+            self._grammars = StructuredOutputManager(partial(load_vocabulary, self.config.model), deterministic_timing=self._needs_identical_plans)
         self._grammars.submit(request)
-        while self._plans_alike and self.scheduler.is_waiting_for_grammar(request.request_id):
+        while self._needs_identical_plans and self.scheduler.is_waiting_for_grammar(request.request_id):
             self._grammars.wait(_GRAMMAR_WAIT_SECONDS)
-            self._take_grammars(self._grammars)
+            self._apply_compiled_grammars(self._grammars)
 
-    def _take_grammars(self, grammars: GrammarManager) -> None:
+    def _apply_compiled_grammars(self, grammars: StructuredOutputManager) -> None:
         """Gives requests their grammars, or ends them; waits for one where there is nothing else to do."""
-        if not self._in_flight and self.scheduler.waits_for_grammars:
+        if not self._in_flight and self.scheduler.is_waiting_for_masks:
             grammars.wait(_GRAMMAR_WAIT_SECONDS)
         for outcome in grammars.collect():
             if outcome.error is not None:
@@ -306,7 +306,7 @@ class EngineCore:
                 self._row_errors[plan.step] = errors
             future = self._executor.execute_model(plan)
         except Exception as e:
-            self._dead = e
+            self._fatal_error = e
             raise EngineDeadError(f"Step {plan.step} could not start: {type(e).__name__}: {e}") from e
         self._in_flight.append((plan, future))
         return True
@@ -316,7 +316,7 @@ class EngineCore:
         try:
             output = future.result()
         except Exception as e:
-            self._dead = e
+            self._fatal_error = e
             raise EngineDeadError(f"Step {plan.step} failed: {type(e).__name__}: {e}") from e
         if errors := self._row_errors.pop(plan.step, None):
             output.errors.update(errors)
@@ -330,10 +330,10 @@ class EngineCore:
         try:
             self._executor.sample_tokens(plan.step, *self.scheduler.masks(plan))
         except Exception as e:
-            self._dead = e
+            self._fatal_error = e
             raise EngineDeadError(f"Step {plan.step} could not be sampled: {type(e).__name__}: {e}") from e
 
-    def _size_kv_cache(self) -> CacheSummary:
+    def _size_kv_cache(self) -> KVCacheSummary:
         if self.config.model.kind.is_encoder:
             return no_kv_cache(self.config.model.max_model_len)
         needs = self._executor.kv_cache_needs()

@@ -15,17 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mvllm.config.engine_config import EngineConfig
-from mvllm.config.sliding_window_blocks import most_blocks_held
-from mvllm.engine.core.kv_cache_groups import bytes_per_block, group_windows
+from mvllm.config.sliding_window_blocks import max_blocks_held
+from mvllm.engine.core.kv_cache_groups import bytes_per_block, choose_group_windows
 from mvllm.errors import CacheError
 from mvllm.platform.worker_protocol import KVCacheNeeds
 
-_MOST_SLOTS = 2**31 - 1
+_MAX_SLOTS = 2**31 - 1
 """Slots are numbered in 32 bits."""
 
 
 @dataclass(frozen=True)
-class CacheSummary:
+class KVCacheSummary:
     """The KV cache as it was sized.
 
     Attributes:
@@ -76,16 +76,16 @@ class CacheSummary:
         )
 
 
-def no_kv_cache(max_model_len: int) -> CacheSummary:
+def no_kv_cache(max_model_len: int) -> KVCacheSummary:
     """Of a model that keeps nothing of a prompt. A table of blocks has one place, for all of its tokens."""
-    return CacheSummary(0, max_model_len, 0, max_model_len)
+    return KVCacheSummary(0, max_model_len, 0, max_model_len)
 
 
 def blocks_for(
     num_tokens: int, block_size: int, windows: Sequence[int | None] = (None,), max_step_tokens: int = 1
 ) -> int:
     """The most blocks that a request of `num_tokens` tokens holds at once, in all groups of layers together."""
-    return sum(most_blocks_held(num_tokens, window, block_size, max_step_tokens) for window in windows)
+    return sum(max_blocks_held(num_tokens, window, block_size, max_step_tokens) for window in windows)
 
 
 def choose_block_size(config: EngineConfig, needs: Sequence[KVCacheNeeds]) -> int:
@@ -104,7 +104,7 @@ def choose_block_size(config: EngineConfig, needs: Sequence[KVCacheNeeds]) -> in
     return asked
 
 
-def size_kv_cache(config: EngineConfig, needs: Sequence[KVCacheNeeds], available: Sequence[int]) -> CacheSummary:
+def size_kv_cache(config: EngineConfig, needs: Sequence[KVCacheNeeds], available: Sequence[int]) -> KVCacheSummary:
     """Divides the available bytes into blocks.
 
     Args:
@@ -116,18 +116,18 @@ def size_kv_cache(config: EngineConfig, needs: Sequence[KVCacheNeeds], available
     """
     block_size = choose_block_size(config, needs)
     max_len, max_step_tokens = config.model.max_model_len, config.scheduler.max_num_batched_tokens
-    windows = group_windows(needs, max_len)
+    windows = choose_group_windows(needs, max_len)
     costs = [bytes_per_block(need, windows, max_len, block_size) for need in needs]
     longest = blocks_for(max_len, block_size, windows, max_step_tokens)
     affordable = min(max(0, free) // cost for free, cost in zip(available, costs, strict=True))
-    num_blocks, limit = min(affordable, _MOST_SLOTS // block_size), _memory_limit(config)
+    num_blocks, limit = min(affordable, _MAX_SLOTS // block_size), _memory_limit(config)
     usable = config.scheduler.max_num_seqs * blocks_for(max_len, block_size) * len(windows)
     if not config.cache.enable_prefix_caching and usable < num_blocks:
         num_blocks, limit = usable, f"max_num_seqs {config.scheduler.max_num_seqs}, without prefix caching"
     if num_blocks < longest:
         fits = _longest_that_fits(num_blocks, max_len, block_size, windows, max_step_tokens)
-        raise _too_small(config, needs, available, [longest * cost for cost in costs], fits)
-    return CacheSummary(num_blocks, block_size, num_blocks * max(costs), max_len, windows, max_step_tokens, limit)
+        raise _too_small_error(config, needs, available, [longest * cost for cost in costs], fits)
+    return KVCacheSummary(num_blocks, block_size, num_blocks * max(costs), max_len, windows, max_step_tokens, limit)
 
 
 def _memory_limit(config: EngineConfig) -> str:
@@ -147,7 +147,7 @@ def _longest_that_fits(
     )
 
 
-def _too_small(
+def _too_small_error(
     config: EngineConfig,
     needs: Sequence[KVCacheNeeds],
     available: Sequence[int],

@@ -14,10 +14,10 @@ from mvllm.errors import MvllmError, PlatformError, RequestError, WorkerDiedErro
 from mvllm.executor.interface import Executor
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.scheduler_output import SchedulerOutput
-from mvllm.models.peft_adapter import folder_state
+from mvllm.models.peft_adapter import folder_fingerprint
 
 
-class AdapterStore:
+class LoRAManager:
     """Loads adapters on the workers of one engine core.
 
     Args:
@@ -31,7 +31,7 @@ class AdapterStore:
         self._executor = executor
         self._in_use = in_use
         self._loaded: dict[int, LoRARequest] = {}  # least recently used first
-        self._states: dict[LoRARequest, tuple[int, ...]] = {}
+        self._file_states: dict[LoRARequest, tuple[int, ...]] = {}
         """Of the files, when they were first read. Kept when an adapter is forgotten: what was computed with it stays
         in the prefix cache.
         """
@@ -58,7 +58,7 @@ class AdapterStore:
                 parameter="lora_request",
             )
         if known is None:
-            has_room = self._make_room()
+            has_room = self._evict_idle_adapter()
             self._load(request)
             if not has_room:
                 self._executor.collective_rpc("remove_lora", (request.lora_int_id,))
@@ -95,9 +95,9 @@ class AdapterStore:
         return errors
 
     def _load(self, request: LoRARequest) -> None:
-        state = folder_state(request.lora_path)
-        is_new = request not in self._states
-        if self._states.setdefault(request, state) != state:
+        state = folder_fingerprint(request.lora_path)
+        is_new = request not in self._file_states
+        if self._file_states.setdefault(request, state) != state:
             raise RequestError(
                 f"The files of the adapter {request.lora_name!r} in {request.lora_path} have changed since they were "
                 "first read, and what was computed with them may be reused. Load them under another id.",
@@ -109,11 +109,11 @@ class AdapterStore:
             raise
         except MvllmError:
             if is_new:  # nothing has been computed with it: other files may take their place
-                del self._states[request]
+                del self._file_states[request]
             self._executor.collective_rpc("remove_lora", (request.lora_int_id,))  # where it has been loaded
             raise
 
-    def _make_room(self) -> bool:
+    def _evict_idle_adapter(self) -> bool:
         """Forgets the adapter that was used least recently, if there are too many and one is not in use."""
         if len(self._loaded) < self._config.max_cpu_loras:
             return True

@@ -12,13 +12,13 @@ from mvllm.errors import RequestError
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
-CALLS = frozenset({"sleep", "wake_up"})
+LONG_RUNNING_METHODS = frozenset({"sleep", "wake_up"})
 """The core's methods that may take as long as its start: no step has to be over by then."""
 
 TAGS = (WEIGHTS, KV_CACHE)
 """In the order in which they are claimed again."""
 
-LEVELS = {1: (KV_CACHE,), 2: TAGS}
+SLEEP_LEVELS = {1: (KV_CACHE,), 2: TAGS}
 """What each level gives back."""
 
 
@@ -28,12 +28,12 @@ def check_sleep_level(level: int) -> int:
     Raises:
         RequestError: There is no such level.
     """
-    if isinstance(level, bool) or level not in LEVELS:
+    if isinstance(level, bool) or level not in SLEEP_LEVELS:
         raise RequestError(f"There are levels 1 and 2 of sleep; found {level!r:.40}.", parameter="level")
     return level
 
 
-def check_tags(tags: Sequence[str] | None) -> list[str]:
+def check_wake_up_tags(tags: Sequence[str] | None) -> list[str]:
     """What is to be claimed again; empty for all.
 
     Raises:

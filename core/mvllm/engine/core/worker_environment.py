@@ -22,7 +22,7 @@ from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.topology import LaunchTopology
 
 _lock = threading.Lock()
-_users: Counter[str] = Counter()
+_use_counts: Counter[str] = Counter()
 """Starts under way that want each variable, of those that were set here."""
 
 
@@ -46,17 +46,17 @@ def _add(wanted: Mapping[str, str], ours: dict[str, str]) -> None:
         for name, value in wanted.items():
             if name not in os.environ:
                 os.environ[name] = value
-            elif not _users[name]:
+            elif not _use_counts[name]:
                 continue  # the user's own
-            _users[name] += 1
+            _use_counts[name] += 1
             ours[name] = os.environ[name]  # of the first to set it, whose value all have
 
 
 def _remove(ours: Mapping[str, str]) -> None:
     with _lock:
         for name, value in ours.items():
-            _users[name] -= 1
-            if not _users[name] and os.environ.get(name) == value:
+            _use_counts[name] -= 1
+            if not _use_counts[name] and os.environ.get(name) == value:
                 del os.environ[name]
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from mvllm.engine.frontend.parallel_sampling import CoreIds
+from mvllm.engine.frontend.parallel_sampling import CoreRequestIds
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreRequest, FinishReason, PositionLogprobs
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 
@@ -57,7 +57,7 @@ class BeamSearch:
         ended: The best sequences that have ended, at most `num_beams`, best first.
     """
 
-    def __init__(self, request: EngineCoreRequest, ids: CoreIds) -> None:
+    def __init__(self, request: EngineCoreRequest, ids: CoreRequestIds) -> None:
         self._request, self._ids = request, ids
         self._params = params = request.sampling_params
         self._width = params.num_beams
@@ -115,9 +115,9 @@ class BeamSearch:
         for place, (beam, rank, token_id) in enumerate(self._candidates(may_end=may_end)):
             ends = token_id in self._end_tokens
             if not (ends or is_last):
-                running.append(self._grown(beam, rank, token_id))
+                running.append(self._extend_beam(beam, rank, token_id))
             elif place < self._width:  # what stands behind is there only for enough to go on
-                self._end(self._grown(beam, rank, token_id), by_token=ends)
+                self._end(self._extend_beam(beam, rank, token_id), by_token=ends)
             if len(running) == self._width or (is_last and place >= self._width):
                 break
         self.ended = sorted(self.ended, key=lambda beam: -beam.score)[: self._width]
@@ -137,7 +137,7 @@ class BeamSearch:
         found.sort(key=lambda candidate: -candidate[0])
         return [(i, rank, token_id) for _, i, rank, token_id in found]
 
-    def _grown(self, beam: int, rank: int, token_id: int) -> Beam:
+    def _extend_beam(self, beam: int, rank: int, token_id: int) -> Beam:
         before, found = self._running[beam], self._found[beam]
         logprob = found.logprobs[rank]
         grown = Beam([*before.token_ids, token_id], before.cumulative_logprob + logprob)

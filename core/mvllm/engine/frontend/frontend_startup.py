@@ -7,11 +7,11 @@ from typing import Generic, TypeVar, cast
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.tokenizer_check import check_tokenizer
-from mvllm.engine.metrics.startup_timer import StartPhases
-from mvllm.engine.metrics.stat_loggers import StatLoggers
+from mvllm.engine.metrics.startup_timer import StartupTimer
+from mvllm.engine.metrics.stat_loggers import StatLoggerManager
 from mvllm.engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from mvllm.errors import ConfigError
-from mvllm.executor.process.process_utils import collector_paused
+from mvllm.executor.process.process_utils import gc_paused
 from mvllm.logging import get_logger
 from mvllm.models.checkpoint_support import check_architecture, check_quantization
 from mvllm.ops.provider_plugins import check_providers
@@ -56,7 +56,7 @@ class FrontEnd(Generic[Client]):
 
     def __init__(self, config: EngineConfig, make_client: MakeClient[Client], client: Client | None = None) -> None:
         # The cheapest reasons to fail come first, and the weights last.
-        self.phases = phases = StartPhases()
+        self.phases = phases = StartupTimer()
         self.tokenizer: Tokenizer | None = None
         if client is None:
             check_config(config)
@@ -64,9 +64,9 @@ class FrontEnd(Generic[Client]):
             chosen = choose_platform(config.platform) if client is None else None
         if chosen is not None:
             logger.info("Platform %s: %s.", chosen, chosen.reason)
-        self.stat_loggers = StatLoggers(config)
+        self.stat_loggers = StatLoggerManager(config)
         try:
-            with collector_paused():
+            with gc_paused():
                 if client is not None:
                     self._load_tokenizer(config)
                     self.client = client

@@ -7,20 +7,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mvllm.config.engine_config import EngineConfig
-from mvllm.engine.process.async_core_client import AsyncClient
+from mvllm.engine.process.async_core_client import AsyncEngineCoreClient
 from mvllm.engine.frontend.beam_search import BeamSearch
 from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.metrics.stats import EngineMetrics
-from mvllm.engine.frontend.output_processor import OutputProcessor, RequestState, TakenOutputs
+from mvllm.engine.frontend.output_processor import OutputProcessor, RequestState, ProcessedStep
 from mvllm.engine.frontend.outputs import RequestOutput
-from mvllm.engine.frontend.parallel_sampling import CoreIds, fan_out
-from mvllm.engine.frontend.request_output_stream import RequestStream
+from mvllm.engine.frontend.parallel_sampling import CoreRequestIds, fan_out
+from mvllm.engine.frontend.request_output_stream import RequestOutputStream
 from mvllm.engine.metrics.tracing import Tracer
 from mvllm.errors import EngineDeadError, QueueFullError
 from mvllm.messages.requests import EngineCoreOutputs
 
 
-class RequestsUnderWay:
+class InFlightRequests:
     """One stream for each request, from when it is queued until it has ended. Used from one event loop.
 
     Args:
@@ -29,7 +29,7 @@ class RequestsUnderWay:
         output_processor: Keeps what each request has been given.
         core_ids: Names sequences in the engine core.
         metrics: Where refused and ended requests are counted.
-        is_served: Whether the engine core can still be told of something.
+        is_core_usable: Whether the engine core can still be told of something.
 
     Attributes:
         tracer: Writes spans of requests, if one is set.
@@ -38,19 +38,19 @@ class RequestsUnderWay:
     def __init__(
         self,
         config: EngineConfig,
-        client: AsyncClient,
+        client: AsyncEngineCoreClient,
         output_processor: OutputProcessor,
-        core_ids: CoreIds,
+        core_ids: CoreRequestIds,
         metrics: EngineMetrics,
-        is_served: Callable[[], bool],
+        is_core_usable: Callable[[], bool],
     ) -> None:
         self._config = config
         self._client = client
         self._output_processor = output_processor
         self._core_ids = core_ids
         self._metrics = metrics
-        self._is_served = is_served
-        self._streams: dict[RequestState, RequestStream] = {}
+        self._is_core_usable = is_core_usable
+        self._streams: dict[RequestState, RequestOutputStream] = {}
         self._by_id: dict[str, list[RequestState]] = {}
         self._num_sequences = 0
         self._num_prompt_tokens = 0
@@ -77,14 +77,14 @@ class RequestsUnderWay:
         finally:
             self._num_preparing -= num_prompts
 
-    def check_room(self, num_sequences: int, num_tokens: int) -> None:
+    def check_capacity(self, num_sequences: int, num_tokens: int) -> None:
         """Refuses what would make the queue longer than allowed. Whatever comes to an engine at rest is taken.
 
         Raises:
             QueueFullError: It would, and says by when it may be worth another try.
         """
         scheduler = self._config.scheduler
-        num_under_way = self._num_sequences + self._num_preparing + self._client.num_elsewhere
+        num_under_way = self._num_sequences + self._num_preparing + self._client.num_other_sequences
         if not num_under_way:
             return
         can_run = scheduler.max_num_seqs * self._config.parallel.data_parallel_size
@@ -109,12 +109,12 @@ class RequestsUnderWay:
         count = sum(latency.counts)
         return min(60.0, max(1.0, latency.sum / count)) if count else 1.0
 
-    def begin(self, request: ProcessedRequest) -> RequestStream:
+    def begin(self, request: ProcessedRequest) -> RequestOutputStream:
         """Queues a request in the engine core."""
         search = BeamSearch(request.core, self._core_ids) if request.params.use_beam_search else None
         children = fan_out(request.core, self._core_ids) if search is None else search.requests()
         state = self._output_processor.add_request(request, children, key=children[0].request_id, search=search)
-        stream = RequestStream(state, self._show, self._drop)
+        stream = RequestOutputStream(state, self._show, self._drop)
         self._streams[state] = stream
         self._by_id.setdefault(state.request_id, []).append(state)
         self._num_sequences += state.num_sequences
@@ -133,10 +133,10 @@ class RequestsUnderWay:
             self._client.abort_requests(taken.requests_to_abort)
         for children in taken.requests_to_add:
             self._client.add_requests(children)
-        self._hand_out(taken)
+        self._notify_streams(taken)
         return taken.num_new_tokens
 
-    def _hand_out(self, taken: TakenOutputs) -> None:
+    def _notify_streams(self, taken: ProcessedStep) -> None:
         streams = self._streams
         for state in taken.requests:
             streams[state].wake()
@@ -160,7 +160,7 @@ class RequestsUnderWay:
         """Ends the requests of these ids with what they have; unknown ids are ignored."""
         self._end([state for request_id in request_ids for state in self._by_id.get(request_id, ())])
 
-    def end_all(self) -> None:
+    def abort_all(self) -> None:
         """Ends every request with what it has."""
         self._end(list(self._streams))
 
@@ -174,14 +174,14 @@ class RequestsUnderWay:
     def _end(self, states: Sequence[RequestState]) -> None:
         taken, core_ids = self._output_processor.end_requests(states)
         self._client.abort_requests(core_ids)
-        self._hand_out(taken)
+        self._notify_streams(taken)
 
     def _drop(self, state: RequestState) -> None:
         """Ends a request that nobody waits for any more."""
         if state not in self._streams:
             return  # it had ended
         core_ids = self._output_processor.abort_requests([state.key])
-        if self._is_served():
+        if self._is_core_usable():
             self._client.abort_requests(core_ids)
         self._metrics.finish(state)
         self._forget(state)

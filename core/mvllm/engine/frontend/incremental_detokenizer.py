@@ -39,7 +39,7 @@ class IncrementalDetokenizer:
         self._spaces = spaces_between_special_tokens
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._byte_ids = tokenizer.byte_ids
-        self._needs_context = not tokenizer.joins_bytes
+        self._needs_context = not tokenizer.decodes_bytewise
         self._context: list[int] = []
         self._context_text = ""
         self._pending: list[int] = []
@@ -51,7 +51,7 @@ class IncrementalDetokenizer:
             return ""
         text = self._decode(self._context + self._pending)
         if text.endswith(_INCOMPLETE):
-            return self._settle_part() if len(self._pending) > _LONG_WINDOW else ""
+            return self._emit_long_window() if len(self._pending) > _LONG_WINDOW else ""
         return self._settle(text)
 
     def finish(self) -> str:
@@ -69,12 +69,12 @@ class IncrementalDetokenizer:
         self._pending = []
         return piece
 
-    def _settle_part(self) -> str:
+    def _emit_long_window(self) -> str:
         """Gives out the front of a long window that ends in U+FFFD (a model that emits broken bytes).
 
         A cut is safe where decoding the two sides apart equals decoding them together: no character spans it.
         """
-        if not self._tokenizer.joins_bytes:
+        if not self._tokenizer.decodes_bytewise:
             return ""
         for keep in (3, 4, 5, 6):
             front, back = self._pending[:-keep], self._pending[-keep:]
@@ -90,7 +90,7 @@ class IncrementalDetokenizer:
         )
 
 
-class StopStrings:
+class StopStringFinder:
     """Finds the first stop string in a growing text, and holds back what may turn out to be the beginning of one.
 
     Args:

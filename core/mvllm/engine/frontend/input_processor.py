@@ -33,8 +33,8 @@ from mvllm.structured_output.llguidance_library import check_available
 MAX_CACHE_SALT_LENGTH = 256
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _PRIORITY_LIMIT = 2**31
-_CHECKED_AT_ONCE = 1 << 20  # characters: between them, other threads get their turn
-_LONGEST_CUT_TEXT = 1 << 22  # characters of a text of which only the end is wanted, and all must be tokenized
+_UTF8_CHECK_CHARS = 1 << 20  # characters: between them, other threads get their turn
+_MAX_TRUNCATED_TEXT_CHARS = 1 << 22  # characters of a text of which only the end is wanted, and all must be tokenized
 
 
 @dataclass(slots=True)
@@ -124,13 +124,13 @@ class InputProcessor:
             params: None takes the model's defaults.
             priorities: Lower is served earlier; needs the priority policy.
             arrival_time: Monotonic seconds; now by default.
-            lora_requests: The adapters, for those that have one. An AdapterDoor looks at their fields and files.
+            lora_requests: The adapters, for those that have one. An LoRARequestValidator looks at their fields and files.
 
         Raises:
             RequestError: One of them is not acceptable; names it by its position where there are several.
         """
         arrival = time.monotonic() if arrival_time is None else _check_arrival_time(arrival_time)
-        parts = [self._at(i, prompts, self._take_apart, prompt, params[i]) for i, prompt in enumerate(prompts)]
+        parts = [self._check_for_prompt(i, prompts, self._parse_prompt, prompt, params[i]) for i, prompt in enumerate(prompts)]
         self._tokenize(parts)
         processed = []
         checked: dict[int, SamplingParams] = {}  # what is given for many prompts may be long, and is checked once
@@ -141,8 +141,8 @@ class InputProcessor:
             elif id(chosen) in checked:
                 settled = copy.copy(checked[id(chosen)])
             else:
-                settled = checked[id(chosen)] = self._at(i, prompts, self._check_params, chosen)
-            settled = self._at(i, prompts, self._fit_params, settled, part)
+                settled = checked[id(chosen)] = self._check_for_prompt(i, prompts, self._check_params, chosen)
+            settled = self._check_for_prompt(i, prompts, self._fit_params_to_prompt, settled, part)
             core = EngineCoreRequest(
                 request_id=_check_request_id(request_ids[i]),
                 prompt_token_ids=part.token_ids or [],
@@ -151,7 +151,7 @@ class InputProcessor:
                 arrival_time=arrival,
                 priority=self._check_priority(priorities[i]) if priorities is not None else 0,
                 cache_salt=part.cache_salt,
-                lora_request=None if lora_requests is None else self._check_adapter(lora_requests[i]),
+                lora_request=None if lora_requests is None else self._check_lora_request(lora_requests[i]),
             )
             processed.append(ProcessedRequest(part.text, settled, core))
         return processed
@@ -170,9 +170,9 @@ class InputProcessor:
                 "Pass {'prompt_token_ids': [...]}.",
                 parameter="prompt",
             )
-        for start in range(0, len(text), _CHECKED_AT_ONCE):
+        for start in range(0, len(text), _UTF8_CHECK_CHARS):
             try:
-                text[start : start + _CHECKED_AT_ONCE].encode()
+                text[start : start + _UTF8_CHECK_CHARS].encode()
             except UnicodeEncodeError as e:
                 place = start + e.start
                 raise RequestError(
@@ -181,12 +181,12 @@ class InputProcessor:
                 ) from None
         return text
 
-    def _take_apart(self, prompt: PromptType, params: SamplingParams | PoolingParams | None) -> _Prompt:
-        keep = self._num_kept(params)
+    def _parse_prompt(self, prompt: PromptType, params: SamplingParams | PoolingParams | None) -> _Prompt:
+        keep = self._num_tokens_to_keep(params)
         if isinstance(prompt, str):
             return _Prompt(self.check_text(prompt), None, None, keep)
         if isinstance(prompt, Mapping):
-            return self._take_apart_dict(prompt, keep)
+            return self._parse_prompt_dict(prompt, keep)
         if _is_token_sequence(prompt):
             return _Prompt(None, self._check_token_ids(prompt, keep))
         raise RequestError(
@@ -195,7 +195,7 @@ class InputProcessor:
             parameter="prompt",
         )
 
-    def _num_kept(self, params: SamplingParams | PoolingParams | None) -> int | None:
+    def _num_tokens_to_keep(self, params: SamplingParams | PoolingParams | None) -> int | None:
         """How many of a prompt's last tokens are wanted, as far as the context has room; None where it is not cut."""
         asked = getattr(params, "truncate_prompt_tokens", None)
         if asked is None:
@@ -210,7 +210,7 @@ class InputProcessor:
         most = limit - self.num_generated
         return most if asked == -1 else min(asked, most)
 
-    def _take_apart_dict(self, prompt: Mapping[str, Any], keep: int | None) -> _Prompt:
+    def _parse_prompt_dict(self, prompt: Mapping[str, Any], keep: int | None) -> _Prompt:
         for key in prompt:
             if key not in _PROMPT_KEYS:
                 near = difflib.get_close_matches(str(key), _PROMPT_KEYS, n=1)
@@ -273,21 +273,21 @@ class InputProcessor:
 
         def check_length(at: int, length: int) -> None:
             if waiting[at][1].keep is None:
-                self._at(waiting[at][0], parts, self._check_length, length)
+                self._check_for_prompt(waiting[at][0], parts, self._check_length, length)
 
         for at, text in enumerate(texts):  # what is far too long need not be tokenized to know that
             if waiting[at][1].keep is None:
-                self._at(waiting[at][0], parts, self._check_length, self._tokenizer.fewest_tokens(text), "at least ")
+                self._check_for_prompt(waiting[at][0], parts, self._check_length, self._tokenizer.num_tokens_lower_bound(text), "at least ")
             else:
-                self._at(waiting[at][0], parts, check_cut_text, text)
+                self._check_for_prompt(waiting[at][0], parts, check_text_to_truncate, text)
         encoded = self._tokenizer.encode_batch(texts, check_length=check_length)
         for (i, part), ids in zip(waiting, encoded, strict=True):
             if not ids:
                 raise RequestError(
-                    f"{_which(i, parts)}The prompt is empty: its text {_show(part.text)} gives no tokens.",
+                    f"{_prompt_label(i, parts)}The prompt is empty: its text {_show(part.text)} gives no tokens.",
                     parameter="prompt",
                 )
-            part.token_ids = self._at(i, parts, self._check_token_ids, ids, part.keep)
+            part.token_ids = self._check_for_prompt(i, parts, self._check_token_ids, ids, part.keep)
 
     # --- settings
 
@@ -319,7 +319,7 @@ class InputProcessor:
             params = msgspec.structs.replace(params, bad_words_token_ids=ids)
         return params
 
-    def _fit_params(self, params: SamplingParams, part: _Prompt) -> SamplingParams:
+    def _fit_params_to_prompt(self, params: SamplingParams, part: _Prompt) -> SamplingParams:
         return validate_for_model(
             params,
             vocab_size=self._model.vocab_size,
@@ -328,7 +328,7 @@ class InputProcessor:
             prompt_len=len(part.token_ids or ()),
         )
 
-    def _check_adapter(self, request: LoRARequest | None) -> LoRARequest | None:
+    def _check_lora_request(self, request: LoRARequest | None) -> LoRARequest | None:
         if request is not None and not isinstance(request, LoRARequest):
             raise RequestError(
                 f"lora_request must be a LoRARequest(lora_name, lora_int_id, lora_path); found {_show(request)}.",
@@ -364,31 +364,31 @@ class InputProcessor:
         return ids
 
     @staticmethod
-    def _at(i: int, all_of_them: Sequence[Any], check: Any, *args: Any) -> Any:
+    def _check_for_prompt(i: int, all_of_them: Sequence[Any], check: Any, *args: Any) -> Any:
         """`check(*args)`; a refusal says which of several requests it is about."""
         try:
             return check(*args)
         except RequestError as e:
             if len(all_of_them) == 1:
                 raise
-            raise RequestError(f"{_which(i, all_of_them)}{e}", parameter=e.parameter) from e
+            raise RequestError(f"{_prompt_label(i, all_of_them)}{e}", parameter=e.parameter) from e
 
 
-def check_cut_text(text: str) -> None:
+def check_text_to_truncate(text: str) -> None:
     """Refuses a text of which only the end is wanted, if tokenizing all of it would take too long.
 
     Raises:
         RequestError: It is too long.
     """
-    if len(text) > _LONGEST_CUT_TEXT:
+    if len(text) > _MAX_TRUNCATED_TEXT_CHARS:
         raise RequestError(
-            f"The prompt has {len(text)} characters; a text that is to be cut to its end may have {_LONGEST_CUT_TEXT}. "
+            f"The prompt has {len(text)} characters; a text that is to be cut to its end may have {_MAX_TRUNCATED_TEXT_CHARS}. "
             "Shorten the prompt.",
             parameter="prompt",
         )
 
 
-def _which(i: int, all_of_them: Sequence[Any]) -> str:
+def _prompt_label(i: int, all_of_them: Sequence[Any]) -> str:
     return f"Prompt {i} of {len(all_of_them)}: " if len(all_of_them) > 1 else ""
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import ModelError, RequestError
 from mvllm.messages.lora import LoRARequest
-from mvllm.models.peft_adapter import read_peft_folder
+from mvllm.models.peft_adapter import read_peft_adapter
 
-_LARGEST_ID = 2**31 - 1
-_LONGEST_NAME = 256
-_LONGEST_PATH = 4096
+_MAX_LORA_ID = 2**31 - 1
+_MAX_NAME_LENGTH = 256
+_MAX_PATH_LENGTH = 4096
 
 
-class AdapterDoor:
+class LoRARequestValidator:
     """Checks adapters for one front end, and remembers those that the engine core has taken.
 
     Args:
@@ -42,11 +42,11 @@ class AdapterDoor:
                 f"{type(request).__name__}."
             )
         name, number, path = request.lora_name, request.lora_int_id, request.lora_path
-        if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
-            raise _refusal(f"lora_name must be a text of 1 to {_LONGEST_NAME} printable characters.")
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= _LARGEST_ID:
-            raise _refusal(f"lora_int_id must be an integer from 1 to {_LARGEST_ID}.")
-        if not isinstance(path, str) or not 0 < len(path) <= _LONGEST_PATH or "\0" in path or not _is_unicode(path):
+        if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME_LENGTH or not name.isprintable():
+            raise _refusal(f"lora_name must be a text of 1 to {_MAX_NAME_LENGTH} printable characters.")
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= _MAX_LORA_ID:
+            raise _refusal(f"lora_int_id must be an integer from 1 to {_MAX_LORA_ID}.")
+        if not isinstance(path, str) or not 0 < len(path) <= _MAX_PATH_LENGTH or "\0" in path or not _is_unicode(path):
             raise _refusal("lora_path must be the path of the adapter's folder, as a text.")
         known = self._by_id.get(number, request)
         if known != request:
@@ -68,7 +68,7 @@ class AdapterDoor:
         """
         assert self._lora is not None
         try:
-            read_peft_folder(request.lora_path, self._lora.max_lora_rank)
+            read_peft_adapter(request.lora_path, self._lora.max_lora_rank)
         except ModelError as e:
             raise _refusal(f"The adapter {request.lora_name!r} cannot be loaded: {e}") from e
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from mvllm.engine.frontend.beam_search import Beam, BeamSearch
 from mvllm.engine.frontend.input_processor import ProcessedRequest
-from mvllm.engine.frontend.sequence_detokenizer import TextWhenAsked, make_text
+from mvllm.engine.frontend.sequence_detokenizer import LazyDetokenizer, make_sequence_detokenizer
 from mvllm.engine.frontend.outputs import CompletionOutput, Logprob, PositionLogprobMap, RequestMetrics, RequestOutput
 from mvllm.engine.frontend.tokenizer import Tokenizer
 from mvllm.messages.pooling_params import PoolingType
@@ -33,7 +33,7 @@ _STOP = str(FinishReason.STOP)
 
 
 @dataclass(slots=True)
-class ProcessedOutputs:
+class OutputProcessorOutput:
     """What one step means for callers, and for the engine core.
 
     Attributes:
@@ -50,12 +50,12 @@ class ProcessedOutputs:
 
 
 @dataclass(slots=True)
-class TakenOutputs:
+class ProcessedStep:
     """What one step has changed.
 
     Attributes:
         requests: Those with something to show that had nothing to show before.
-        requests_to_abort, num_new_tokens, requests_to_add: As in ProcessedOutputs.
+        requests_to_abort, num_new_tokens, requests_to_add: As in OutputProcessorOutput.
         started: Requests whose first token this is.
         finished: Requests that have ended.
         gaps: How many tokens came how long after the one before, in seconds; the newest of each output.
@@ -106,16 +106,16 @@ class OutputProcessor:
         if search is None:
             self._sequences.update((sequence.core_id, sequence) for sequence in entry.sequences)
         else:
-            self._follow_round(entry, children)
+            self._register_beam_round(entry, children)
         return entry
 
-    def _follow_round(self, entry: RequestState, children: Sequence[EngineCoreRequest]) -> None:
+    def _register_beam_round(self, entry: RequestState, children: Sequence[EngineCoreRequest]) -> None:
         self._sequences.update((child.request_id, _BeamStep(entry, child.request_id)) for child in children)
 
-    def process(self, core_outputs: EngineCoreOutputs) -> ProcessedOutputs:
+    def process(self, core_outputs: EngineCoreOutputs) -> OutputProcessorOutput:
         """Takes in one step's outputs and shows what they mean, at once. Unknown sequences are passed over."""
         taken = self.take(core_outputs)
-        result = ProcessedOutputs([], taken.requests_to_abort, taken.num_new_tokens, taken.requests_to_add)
+        result = OutputProcessorOutput([], taken.requests_to_abort, taken.num_new_tokens, taken.requests_to_add)
         for request in taken.requests:
             shown, broken = self.show(request)
             result.requests_to_abort += broken
@@ -123,12 +123,12 @@ class OutputProcessor:
                 result.request_outputs.append(shown)
         return result
 
-    def take(self, core_outputs: EngineCoreOutputs) -> TakenOutputs:
+    def take(self, core_outputs: EngineCoreOutputs) -> ProcessedStep:
         """Takes in one step's outputs. Sequences that are not followed (any more) are passed over.
 
         What requests have to show is left to `RequestState.show`; until that is called, what comes adds up.
         """
-        taken = TakenOutputs()
+        taken = ProcessedStep()
         now = time.monotonic()
         sequences, gaps = self._sequences, taken.gaps
         num_new_tokens = 0
@@ -145,21 +145,21 @@ class OutputProcessor:
                     gaps[last] = gaps.get(last, 0) + 1
                 elif request.metrics.first_token_time is None:
                     taken.started.append(request)
-            if last and sequence.only_grows and output.finish_reason is None:
+            if last and sequence.uses_fast_path and output.finish_reason is None:
                 sequence.token_ids += new  # the usual case, once per token: all else waits until it is shown
             elif isinstance(sequence, _BeamStep):
-                if not self._take_beam(sequence, output, now, taken):
+                if not self._apply_beam_output(sequence, output, now, taken):
                     continue
-            elif not self._take_with_care(sequence, output, now, taken):
+            elif not self._apply_slow_path(sequence, output, now, taken):
                 continue
-            if not request.has_news:
-                request.has_news = True
+            if not request.has_new_output:
+                request.has_new_output = True
                 taken.requests.append(request)
         taken.num_new_tokens = num_new_tokens
         taken.gaps = {now - last: count for last, count in gaps.items()}
         return taken
 
-    def _take_with_care(self, sequence: _Sequence, output: EngineCoreOutput, now: float, taken: TakenOutputs) -> bool:
+    def _apply_slow_path(self, sequence: _Sequence, output: EngineCoreOutput, now: float, taken: ProcessedStep) -> bool:
         """Takes in an output that may be a sequence's first or last, or more than tokens; whether there is news."""
         request = sequence.request
         try:
@@ -175,7 +175,7 @@ class OutputProcessor:
             taken.finished.append(request)
         return True
 
-    def _take_beam(self, step: _BeamStep, output: EngineCoreOutput, now: float, taken: TakenOutputs) -> bool:
+    def _apply_beam_output(self, step: _BeamStep, output: EngineCoreOutput, now: float, taken: ProcessedStep) -> bool:
         """Takes in what has come of one beam's next token; whether the search is over. What goes wrong with one beam
         ends all."""
         request, search = step.request, step.request.search
@@ -196,12 +196,12 @@ class OutputProcessor:
             return False
         elif not search.advance():
             children = search.requests()
-            self._follow_round(request, children)
+            self._register_beam_round(request, children)
             taken.requests_to_add.append(children)
             return False
         else:
             beams = search.results()
-            ends = [_as_output(beam) for beam in beams]
+            ends = [_beam_to_core_output(beam) for beam in beams]
             del request.sequences[max(1, len(ends)) :]
             if not ends:
                 what = "no sequence can end: every token that could come ends it, and min_tokens forbids that"
@@ -261,7 +261,7 @@ class OutputProcessor:
                 core_ids += [i for i in request.core_ids if self._sequences.pop(i, None) is not None]
         return core_ids
 
-    def end_requests(self, requests: Iterable[RequestState]) -> tuple[TakenOutputs, list[str]]:
+    def end_requests(self, requests: Iterable[RequestState]) -> tuple[ProcessedStep, list[str]]:
         """Ends requests with what they have, for the reason `abort`; those that have ended are passed over.
 
         Returns:
@@ -293,10 +293,10 @@ class RequestState:
         request_id: As the caller calls it.
         key: As the OutputProcessor calls it.
         num_unfinished: Sequences that have not ended.
-        has_news: Whether `show` may have something to show that it has not shown.
+        has_new_output: Whether `show` may have something to show that it has not shown.
         broken: Core ids of sequences that `show` has found to be no text, which the OutputProcessor still follows.
         final_only: Whether it shows nothing before its end.
-        is_pooled: Whether it is for a vector, and has no tokens.
+        is_pooling: Whether it is for a vector, and has no tokens.
         num_sequences: As it takes up room: those that it may have in the engine core at a time.
         search: Finds its sequences, if it is for a beam search.
         metrics: When things happened.
@@ -308,7 +308,7 @@ class RequestState:
         self.params = request.params
         self.sequences: list[_Sequence] = []
         self.num_unfinished = 0
-        self.has_news = False
+        self.has_new_output = False
         self.broken: list[str] = []
         self.num_sequences = request.params.num_sequences
         self.search: BeamSearch | None = None
@@ -316,14 +316,14 @@ class RequestState:
         self.kind = RequestOutputKind.FINAL_ONLY if self.is_ranked else request.params.output_kind
         self.final_only = self.kind == RequestOutputKind.FINAL_ONLY
         pooling = request.core.pooling_params
-        self.is_pooled = pooling is not None
+        self.is_pooling = pooling is not None
         self._pools_each_token = pooling is not None and pooling.pooling_type is PoolingType.ALL
         self._prompt = request.prompt
         self._prompt_token_ids = request.core.prompt_token_ids
         self._tokenizer = tokenizer if request.params.detokenize else None
         self._wants_prompt_logprobs = request.params.prompt_logprobs is not None
         self._prompt_logprobs: list[PositionLogprobMap | None] | None = None
-        self._prompt_logprobs_shown = False
+        self._prompt_logprobs_returned = False
         self._num_cached_tokens: int | None = None
         self._pooled: bytes | None = None
         self._lora_request = request.core.lora_request
@@ -359,24 +359,24 @@ class RequestState:
             self._num_cached_tokens = output.num_cached_tokens
             metrics.first_scheduled_time = output.scheduled_time or None
         if output.prompt_logprobs is not None and self._wants_prompt_logprobs:
-            self._prompt_logprobs = [None, *(_as_map(p, self._tokenizer) for p in output.prompt_logprobs)]
+            self._prompt_logprobs = [None, *(_to_logprob_map(p, self._tokenizer) for p in output.prompt_logprobs)]
         if output.pooling_output is not None:
             self._pooled = output.pooling_output
 
     def show(self) -> RequestOutput | None:
         """What the caller gets now, if anything: all there is, or all that was not shown yet."""
-        self.has_news = False
+        self.has_new_output = False
         sequences = self.sequences
         if self.final_only:
             if self.num_unfinished:
                 return None
-            shown = [sequence.show_all() for sequence in sequences]
+            shown = [sequence.make_full_output() for sequence in sequences]
             if self.is_ranked and self.search is None:
                 shown = _best(shown, self.params.n)
         elif self.kind == RequestOutputKind.DELTA:
-            shown = [sequence.show_new() for sequence in sequences if sequence.has_news]
+            shown = [sequence.make_delta_output() for sequence in sequences if sequence.has_new_output]
         else:
-            shown = [sequence.show_all() for sequence in sequences]
+            shown = [sequence.make_full_output() for sequence in sequences]
         finished = self.num_unfinished == 0  # as of now: text that cannot be decoded is an end, too
         if not shown and not finished:
             return None
@@ -385,7 +385,7 @@ class RequestState:
             self.request_id,
             self._prompt,
             self._prompt_token_ids,
-            self._prompt_logprobs_to_show(),
+            self._next_prompt_logprobs(),
             shown,
             finished,
             self.metrics.snapshot(),
@@ -395,11 +395,11 @@ class RequestState:
             self._lora_request,
         )
 
-    def _prompt_logprobs_to_show(self) -> list[PositionLogprobMap | None] | None:
+    def _next_prompt_logprobs(self) -> list[PositionLogprobMap | None] | None:
         """All of them, but only once where the output is made of pieces."""
-        if self.kind == RequestOutputKind.DELTA and self._prompt_logprobs_shown:
+        if self.kind == RequestOutputKind.DELTA and self._prompt_logprobs_returned:
             return None
-        self._prompt_logprobs_shown = self._prompt_logprobs is not None
+        self._prompt_logprobs_returned = self._prompt_logprobs is not None
         # A prompt of one token has no position to predict: the list is known without the core's help.
         alone = self._wants_prompt_logprobs and len(self._prompt_token_ids) == 1
         return self._prompt_logprobs if self._prompt_logprobs is not None or not alone else [None]
@@ -425,10 +425,10 @@ class _Sequence:
         self._wants_sum = self._wants_logprobs or params.is_ranked
         self._logprobs: list[PositionLogprobMap] = []
         self.cumulative_logprob = 0.0
-        self._text = make_text(params, self._tokenizer, request.final_only, self.token_ids)
-        self.only_grows = not self._wants_sum and (self._text is None or isinstance(self._text, TextWhenAsked))
-        self._num_tokens_shown = 0
-        self._end_shown = False
+        self._text = make_sequence_detokenizer(params, self._tokenizer, request.final_only, self.token_ids)
+        self.uses_fast_path = not self._wants_sum and (self._text is None or isinstance(self._text, LazyDetokenizer))
+        self._num_tokens_returned = 0
+        self._end_returned = False
 
     def take(self, output: EngineCoreOutput) -> None:
         """Takes in the newest tokens and whether the core has ended the sequence."""
@@ -443,7 +443,7 @@ class _Sequence:
         if self._wants_sum and output.logprobs:
             for position in output.logprobs[: len(new)]:
                 if self._wants_logprobs:
-                    self._logprobs.append(_as_map(position, self._tokenizer))
+                    self._logprobs.append(_to_logprob_map(position, self._tokenizer))
                 self.cumulative_logprob += position.logprobs[0]
         if ended is not None and self.finish_reason is None:
             self.finish_reason, self.stop_reason, self.error = str(ended), output.stop_reason, output.error
@@ -456,24 +456,24 @@ class _Sequence:
         self.error = f"The tokenizer cannot turn the output into text: {type(error).__name__}: {error}"
 
     @property
-    def has_news(self) -> bool:
-        """Whether `show_new` would show anything."""
-        return len(self.token_ids) > self._num_tokens_shown or (self.finish_reason is not None and not self._end_shown)
+    def has_new_output(self) -> bool:
+        """Whether `make_delta_output` would show anything."""
+        return len(self.token_ids) > self._num_tokens_returned or (self.finish_reason is not None and not self._end_returned)
 
-    def show_all(self) -> CompletionOutput:
+    def make_full_output(self) -> CompletionOutput:
         """Everything so far. Later steps do not change what was shown."""
         text = self._written(new=False)
         logprobs = list(self._logprobs) if self._wants_logprobs else None
         return self._completion(text, list(self.token_ids), logprobs)
 
-    def show_new(self) -> CompletionOutput:
+    def make_delta_output(self) -> CompletionOutput:
         """What has come since the last call."""
         text = self._written(new=True)
-        start = self._num_tokens_shown
+        start = self._num_tokens_returned
         logprobs = self._logprobs[start:] if self._wants_logprobs else None
         shown = self._completion(text, self.token_ids[start:], logprobs)
-        self._num_tokens_shown = len(self.token_ids)
-        self._end_shown = self.finish_reason is not None
+        self._num_tokens_returned = len(self.token_ids)
+        self._end_returned = self.finish_reason is not None
         return shown
 
     def _written(self, *, new: bool) -> str:
@@ -509,7 +509,7 @@ class _Sequence:
 class _BeamStep:
     """A request for one beam's next token, in the place of a sequence."""
 
-    only_grows = False
+    uses_fast_path = False
 
     def __init__(self, request: RequestState, core_id: str) -> None:
         self.request = request
@@ -518,7 +518,7 @@ class _BeamStep:
         self.last_token_time = 0.0
 
 
-def _as_output(beam: Beam) -> EngineCoreOutput:
+def _beam_to_core_output(beam: Beam) -> EngineCoreOutput:
     """What the engine core would say of a sequence that it had generated by itself."""
     return EngineCoreOutput("", beam.token_ids, beam.finish_reason, beam.stop_reason, beam.positions)
 
@@ -531,7 +531,7 @@ def _best(shown: list[CompletionOutput], n: int) -> list[CompletionOutput]:
     return ranked
 
 
-def _as_map(position: PositionLogprobs, tokenizer: Tokenizer | None) -> PositionLogprobMap:
+def _to_logprob_map(position: PositionLogprobs, tokenizer: Tokenizer | None) -> PositionLogprobMap:
     """The token at the position first, then the most probable ones, whose ranks are their places."""
     token_ids, logprobs = position.token_ids, position.logprobs
     text = tokenizer.token_text if tokenizer is not None else _no_text

@@ -19,7 +19,7 @@ from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 _SEED_SPAN = 2**63
 
 
-class CoreIds:
+class CoreRequestIds:
     """Hands out ids for the engine core, each once.
 
     Args:
@@ -35,7 +35,7 @@ class CoreIds:
         return f"{self._front_end}{next(self._serial)}:{request_id}"
 
 
-def fan_out(request: EngineCoreRequest, ids: CoreIds) -> list[EngineCoreRequest]:
+def fan_out(request: EngineCoreRequest, ids: CoreRequestIds) -> list[EngineCoreRequest]:
     """The requests for single sequences that make up `request`, by index. `request` is left as it is."""
     params = request.sampling_params
     if params.num_sequences == 1:

@@ -53,7 +53,7 @@ class PoolingInputProcessor(InputProcessor):
         lora_requests: Sequence[LoRARequest | None] | None = None,
     ) -> list[ProcessedRequest]:
         settled = [self._settle(each) for each in params]
-        prompts = [self._at(i, prompts, self._cut, prompt, params[i]) for i, prompt in enumerate(prompts)]
+        prompts = [self._check_for_prompt(i, prompts, self._truncate_prompt, prompt, params[i]) for i, prompt in enumerate(prompts)]
         nothing: list[SamplingParams | None] = [None] * len(prompts)
         requests = super().process_batch(
             request_ids,
@@ -77,7 +77,7 @@ class PoolingInputProcessor(InputProcessor):
         for text in (first, second):
             self.check_text(text)
         assert self._tokenizer is not None
-        ids, start = self._tokenizer.encode_cut(first, second, max_tokens=self._limit(params))
+        ids, start = self._tokenizer.encode_truncated(first, second, max_tokens=self._limit(params))
         asked = msgspec.structs.replace(params, truncate_prompt_tokens=None, second_text_start=start)
         return TokensPrompt(prompt_token_ids=ids), asked
 
@@ -91,7 +91,7 @@ class PoolingInputProcessor(InputProcessor):
             )
         return longest if limit == -1 else limit
 
-    def _cut(self, prompt: PromptType, params: SamplingParams | PoolingParams | None) -> PromptType:
+    def _truncate_prompt(self, prompt: PromptType, params: SamplingParams | PoolingParams | None) -> PromptType:
         """The prompt as it is, or cut and as token ids, where that was asked for."""
         limit = self._limit(params) if isinstance(params, PoolingParams) else None
         if limit is None:
@@ -105,7 +105,7 @@ class PoolingInputProcessor(InputProcessor):
             return prompt  # which will be refused
         text = self.check_text(str(parts["prompt"]))
         assert self._tokenizer is not None
-        ids, _ = self._tokenizer.encode_cut(text, max_tokens=limit)
+        ids, _ = self._tokenizer.encode_truncated(text, max_tokens=limit)
         return cast(PromptType, {**parts, "prompt_token_ids": ids})
 
     @property
@@ -127,7 +127,7 @@ class PoolingInputProcessor(InputProcessor):
         assert isinstance(params, SamplingParams)
         return params  # `default_params`: nothing in them is a caller's
 
-    def _fit_params(self, params: SamplingParams, part: object) -> SamplingParams:
+    def _fit_params_to_prompt(self, params: SamplingParams, part: object) -> SamplingParams:
         return params
 
 

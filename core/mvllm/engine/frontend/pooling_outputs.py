@@ -134,7 +134,7 @@ class EmbeddingRequestOutput(PooledRequestOutput[EmbeddingOutput]):
     @classmethod
     def of(cls, output: PoolingRequestOutput) -> EmbeddingRequestOutput:
         """The same answer with Python numbers."""
-        return cls(*_with(output, EmbeddingOutput(output.outputs.data.tolist())))
+        return cls(*_replace_output(output, EmbeddingOutput(output.outputs.data.tolist())))
 
 
 class ClassificationRequestOutput(PooledRequestOutput[ClassificationOutput]):
@@ -145,7 +145,7 @@ class ClassificationRequestOutput(PooledRequestOutput[ClassificationOutput]):
     @classmethod
     def of(cls, output: PoolingRequestOutput) -> ClassificationRequestOutput:
         """The same answer with Python numbers."""
-        return cls(*_with(output, ClassificationOutput(output.outputs.data.tolist())))
+        return cls(*_replace_output(output, ClassificationOutput(output.outputs.data.tolist())))
 
 
 class ScoringRequestOutput(PooledRequestOutput[ScoringOutput]):
@@ -157,10 +157,10 @@ class ScoringRequestOutput(PooledRequestOutput[ScoringOutput]):
     def of(cls, output: PoolingRequestOutput) -> ScoringRequestOutput:
         """The one score of an answer."""
         [score] = output.outputs.data.tolist()
-        return cls(*_with(output, ScoringOutput(score)))
+        return cls(*_replace_output(output, ScoringOutput(score)))
 
 
-def _with(
+def _replace_output(
     output: PoolingRequestOutput, shown: _Output
 ) -> tuple[str, _Output, str | None, list[int], int, bool, RequestMetrics | None]:
     """The fields of an answer, with something else to show."""

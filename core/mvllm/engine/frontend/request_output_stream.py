@@ -11,7 +11,7 @@ from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.errors import EngineDeadError
 
 
-class RequestStream:
+class RequestOutputStream:
     """Outputs of one request, as they are asked for: what has come since the last one is one output.
 
     Used by one task at a time. One that is not read to its end has to be closed (`aclose`, or `async with`), or the
@@ -47,7 +47,7 @@ class RequestStream:
         """Tokens of the prompt."""
         return self._state.num_prompt_tokens
 
-    def __aiter__(self) -> RequestStream:
+    def __aiter__(self) -> RequestOutputStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
@@ -57,7 +57,7 @@ class RequestStream:
             EngineDeadError: The engine has stopped before the request ended; the cause is kept.
         """
         while not self._has_ended:
-            if self._state.has_news:
+            if self._state.has_new_output:
                 output = self._show(self._state)
                 if output is not None:
                     self._has_ended = output.finished
@@ -73,7 +73,7 @@ class RequestStream:
                     self._waiter = None
         raise StopAsyncIteration
 
-    async def __aenter__(self) -> RequestStream:
+    async def __aenter__(self) -> RequestOutputStream:
         return self
 
     async def __aexit__(

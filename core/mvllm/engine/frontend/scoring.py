@@ -23,7 +23,7 @@ from mvllm.messages.pooling_params import PoolingParams
 
 
 @dataclass
-class Scoring:
+class ScoringRequests:
     """Requests whose answers make scores.
 
     Attributes:
@@ -43,7 +43,7 @@ class Scoring:
         second: Sequence[str],
         params: PoolingParams,
         names: tuple[str, str] = ("data_1", "data_2"),
-    ) -> Scoring:
+    ) -> ScoringRequests:
         """What to ask of a model about pairs of texts. Tokenizes, where the model reads both texts at once.
 
         Args:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mvllm.engine.frontend.incremental_detokenizer import IncrementalDetokenizer, StopStrings
+from mvllm.engine.frontend.incremental_detokenizer import IncrementalDetokenizer, StopStringFinder
 from mvllm.engine.frontend.tokenizer import Tokenizer
 from mvllm.messages.requests import FinishReason
 from mvllm.messages.sampling_params import SamplingParams
 
 
-class TextWithStops:
+class StopStringDetokenizer:
     """The text of a sequence that is decoded as it grows, because stop strings are looked for."""
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer) -> None:
-        self._detokenizer = _make_detokenizer(params, tokenizer)
+        self._detokenizer = _make_incremental_detokenizer(params, tokenizer)
         self._include_stop = params.include_stop_str_in_output
-        self._stop = StopStrings(params.stop or (), self._include_stop)
+        self._stop = StopStringFinder(params.stop or (), self._include_stop)
         self._min_tokens = params.min_tokens
         self._text = ""
         self._num_shown = 0
@@ -68,7 +68,7 @@ class TextWithStops:
         return stop
 
 
-class TextWhenAsked:
+class LazyDetokenizer:
     """The text of a sequence in which nothing is looked for: decoded when it is asked for, many tokens at once if it is
     asked for seldom.
 
@@ -77,16 +77,16 @@ class TextWhenAsked:
     """
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer, token_ids: list[int]) -> None:
-        self._detokenizer = _make_detokenizer(params, tokenizer)
+        self._detokenizer = _make_incremental_detokenizer(params, tokenizer)
         self._include_stop = params.include_stop_str_in_output
         self._token_ids = token_ids
         self._num_decoded = 0
-        self._without_last = False
+        self._excludes_last_token = False
         self._text = ""
 
     def take(self, new: Sequence[int], num_before: int, ended: FinishReason | None) -> tuple[int, str | None]:
-        """Notes whether the last token is part of the text; see `TextWithStops.take`."""
-        self._without_last = ended == FinishReason.STOP and not self._include_stop
+        """Notes whether the last token is part of the text; see `StopStringDetokenizer.take`."""
+        self._excludes_last_token = ended == FinishReason.STOP and not self._include_stop
         return len(new), None
 
     def visible(self, *, ended: bool) -> str:
@@ -96,13 +96,13 @@ class TextWhenAsked:
 
     def new(self, *, ended: bool) -> str:
         """What has become visible since the last call."""
-        ids = self._token_ids[self._num_decoded : -1 if self._without_last else None]
+        ids = self._token_ids[self._num_decoded : -1 if self._excludes_last_token else None]
         self._num_decoded = len(self._token_ids)
         piece = self._detokenizer.append(ids)
         return piece + self._detokenizer.finish() if ended else piece
 
 
-class TextAtEnd:
+class FinalOnlyDetokenizer:
     """The text of a sequence that nobody reads before it ends: decoded in one go."""
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer) -> None:
@@ -112,7 +112,7 @@ class TextAtEnd:
         self._include_stop = params.include_stop_str_in_output
 
     def take(self, new: Sequence[int], num_before: int, ended: FinishReason | None) -> tuple[int, str | None]:
-        """Keeps new tokens; see `TextWithStops.take`."""
+        """Keeps new tokens; see `StopStringDetokenizer.take`."""
         self._token_ids += new if ended is None else _without_end_token(new, ended, self._include_stop)
         return len(new), None
 
@@ -129,12 +129,12 @@ class TextAtEnd:
         )
 
 
-SequenceText = TextWithStops | TextWhenAsked | TextAtEnd
+SequenceDetokenizer = StopStringDetokenizer | LazyDetokenizer | FinalOnlyDetokenizer
 
 
-def make_text(
+def make_sequence_detokenizer(
     params: SamplingParams, tokenizer: Tokenizer | None, final_only: bool, token_ids: list[int]
-) -> SequenceText | None:
+) -> SequenceDetokenizer | None:
     """What turns a sequence into text in the cheapest way that serves it; None where there is no text.
 
     Args:
@@ -145,11 +145,11 @@ def make_text(
     if tokenizer is None:
         return None
     if params.stop:
-        return TextWithStops(params, tokenizer)
-    return TextAtEnd(params, tokenizer) if final_only else TextWhenAsked(params, tokenizer, token_ids)
+        return StopStringDetokenizer(params, tokenizer)
+    return FinalOnlyDetokenizer(params, tokenizer) if final_only else LazyDetokenizer(params, tokenizer, token_ids)
 
 
-def _make_detokenizer(params: SamplingParams, tokenizer: Tokenizer) -> IncrementalDetokenizer:
+def _make_incremental_detokenizer(params: SamplingParams, tokenizer: Tokenizer) -> IncrementalDetokenizer:
     return IncrementalDetokenizer(
         tokenizer,
         skip_special_tokens=params.skip_special_tokens,

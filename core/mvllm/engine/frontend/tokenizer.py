@@ -12,8 +12,8 @@ from typing import Any
 
 from mvllm.config.hf_config import read_json_object
 from mvllm.config.model import ModelConfig
-from mvllm.engine.frontend.tokenizer_json import PlainTokenizer, read_plain
-from mvllm.engine.frontend.tokenizer_expansion import check_growth
+from mvllm.engine.frontend.tokenizer_json import JsonTokenizer, read_tokenizer_json
+from mvllm.engine.frontend.tokenizer_expansion import check_tokenizer_expansion
 from mvllm.errors import ModelError, RequestError, plain_reason
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
@@ -36,7 +36,7 @@ class Tokenizer:
             then on that one does, so that what a user changes in it counts.
     """
 
-    def __init__(self, hf: Callable[[], Any], plain: PlainTokenizer | None = None) -> None:
+    def __init__(self, hf: Callable[[], Any], plain: JsonTokenizer | None = None) -> None:
         self._make_hf = hf
         self._plain = plain
         self._fast: Any = plain.fast if plain is not None else None
@@ -86,7 +86,7 @@ class Tokenizer:
             check_length(i, len(each))
         return [each if isinstance(each, list) else each.ids for each in encoded]
 
-    def encode_cut(
+    def encode_truncated(
         self, first: str, second: str | None = None, *, max_tokens: int | None = None
     ) -> tuple[list[int], int | None]:
         """The token ids of a text, or of two for a model that compares them, with those that the tokenizer adds.
@@ -101,17 +101,17 @@ class Tokenizer:
             RequestError: The tokenizer rejects a text, or `max_tokens` leaves no room for a text.
         """
         try:
-            ids, types = self._encode_cut(first, second, max_tokens)
+            ids, types = self._encode_truncated(first, second, max_tokens)
         except RequestError:
             raise
         except BaseException as e:
             raise _untokenizable(e) from e
         return ids, types.index(1) if 1 in types else None
 
-    def _encode_cut(self, first: str, second: str | None, max_tokens: int | None) -> tuple[list[int], list[int]]:
+    def _encode_truncated(self, first: str, second: str | None, max_tokens: int | None) -> tuple[list[int], list[int]]:
         """Token ids, and which text each counts for."""
         plain = self._plain
-        if plain is None and not (self._encodes_by_backend and self._is_unset()):
+        if plain is None and not (self._encodes_by_backend and self._has_default_settings()):
             longest = {} if max_tokens is None else {"max_length": max_tokens}
             truncation = max_tokens is not None and ("longest_first" if second is not None else "only_first")
             found = self.hf(first, second, truncation=truncation, verbose=False, **longest)
@@ -146,14 +146,14 @@ class Tokenizer:
         if (plain := self._plain) is not None:
             found: Sequence[Any] = plain.fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
             return found
-        if self._encodes_by_backend and self._is_unset():
+        if self._encodes_by_backend and self._has_default_settings():
             encodings: Sequence[Any] = self._fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
             return encodings
         encoded = self.hf(texts, add_special_tokens=add_special_tokens, truncation=False, verbose=False)
         ids: Sequence[Any] = encoded["input_ids"]
         return ids
 
-    def _is_unset(self) -> bool:
+    def _has_default_settings(self) -> bool:
         """Whether nobody who shares the tokenizer has left a setting in it that a call through transformers undoes."""
         fast = self._fast
         wanted = getattr(self.hf, "split_special_tokens", False)
@@ -166,9 +166,9 @@ class Tokenizer:
         if self._fast is None or hasattr(self.hf, "_switch_to_input_mode"):
             return False
         homes = ("transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers")
-        return all(_module_of(type(self.hf), name) in homes for name in ("__call__", "_encode_plus"))
+        return all(_defining_module(type(self.hf), name) in homes for name in ("__call__", "_encode_plus"))
 
-    def fewest_tokens(self, text: str) -> int:
+    def num_tokens_lower_bound(self, text: str) -> int:
         """How many tokens `text` has at least, without tokenizing it; 0 where that cannot be said."""
         longest = self._longest_token if len(text) >= _LONG_TEXT else 0
         return len(text) // longest if longest else 0
@@ -177,7 +177,7 @@ class Tokenizer:
     def _longest_token(self) -> int:
         """Most characters that one token stands for; 0 where tokens may swallow any number."""
         fast = self._fast
-        if fast is None or not self.joins_bytes or fast.normalizer is not None or fast.pre_tokenizer is None:
+        if fast is None or not self.decodes_bytewise or fast.normalizer is not None or fast.pre_tokenizer is None:
             return 0
         if b"Removed" in fast.pre_tokenizer.__getstate__():
             return 0
@@ -238,7 +238,7 @@ class Tokenizer:
         return found if len(found) == 256 else frozenset()
 
     @cached_property
-    def joins_bytes(self) -> bool:
+    def decodes_bytewise(self) -> bool:
         """Whether decoding just joins the bytes of the tokens, so that no token's text depends on its neighbours."""
         return self._fast is not None and type(self._fast.decoder).__name__ == "ByteLevel"
 
@@ -273,7 +273,7 @@ def _untokenizable(error: BaseException) -> RequestError:
     return RequestError(f"The tokenizer cannot tokenize the prompt: {name}: {error}", parameter="prompt")
 
 
-def _module_of(cls: type, name: str) -> str | None:
+def _defining_module(cls: type, name: str) -> str | None:
     """Where the method that `cls` has under a name is defined."""
     return next((kind.__module__ for kind in cls.__mro__ if name in vars(kind)), None)
 
@@ -293,12 +293,12 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
     plain = None
     if folder.is_dir():
         _require_files(folder)
-        check_growth(folder / "tokenizer.json")
-        plain = read_plain(folder, _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json"))
-    return Tokenizer(lambda: _from_transformers(config, folder), plain)
+        check_tokenizer_expansion(folder / "tokenizer.json")
+        plain = read_tokenizer_json(folder, _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json"))
+    return Tokenizer(lambda: _load_with_transformers(config, folder), plain)
 
 
-def _from_transformers(config: ModelConfig, folder: Path) -> Any:
+def _load_with_transformers(config: ModelConfig, folder: Path) -> Any:
     """The tokenizer as `transformers` makes it."""
     local = folder.is_dir()
     with _no_device_backends():
@@ -306,7 +306,7 @@ def _from_transformers(config: ModelConfig, folder: Path) -> Any:
         try:
             return transformers.AutoTokenizer.from_pretrained(
                 str(config.tokenizer),
-                config=_small_config(transformers, folder) if local else None,
+                config=_minimal_config(transformers, folder) if local else None,
                 revision=None if local else config.revision,
                 trust_remote_code=config.trust_remote_code,
                 local_files_only=local,
@@ -333,7 +333,7 @@ def _no_device_backends() -> Iterator[None]:
             os.environ[_AUTOLOAD] = before
 
 
-def _small_config(transformers: Any, folder: Path) -> Any:
+def _minimal_config(transformers: Any, folder: Path) -> Any:
     """The few facts of the model's config that choose a tokenizer class, or None where the choice needs all of it.
 
     Left to itself, `AutoTokenizer` builds the model's own config class, whose module imports the compiler and the

@@ -17,12 +17,12 @@ import msgspec
 
 from mvllm.errors import ModelError
 
-MAX_GROWTH = 64
+MAX_EXPANSION = 64
 """Characters that one character may become. Files in use stay below four."""
 
 _CLASS = re.compile(r"\\[pP](\{[^}]*\}|.)")  # Unicode properties, which Python's expressions lack
 _BYTES_PER_CHARACTER = 4
-_LONGEST_FORM = 18
+_LONGEST_COMPATIBILITY_FORM = 18
 """Characters of the longest compatibility form in Unicode, U+FDFA's, which tables for normalization contain."""
 
 
@@ -33,28 +33,28 @@ class _File(msgspec.Struct):
     decoder: Any = None
 
 
-def check_growth(path: Path) -> None:
+def check_tokenizer_expansion(path: Path) -> None:
     """Looks at a `tokenizer.json`, without reading its vocabulary into memory.
 
     Raises:
-        ModelError: It lets a text grow more than MAX_GROWTH times.
+        ModelError: It lets a text grow more than MAX_EXPANSION times.
     """
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_File)
-        text = _growth(file.normalizer, _BYTES_PER_CHARACTER) * _growth(file.pre_tokenizer, _BYTES_PER_CHARACTER)
-        growth = {"prompt": text * _growth(file.post_processor), "output": _growth(file.decoder)}
+        text = _expansion(file.normalizer, _BYTES_PER_CHARACTER) * _expansion(file.pre_tokenizer, _BYTES_PER_CHARACTER)
+        growth = {"prompt": text * _expansion(file.post_processor), "output": _expansion(file.decoder)}
     except (OSError, msgspec.MsgspecError, RecursionError):
         return  # the library says what is wrong with it
     for part, times in growth.items():
-        if times > MAX_GROWTH:
+        if times > MAX_EXPANSION:
             raise ModelError(
                 f"{path}: its steps, one after the other, make up to {times:.4g} characters or tokens of one in the "
-                f"{part}, and {MAX_GROWTH} are allowed: a short text would take all memory. Check where the tokenizer "
+                f"{part}, and {MAX_EXPANSION} are allowed: a short text would take all memory. Check where the tokenizer "
                 "comes from, or name another folder with tokenizer=..."
             )
 
 
-def _growth(part: object, byte_level: int = 1) -> float:
+def _expansion(part: object, byte_level: int = 1) -> float:
     """Characters, or tokens, that a part of a tokenizer can make of one, at most.
 
     Args:
@@ -66,19 +66,19 @@ def _growth(part: object, byte_level: int = 1) -> float:
     for key in ("normalizers", "pretokenizers", "processors", "decoders"):
         steps = part.get(key)
         for step in steps if isinstance(steps, list) else ():
-            times *= _growth(step, byte_level)
+            times *= _expansion(step, byte_level)
     match part.get("type"):
         case "Replace":
             content, pattern = part.get("content"), part.get("pattern")
             if isinstance(content, str) and isinstance(pattern, dict):
-                times *= _growth_of_replacement(pattern, len(content))
+                times *= _replacement_expansion(pattern, len(content))
         case "Prepend":
             times *= 1.0 + len(str(part.get("prepend") or ""))
         case "ByteLevel":
             times *= byte_level
         case "Precompiled":
-            longest = _longest_in_table(part.get("precompiled_charsmap"))
-            times *= longest if longest > _LONGEST_FORM else 1.0
+            longest = _longest_precompiled_text(part.get("precompiled_charsmap"))
+            times *= longest if longest > _LONGEST_COMPATIBILITY_FORM else 1.0
         case "TemplateProcessing":
             times *= max(1, _num_copies(part.get("single")), _num_copies(part.get("pair")))
     return times
@@ -90,7 +90,7 @@ def _num_copies(template: object) -> int:
     return sum("Sequence" in piece for piece in pieces if isinstance(piece, dict))
 
 
-def _longest_in_table(table: object) -> int:
+def _longest_precompiled_text(table: object) -> int:
     """Bytes of the longest text in a compiled table of replacements: 4 bytes of size, so many of an index, then texts
     that end with a zero.
     """
@@ -102,7 +102,7 @@ def _longest_in_table(table: object) -> int:
     return max(len(text.decode("utf-8", "replace")) for text in texts.split(b"\0"))
 
 
-def _growth_of_replacement(pattern: dict[str, Any], length: int) -> float:
+def _replacement_expansion(pattern: dict[str, Any], length: int) -> float:
     text, expression = pattern.get("String"), pattern.get("Regex")
     shortest = len(text) if isinstance(text, str) else _shortest_match(str(expression))
     return max(1.0, length / shortest) if shortest else 1.0 + length

@@ -1,11 +1,11 @@
 """Tokenizers that are all in their `tokenizer.json`: read without transformers.
 
 Importing transformers, and torch with it, is the longest part of a front end's start and most of its memory; for many
-models all that it does in the end is to hand `tokenizer.json` to the library `tokenizers`. `read_plain` does that by
+models all that it does in the end is to hand `tokenizer.json` to the library `tokenizers`. `read_tokenizer_json` does that by
 itself where it is certain that nothing else would happen, and answers None everywhere else: a class with behaviour of
 its own, special tokens that the file does not have, a setting that it does not know.
 
-Some classes of transformers build a tokenizer of their own from the file's vocabulary and merges (`_BuiltByClass`). If
+Some classes of transformers build a tokenizer of their own from the file's vocabulary and merges (`_TokenizerClassSpec`). If
 the file says the same as the class builds, it is read, too.
 """
 
@@ -21,15 +21,15 @@ import msgspec
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_PLAIN_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
+_GENERIC_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 """One class under its old and its new name: it adds nothing to the file."""
 
 _MODEL_TYPES = frozenset({"llama", "gpt2", "opt", "qwen3"})
 """Models for which transformers takes the class that the tokenizer's settings name; for others it knows better."""
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_LISTED = ("extra_special_tokens", "additional_special_tokens")
-_IGNORED = frozenset(
+_SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPECIAL_TOKEN_LIST_KEYS = ("extra_special_tokens", "additional_special_tokens")
+_IGNORED_KEYS = frozenset(
     {
         "added_tokens_decoder",
         "backend",
@@ -72,7 +72,7 @@ class _File(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class _BuiltByClass:
+class _TokenizerClassSpec:
     """What a class of transformers builds around a vocabulary and merges.
 
     Attributes:
@@ -91,7 +91,7 @@ class _BuiltByClass:
     ignored: frozenset[str]
 
 
-_GEMMA = _BuiltByClass(
+_GEMMA = _TokenizerClassSpec(
     model_types=frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"}),
     file=_File(
         model=_Model("BPE", unk_token="<unk>", fuse_unk=True, byte_fallback=True),  # noqa: S106  (no password)
@@ -130,14 +130,14 @@ _GEMMA = _BuiltByClass(
         }
     ),
 )
-_BUILT_BY_CLASS = {"GemmaTokenizer": _GEMMA, "GemmaTokenizerFast": _GEMMA}
+_TOKENIZER_CLASS_SPECS = {"GemmaTokenizer": _GEMMA, "GemmaTokenizerFast": _GEMMA}
 
-_OLDER_FILES = ("special_tokens_map.json", "added_tokens.json")
+_LEGACY_FILES = ("special_tokens_map.json", "added_tokens.json")
 """Read by transformers where the settings have no `added_tokens_decoder`."""
 
 
 @dataclass(frozen=True)
-class PlainTokenizer:
+class JsonTokenizer:
     """A tokenizer as its file says it.
 
     Attributes:
@@ -149,7 +149,7 @@ class PlainTokenizer:
     eos_token_id: int | None
 
 
-def read_plain(folder: Path, settings: Mapping[str, Any], model: Mapping[str, Any]) -> PlainTokenizer | None:
+def read_tokenizer_json(folder: Path, settings: Mapping[str, Any], model: Mapping[str, Any]) -> JsonTokenizer | None:
     """The tokenizer of a folder, or None where transformers has to be asked, also for what is wrong with it.
 
     Args:
@@ -158,20 +158,20 @@ def read_plain(folder: Path, settings: Mapping[str, Any], model: Mapping[str, An
         model: Contents of its `config.json`.
     """
     name = settings.get("tokenizer_class")
-    built = _BUILT_BY_CLASS.get(name) if isinstance(name, str) else None
-    if built is None and name not in _PLAIN_CLASSES:
+    built = _TOKENIZER_CLASS_SPECS.get(name) if isinstance(name, str) else None
+    if built is None and name not in _GENERIC_CLASSES:
         return None
     if model.get("model_type") not in (_MODEL_TYPES if built is None else built.model_types) or "auto_map" in model:
         return None
     if built is not None:
-        if not settings.keys() <= {*_NAMED, *_LISTED, *_IGNORED, *built.named, *built.ignored}:
+        if not settings.keys() <= {*_SPECIAL_TOKEN_KEYS, *_SPECIAL_TOKEN_LIST_KEYS, *_IGNORED_KEYS, *built.named, *built.ignored}:
             return None
         settings = {**built.tokens, **settings}
-        if not _builds_the_same(built, folder / "tokenizer.json", settings):
+        if not _file_matches_spec(built, folder / "tokenizer.json", settings):
             return None
-    elif not settings.keys() <= {*_NAMED, *_LISTED, *_IGNORED}:
+    elif not settings.keys() <= {*_SPECIAL_TOKEN_KEYS, *_SPECIAL_TOKEN_LIST_KEYS, *_IGNORED_KEYS}:
         return None
-    if "added_tokens_decoder" not in settings and any((folder / name).exists() for name in _OLDER_FILES):
+    if "added_tokens_decoder" not in settings and any((folder / name).exists() for name in _LEGACY_FILES):
         return None
     from tokenizers import Tokenizer  # engines without a tokenizer do not wait for it
 
@@ -184,15 +184,15 @@ def read_plain(folder: Path, settings: Mapping[str, Any], model: Mapping[str, An
     wanted = _wanted(settings, () if built is None else built.named) | (
         {fast.padding["pad_token"]} if fast.padding else set()
     )
-    if not wanted <= special or not _repeats(settings.get("added_tokens_decoder", {}), known):
+    if not wanted <= special or not _added_tokens_match(settings.get("added_tokens_decoder", {}), known):
         return None
     fast.no_truncation()
     fast.no_padding()
     eos = settings.get("eos_token")
-    return PlainTokenizer(fast, None if eos is None else fast.token_to_id(_text(eos)))
+    return JsonTokenizer(fast, None if eos is None else fast.token_to_id(_text(eos)))
 
 
-def _builds_the_same(built: _BuiltByClass, path: Path, settings: Mapping[str, Any]) -> bool:
+def _file_matches_spec(built: _TokenizerClassSpec, path: Path, settings: Mapping[str, Any]) -> bool:
     """Whether a class builds from a file what the file says by itself."""
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_File)
@@ -224,8 +224,8 @@ def _wanted(settings: Mapping[str, Any], more: Collection[str]) -> set[str]:
     Args:
         more: Settings that name special tokens, beside those of every class.
     """
-    found = {_text(settings[name]) for name in (*_NAMED, *more) if settings.get(name) is not None}
-    for name in _LISTED:
+    found = {_text(settings[name]) for name in (*_SPECIAL_TOKEN_KEYS, *more) if settings.get(name) is not None}
+    for name in _SPECIAL_TOKEN_LIST_KEYS:
         tokens = settings.get(name) or []
         if more and isinstance(tokens, Mapping):
             tokens = list(tokens.values())
@@ -238,7 +238,7 @@ def _text(token: object) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _repeats(listed: object, known: Mapping[int, Mapping[str, Any]]) -> bool:
+def _added_tokens_match(listed: object, known: Mapping[int, Mapping[str, Any]]) -> bool:
     """Whether the tokens that the settings add are among those of the file, with the same properties."""
     if not isinstance(listed, Mapping):
         return False

@@ -14,7 +14,7 @@ logger = get_logger(__name__)
 INTERVAL_SECONDS = 10.0
 
 
-class StatsLine:
+class PeriodicStatsLog:
     """Used in the thread of the loop.
 
     Args:

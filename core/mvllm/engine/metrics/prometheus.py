@@ -37,10 +37,10 @@ class EngineCollector(Collector):
         """Every metric, under each prefix."""
         metrics = self._engine.all_metrics
         for prefix in self._prefixes:
-            yield from self._single_figures(prefix, metrics)
-            yield self._ends(prefix, metrics)
+            yield from self._scalar_metrics(prefix, metrics)
+            yield self._finish_reason_metric(prefix, metrics)
             yield from self._histograms(prefix, metrics)
-            yield from self._drafts(prefix, self._engine.stats)
+            yield from self._spec_decode_metrics(prefix, self._engine.stats)
             yield self._cache_config(prefix)
 
     def describe(self) -> Iterator[Metric]:
@@ -51,7 +51,7 @@ class EngineCollector(Collector):
     def _labels(self) -> tuple[str]:
         return (self._model_name,)
 
-    def _single_figures(self, prefix: str, metrics: EngineMetrics) -> Iterator[Metric]:
+    def _scalar_metrics(self, prefix: str, metrics: EngineMetrics) -> Iterator[Metric]:
         load, stats = self._engine.load, self._engine.stats
         for kind, name, text, value in (
             (GaugeMetricFamily, "num_requests_running", "Sequences that are being generated.", load.num_running),
@@ -111,7 +111,7 @@ class EngineCollector(Collector):
             family.add_metric(self._labels, float(value))
             yield family
 
-    def _drafts(self, prefix: str, stats: SchedulerStats) -> Iterator[Metric]:
+    def _spec_decode_metrics(self, prefix: str, stats: SchedulerStats) -> Iterator[Metric]:
         """What has become of tokens that were guessed ahead."""
         for name, text, value in (
             ("num_drafts", "Guesses at a sequence's next tokens that were checked.", stats.num_drafts),
@@ -134,7 +134,7 @@ class EngineCollector(Collector):
             by_place.add_metric((*self._labels, str(place)), float(count))
         yield by_place
 
-    def _ends(self, prefix: str, metrics: EngineMetrics) -> Metric:
+    def _finish_reason_metric(self, prefix: str, metrics: EngineMetrics) -> Metric:
         family = CounterMetricFamily(
             prefix + "request_success", "Sequences that have ended.", labels=("model_name", "finished_reason")
         )

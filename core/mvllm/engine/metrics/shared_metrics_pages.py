@@ -16,7 +16,7 @@ import struct
 import time
 import zlib
 
-from mvllm.executor.process.process_utils import unnamed_file
+from mvllm.executor.process.process_utils import anonymous_file
 
 PAGE_BYTES = 256 << 10
 """Untouched memory costs nothing; figures have bounded numbers of labels."""
@@ -25,7 +25,7 @@ _HEAD = struct.Struct("=II")
 _READ_SECONDS = 0.1
 
 
-class FiguresBoard:
+class SharedMetricsPages:
     """The pages.
 
     Args:
@@ -40,9 +40,9 @@ class FiguresBoard:
         self._last: dict[int, bytes] = {}
 
     @classmethod
-    def create(cls, num_pages: int) -> FiguresBoard:
+    def create(cls, num_pages: int) -> SharedMetricsPages:
         """Empty pages."""
-        fd = unnamed_file("figures")
+        fd = anonymous_file("figures")
         os.ftruncate(fd, num_pages * PAGE_BYTES)
         return cls(fd)
 

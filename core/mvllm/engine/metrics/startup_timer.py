@@ -10,10 +10,10 @@ from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
 
-_FIRST_ANSWER = "first token"
+_FIRST_TOKEN = "first token"
 
 
-class StartPhases:
+class StartupTimer:
     """Begins with the start that it tells of. Phases may overlap, so that their sum is more than the whole.
 
     Attributes:
@@ -39,13 +39,13 @@ class StartPhases:
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
         logger.info("Started in %.2f s: %s", total, phases)
 
-    def note_request(self) -> None:
+    def record_first_request(self) -> None:
         """A request is about to be queued."""
         if self._first_request is None:
             self._first_request = time.perf_counter()
 
-    def note_tokens(self) -> None:
+    def record_first_token(self) -> None:
         """Tokens have come."""
-        if _FIRST_ANSWER not in self.seconds and self._first_request is not None:
-            self.seconds[_FIRST_ANSWER] = time.perf_counter() - self._first_request
-            logger.debug("First token %.3f s after the first request", self.seconds[_FIRST_ANSWER])
+        if _FIRST_TOKEN not in self.seconds and self._first_request is not None:
+            self.seconds[_FIRST_TOKEN] = time.perf_counter() - self._first_request
+            logger.debug("First token %.3f s after the first request", self.seconds[_FIRST_TOKEN])

@@ -43,7 +43,7 @@ class StatLogger(ABC):
         """Ends it; called once."""
 
 
-class StatLoggers:
+class StatLoggerManager:
     """The loggers that a configuration names.
 
     Raises:
@@ -77,7 +77,7 @@ class StatLoggers:
 
 
 def _make(name: str, config: EngineConfig) -> tuple[PluginSource, StatLogger]:
-    source, factory = plugin_groups.load_by_name(plugin_groups.STAT_LOGGERS, name)
+    source, factory = plugin_groups.load_plugin_by_name(plugin_groups.STAT_LOGGERS, name)
     try:
         made = factory(config)
     except KeyboardInterrupt:

@@ -16,19 +16,19 @@ from itertools import zip_longest
 
 import msgspec
 
-from mvllm.engine.frontend.output_processor import RequestState, TakenOutputs
+from mvllm.engine.frontend.output_processor import RequestState, ProcessedStep
 from mvllm.messages.requests import SchedulerStats
 
 _WINDOW_SECONDS = 10
 
-TIME_TO_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+TIME_TO_FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
                        20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
-BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0,
+TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0,
                   7.5, 10.0, 20.0, 40.0, 80.0)  # fmt: skip
-OF_A_REQUEST = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
+REQUEST_SECONDS_BUCKETS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
                 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
-TOKENS_OF_A_STEP = tuple(float(1 << i) for i in range(15))
-SEQUENCES = (1.0, 2.0, 5.0, 10.0, 20.0)
+STEP_TOKENS_BUCKETS = tuple(float(1 << i) for i in range(15))
+NUM_SEQUENCES_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class RateMeter:
         for old in [each for each in counts if each <= second - _WINDOW_SECONDS]:
             del counts[old]
 
-    def note_total(self, total: int) -> None:
+    def update_total(self, total: int) -> None:
         """Counts what has come to a counter since the last call; such counters begin at 0."""
         if total > self._total:
             self.add(total - self._total)
@@ -109,7 +109,7 @@ class RateMeter:
         return recent / min(float(_WINDOW_SECONDS), max(1.0, now - self._since))
 
 
-class EngineFigures(msgspec.Struct, array_like=True):
+class EngineMetricsSnapshot(msgspec.Struct, array_like=True):
     """The figures of an EngineMetrics, on their way to another front end of the same engine.
 
     Attributes:
@@ -136,28 +136,28 @@ class EngineMetrics:
 
     def __init__(self, max_model_len: int) -> None:
         self._max_model_len = max_model_len
-        lengths = _one_two_five(max_model_len)
+        lengths = _one_two_five_bounds(max_model_len)
         self.prompt_tokens = 0
         self.cached_prompt_tokens = 0
         self.generation_tokens = 0
         self.finished: Counter[str] = Counter()
         self.refused = 0
-        self.time_to_first_token = Histogram(TIME_TO_FIRST_TOKEN)
-        self.inter_token_latency = Histogram(BETWEEN_TOKENS)
-        self.time_per_output_token = Histogram(BETWEEN_TOKENS)
-        self.e2e_latency = Histogram(OF_A_REQUEST)
-        self.queue_time = Histogram(OF_A_REQUEST)
-        self.prefill_time = Histogram(OF_A_REQUEST)
-        self.decode_time = Histogram(OF_A_REQUEST)
-        self.inference_time = Histogram(OF_A_REQUEST)
+        self.time_to_first_token = Histogram(TIME_TO_FIRST_TOKEN_BUCKETS)
+        self.inter_token_latency = Histogram(TOKEN_SECONDS_BUCKETS)
+        self.time_per_output_token = Histogram(TOKEN_SECONDS_BUCKETS)
+        self.e2e_latency = Histogram(REQUEST_SECONDS_BUCKETS)
+        self.queue_time = Histogram(REQUEST_SECONDS_BUCKETS)
+        self.prefill_time = Histogram(REQUEST_SECONDS_BUCKETS)
+        self.decode_time = Histogram(REQUEST_SECONDS_BUCKETS)
+        self.inference_time = Histogram(REQUEST_SECONDS_BUCKETS)
         self.request_prompt_tokens = Histogram(lengths)
         self.request_generation_tokens = Histogram(lengths)
         self.max_num_generation_tokens = Histogram(lengths)
         self.params_max_tokens = Histogram(lengths)
-        self.params_n = Histogram(SEQUENCES)
-        self.iteration_tokens = Histogram(TOKENS_OF_A_STEP)
+        self.params_n = Histogram(NUM_SEQUENCES_BUCKETS)
+        self.iteration_tokens = Histogram(STEP_TOKENS_BUCKETS)
 
-    def record(self, taken: TakenOutputs) -> None:
+    def record(self, taken: ProcessedStep) -> None:
         """Takes in what one step has changed."""
         num_prompt = 0
         for request in taken.started:
@@ -173,7 +173,7 @@ class EngineMetrics:
     def finish(self, request: RequestState) -> None:
         """Takes in a request that has ended, or that nobody waits for any more."""
         self.finished.update(sequence.finish_reason or "abort" for sequence in request.sequences)
-        if request.is_pooled:
+        if request.is_pooling:
             self._finish_pooled(request)
             return
         num_generated = request.num_generated_tokens
@@ -196,9 +196,9 @@ class EngineMetrics:
         self.queue_time.observe(metrics.first_scheduled_time - metrics.arrival_time)
         self.inference_time.observe(metrics.finished_time - metrics.first_scheduled_time)
 
-    def figures(self) -> EngineFigures:
+    def figures(self) -> EngineMetricsSnapshot:
         """All of them as of now, for another process."""
-        found = EngineFigures(finished=dict(self.finished))
+        found = EngineMetricsSnapshot(finished=dict(self.finished))
         for name, value in vars(self).items():
             match value:
                 case Histogram():
@@ -207,7 +207,7 @@ class EngineMetrics:
                     found.counters[name] = value
         return found
 
-    def plus(self, others: Iterable[EngineFigures]) -> EngineMetrics:
+    def plus(self, others: Iterable[EngineMetricsSnapshot]) -> EngineMetrics:
         """These figures and those of other front ends together. Neither is changed."""
         total = EngineMetrics(self._max_model_len)
         for figures in (self.figures(), *others):
@@ -246,7 +246,7 @@ class EngineMetrics:
             self.time_per_output_token.observe((last - first) / num_more)
 
 
-def add_stats(each: Iterable[SchedulerStats], num_cores: int = 1) -> SchedulerStats:
+def sum_scheduler_stats(each: Iterable[SchedulerStats], num_cores: int = 1) -> SchedulerStats:
     """The sum of several cores' stats; of the share of KV cache that is in use, the mean."""
     total = SchedulerStats()
     for stats in each:
@@ -266,7 +266,7 @@ def add_stats(each: Iterable[SchedulerStats], num_cores: int = 1) -> SchedulerSt
     return total
 
 
-def _one_two_five(highest: int) -> tuple[float, ...]:
+def _one_two_five_bounds(highest: int) -> tuple[float, ...]:
     """1, 2, 5, 10, 20, 50, ... up to `highest`."""
     bounds: list[float] = []
     step = 1

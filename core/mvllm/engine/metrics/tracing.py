@@ -38,7 +38,7 @@ DEFAULT_PATH = "/v1/traces"
 OPERATION = "mvllm-operation"
 """Key of the context under which an entry point leaves what the request is for, as `gen_ai.operation.name` has it."""
 
-_LAST_SPANS_SECONDS = 2.0
+_SHUTDOWN_FLUSH_SECONDS = 2.0
 _EXPORTER_LOGGER = "opentelemetry.exporter"
 
 
@@ -98,7 +98,7 @@ class Tracer:
         # In a thread: an exporter that waits for its collector is not to be interrupted in every version of the SDK.
         closing = threading.Thread(target=self._otel.provider.shutdown, name="spans-end", daemon=True)
         closing.start()
-        closing.join(_LAST_SPANS_SECONDS)
+        closing.join(_SHUTDOWN_FLUSH_SECONDS)
 
     def _write(self, request: RequestState, parent: Context, *, is_broken: bool) -> None:
         otel, times = self._otel, request.metrics
@@ -216,7 +216,7 @@ class _OpenTelemetry:
         ours = resources.Resource({"service.name": "mvllm", "service.version": __version__})
         detected = resources.OTELResourceDetector().detect()  # what the environment says goes before
         logging.getLogger(_EXPORTER_LOGGER).setLevel(logging.CRITICAL)  # it has a line for every attempt
-        exporter = _TellingExporter(otlp.OTLPSpanExporter(endpoint=endpoint), export.SpanExportResult, endpoint)
+        exporter = _LoggingExporter(otlp.OTLPSpanExporter(endpoint=endpoint), export.SpanExportResult, endpoint)
         self.provider = sdk.TracerProvider(
             resource=resources.Resource.create().merge(ours).merge(detected), shutdown_on_exit=False
         )
@@ -224,7 +224,7 @@ class _OpenTelemetry:
         self.tracer = self.provider.get_tracer("mvllm", __version__)
 
 
-class _TellingExporter:
+class _LoggingExporter:
     """An exporter that says in the log when spans are being lost, and when that is over; not for every attempt.
 
     Args:
@@ -237,7 +237,7 @@ class _TellingExporter:
         self._exporter = exporter
         self._results = results
         self._endpoint = endpoint
-        self._are_lost = False
+        self._is_losing_spans = False
 
     def export(self, spans: Any) -> Any:
         """Sends spans; a failure is theirs alone."""
@@ -247,11 +247,11 @@ class _TellingExporter:
         except Exception as e:  # noqa: BLE001  (told below; the thread that sends goes on)
             result, reason = self._results.FAILURE, f" ({type(e).__name__}: {e})"
         are_lost = result is not self._results.SUCCESS
-        if are_lost and not self._are_lost:
+        if are_lost and not self._is_losing_spans:
             logger.warning("The collector at %s takes no spans%s; they are lost.", self._endpoint, reason)
-        elif self._are_lost and not are_lost:
+        elif self._is_losing_spans and not are_lost:
             logger.info("The collector at %s takes spans again.", self._endpoint)
-        self._are_lost = are_lost
+        self._is_losing_spans = are_lost
         return result
 
     def shutdown(self) -> None:

@@ -8,17 +8,17 @@ from typing import Protocol
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.process.async_mp_client import AsyncMPClient, OnDeath, OnOutputs, start_all
-from mvllm.engine.process.launched_core_connection import CoreLink
+from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection
 from mvllm.engine.process.dp_async_mp_client import start_replicas
-from mvllm.engine.core.kv_cache_sizing import CacheSummary
-from mvllm.engine.core.config_resolution import settle_config
+from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
+from mvllm.engine.core.config_resolution import resolve_config
 from mvllm.errors import ConfigError, EngineDeadError
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreRequest, SchedulerStats
 from mvllm.platform.choose import ChosenPlatform
 
 
-class AsyncClient(Protocol):
+class AsyncEngineCoreClient(Protocol):
     """See AsyncMPClient for what the members do."""
 
     @property
@@ -30,7 +30,7 @@ class AsyncClient(Protocol):
         """The platform's name and the plugin it came from."""
 
     @property
-    def cache_summary(self) -> CacheSummary:
+    def cache_summary(self) -> KVCacheSummary:
         """The KV cache as it was sized."""
 
     @property
@@ -62,13 +62,13 @@ class AsyncClient(Protocol):
         """Calls a method of every core."""
 
     @property
-    def num_elsewhere(self) -> int:
+    def num_other_sequences(self) -> int:
         """Sequences that other front ends have under way."""
 
     def on_sleep(self, callback: Callable[[bool], None]) -> None:
         """Has `callback` told when another front end puts the engine to sleep (True) or wakes it up."""
 
-    async def tell_sleep(self, is_sleeping: bool) -> None:
+    async def broadcast_sleep(self, is_sleeping: bool) -> None:
         """Has all other front ends sleep or wake up; returns when they do."""
 
     def shutdown(self) -> None:
@@ -77,7 +77,7 @@ class AsyncClient(Protocol):
 
 def make_async_client(
     config: EngineConfig, chosen: ChosenPlatform, meanwhile: Callable[[EngineConfig], None] = lambda config: None
-) -> AsyncClient:
+) -> AsyncEngineCoreClient:
     """Settles the configuration and starts as many engine cores as it says, each in a process of its own.
 
     They have one front end: the caller's process.
@@ -90,15 +90,15 @@ def make_async_client(
     Raises:
         PlatformError, ConfigError, ModelError: The engine cannot be started as asked.
     """
-    settled = settle_for_server(config, chosen)
+    settled = resolve_server_config(config, chosen)
     if settled.parallel.data_parallel_size > 1:
         return start_replicas(settled, chosen, meanwhile)
-    client = AsyncMPClient(settled, CoreLink("EngineCore", settled, chosen.source.name), str(chosen))
+    client = AsyncMPClient(settled, LaunchedCoreConnection("EngineCore", settled, chosen.source.name), str(chosen))
     start_all([client], lambda: meanwhile(settled))
     return client
 
 
-def settle_for_server(config: EngineConfig, chosen: ChosenPlatform) -> EngineConfig:
+def resolve_server_config(config: EngineConfig, chosen: ChosenPlatform) -> EngineConfig:
     """What the platform makes of a configuration whose engine cores have processes of their own.
 
     Raises:
@@ -110,4 +110,4 @@ def settle_for_server(config: EngineConfig, chosen: ChosenPlatform) -> EngineCon
             "A server's engine core runs in a process of its own: engine_core_process=False and "
             "distributed_executor_backend='external_launcher' are for offline use."
         )
-    return settle_config(config, chosen.platform)
+    return resolve_config(config, chosen.platform)

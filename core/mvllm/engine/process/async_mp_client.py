@@ -18,31 +18,31 @@ import msgspec
 import zmq
 
 from mvllm.config.engine_config import EngineConfig
-from mvllm.engine.process.zmq_channel import FrontChannel
-from mvllm.engine.process.remote_exceptions import core_exception
-from mvllm.engine.process.launch import SLACK_SECONDS, ChildProcess, failing_together
+from mvllm.engine.process.zmq_channel import ClientChannel
+from mvllm.engine.process.remote_exceptions import rebuild_exception
+from mvllm.engine.process.launch import TIMEOUT_MARGIN_SECONDS, ChildProcess, failing_together
 from mvllm.engine.process.core_handshake import CoreReady
-from mvllm.engine.core.kv_cache_sizing import CacheSummary
-from mvllm.engine.core.sleep import CALLS
+from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
+from mvllm.engine.core.sleep import LONG_RUNNING_METHODS
 from mvllm.errors import EngineDeadError
 from mvllm.executor.process.activity_table import Activity
-from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallCore, Command, CoreNews
+from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallUtility, Command, EngineCoreUpdate
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 
 OnOutputs = Callable[[EngineCoreOutputs], None]
 OnDeath = Callable[[EngineDeadError], None]
 
-_MOST_NEWS_AT_ONCE = 8  # before others in the loop get their turn
+_MAX_UPDATES_PER_CALLBACK = 8  # before others in the loop get their turn
 
 
-class Link(Protocol):
-    """A core and the sockets to it. See CoreLink, for one that this process has started, for what the members do."""
+class CoreConnection(Protocol):
+    """A core and the sockets to it. See LaunchedCoreConnection, for one that this process has started, for what the members do."""
 
     @property
-    def channel(self) -> FrontChannel: ...
+    def channel(self) -> ClientChannel: ...
     @property
-    def silence_limit(self) -> float: ...
+    def unresponsive_timeout(self) -> float: ...
     @property
     def is_open(self) -> bool: ...
     @property
@@ -50,9 +50,9 @@ class Link(Protocol):
     @property
     def activity(self) -> Activity: ...
     @property
-    def seconds_for_others(self) -> float: ...
+    def shared_step_age(self) -> float: ...
     @property
-    def end_fd(self) -> int: ...
+    def failure_fd(self) -> int: ...
     def launch(self) -> None: ...
     def wait_ready(self) -> tuple[CoreReady, dict[str, float]]: ...
     def check(self) -> None: ...
@@ -74,13 +74,13 @@ class AsyncMPClient:
         stats: The scheduler's state as last told.
         cache_summary: The KV cache as it was sized.
         start_seconds: Seconds per start-up phase.
-        num_taken_requests: How many of the requests sent from here the core had taken when it was last heard of.
+        num_acknowledged_requests: How many of the requests sent from here the core had taken when it was last heard of.
     """
 
-    cache_summary: CacheSummary
+    cache_summary: KVCacheSummary
     start_seconds: dict[str, float]
 
-    def __init__(self, config: EngineConfig, link: Link, platform_summary: str) -> None:
+    def __init__(self, config: EngineConfig, link: CoreConnection, platform_summary: str) -> None:
         self.config = config
         self.platform_summary = platform_summary
         self.stats = SchedulerStats()
@@ -93,12 +93,12 @@ class AsyncMPClient:
         self._will_flush = False
         self._calls: dict[int, asyncio.Future[bool | None]] = {}
         self._num_calls = 0
-        self._taken = 0
-        self.num_taken_requests = 0
+        self._num_acknowledged = 0
+        self.num_acknowledged_requests = 0
         self._num_requests = 0
-        self._not_taken: deque[tuple[int, int]] = deque()  # numbers of commands, and of requests sent up to each
+        self._unacknowledged: deque[tuple[int, int]] = deque()  # numbers of commands, and of requests sent up to each
         self._is_busy = False
-        self._heard_at = 0.0  # or, where that is later, when the core was given something to do after a rest
+        self._last_heard_at = 0.0  # or, where that is later, when the core was given something to do after a rest
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._on_outputs: OnOutputs = lambda outputs: None
@@ -127,9 +127,9 @@ class AsyncMPClient:
             on_death: Called once, when the core can no longer be used.
         """
         self._loop, self._on_outputs, self._on_death = loop, on_outputs, on_death
-        loop.add_reader(self._channel.news_fd, self._take_news)
-        loop.add_reader(self._link.end_fd, self._notice_end)
-        self._take_news()
+        loop.add_reader(self._channel.update_fd, self._read_updates)
+        loop.add_reader(self._link.failure_fd, self._handle_core_failure)
+        self._read_updates()
 
     def shutdown(self) -> None:
         """Ends the engine core and its workers; calls under way get an EngineDeadError. Idempotent."""
@@ -156,10 +156,10 @@ class AsyncMPClient:
     @property
     def heartbeat_age(self) -> float:
         """For how many seconds the core has given no sign of life although it has something to do; 0 if it has not."""
-        if not self._is_busy and self._taken == self._channel.num_sent:
-            return self._link.seconds_for_others
+        if not self._is_busy and self._num_acknowledged == self._channel.num_sent:
+            return self._link.shared_step_age
         # A step that is late or a core that does not even begin one: whichever began later counts.
-        return min(time.monotonic() - self._heard_at, self._link.activity.seconds)
+        return min(time.monotonic() - self._last_heard_at, self._link.activity.seconds)
 
     # --- what it is told
 
@@ -177,7 +177,7 @@ class AsyncMPClient:
             self._flush_soon()
 
     async def call(self, method: str, argument: int | list[str] | LoRARequest | None = None) -> bool:
-        """Calls a method of the core (see CallCore) and returns whether it succeeded, where it says so.
+        """Calls a method of the core (see CallUtility) and returns whether it succeeded, where it says so.
 
         Raises:
             EngineDeadError: The core has ended.
@@ -190,20 +190,20 @@ class AsyncMPClient:
         call_id = self._num_calls
         answer = self._calls[call_id] = self._loop.create_future()
         try:
-            self._send(CallCore(call_id, method, argument))
+            self._send(CallUtility(call_id, method, argument))
             return bool(await answer)
         finally:
             self._calls.pop(call_id, None)
 
     @property
-    def num_elsewhere(self) -> int:
+    def num_other_sequences(self) -> int:
         """Sequences that other front ends have under way: there are none."""
         return 0
 
     def on_sleep(self, callback: Callable[[bool], None]) -> None:
         """Nobody else puts this engine to sleep."""
 
-    async def tell_sleep(self, is_sleeping: bool) -> None:
+    async def broadcast_sleep(self, is_sleeping: bool) -> None:
         """There is nobody to tell."""
 
     def _flush_soon(self) -> None:
@@ -220,25 +220,25 @@ class AsyncMPClient:
             self._num_requests += len(self._new_ids)
             self._new_ids, self._new_requests = [], []
             self._send(command)
-            self._not_taken.append((self._channel.num_sent, self._num_requests))
+            self._unacknowledged.append((self._channel.num_sent, self._num_requests))
         if self._aborted:
             aborted, self._aborted = self._aborted, []
             self._send(AbortRequests(aborted))
 
     def _send(self, command: Command) -> None:
         assert self._loop is not None
-        if not self._is_busy and self._taken == self._channel.num_sent:
-            self._heard_at = time.monotonic()
+        if not self._is_busy and self._num_acknowledged == self._channel.num_sent:
+            self._last_heard_at = time.monotonic()
         # A core that cannot be reached has ended: what waits for it is told so when that is noticed.
         with contextlib.suppress(zmq.ZMQError):
             self._link.send(command)
         if self._watch is None:
-            self._watch = self._loop.call_later(self._link.silence_limit, self._look_for_life)
+            self._watch = self._loop.call_later(self._link.unresponsive_timeout, self._check_heartbeat)
 
     # --- what it says
 
-    def _take_news(self) -> None:
-        for _ in range(_MOST_NEWS_AT_ONCE):
+    def _read_updates(self) -> None:
+        for _ in range(_MAX_UPDATES_PER_CALLBACK):
             if self._loop is None or not self._link.is_open:
                 return
             news = self._channel.receive()
@@ -246,20 +246,20 @@ class AsyncMPClient:
                 return
             self._take(news)
         if self._loop is not None:
-            self._loop.call_soon(self._take_news)  # the descriptor says nothing about what is left
+            self._loop.call_soon(self._read_updates)  # the descriptor says nothing about what is left
 
-    def _take(self, news: CoreNews) -> None:
-        self._taken = news.taken
-        while self._not_taken and self._not_taken[0][0] <= news.taken:
-            self.num_taken_requests = self._not_taken.popleft()[1]
+    def _take(self, news: EngineCoreUpdate) -> None:
+        self._num_acknowledged = news.taken
+        while self._unacknowledged and self._unacknowledged[0][0] <= news.taken:
+            self.num_acknowledged_requests = self._unacknowledged.popleft()[1]
         self._is_busy = news.is_busy
-        self._heard_at = time.monotonic()
+        self._last_heard_at = time.monotonic()
         for result in news.results:
             answer = self._calls.get(result.id)
             if answer is None or answer.done():
                 continue
             if result.failure is not None:
-                answer.set_exception(core_exception(result.failure))
+                answer.set_exception(rebuild_exception(result.failure))
             else:
                 answer.set_result(result.value)
         if news.outputs.stats is not None:
@@ -268,7 +268,7 @@ class AsyncMPClient:
 
     # --- its death
 
-    def _notice_end(self) -> None:
+    def _handle_core_failure(self) -> None:
         """The process can no longer be used; why is known before this is called."""
         self._detach()
         error = self.failure or EngineDeadError("The engine core has been shut down.")
@@ -280,17 +280,17 @@ class AsyncMPClient:
             if not answer.done():
                 answer.set_exception(EngineDeadError(reason))
 
-    def _look_for_life(self) -> None:
+    def _check_heartbeat(self) -> None:
         """Ends a core that has work and does not get on."""
         assert self._loop is not None
         self._watch = None
-        limit, age = self._link.silence_limit, self.heartbeat_age
-        if self._link.activity.text in CALLS:  # the weights may be read again
-            limit = max(limit, self.config.parallel.start_timeout + SLACK_SECONDS)
+        limit, age = self._link.unresponsive_timeout, self.heartbeat_age
+        if self._link.activity.text in LONG_RUNNING_METHODS:  # the weights may be read again
+            limit = max(limit, self.config.parallel.start_timeout + TIMEOUT_MARGIN_SECONDS)
         if age < limit:
-            if self._is_busy or self._taken != self._channel.num_sent:
-                soon = min(limit - age, self._link.silence_limit)  # what comes next may be a step
-                self._watch = self._loop.call_later(soon, self._look_for_life)
+            if self._is_busy or self._num_acknowledged != self._channel.num_sent:
+                soon = min(limit - age, self._link.unresponsive_timeout)  # what comes next may be a step
+                self._watch = self._loop.call_later(soon, self._check_heartbeat)
             return
         self._loop.run_in_executor(None, self._link.give_up)
 
@@ -301,8 +301,8 @@ class AsyncMPClient:
         if self._watch is not None:
             self._watch.cancel()
         with contextlib.suppress(zmq.ZMQError):
-            loop.remove_reader(self._channel.news_fd)
-        loop.remove_reader(self._link.end_fd)
+            loop.remove_reader(self._channel.update_fd)
+        loop.remove_reader(self._link.failure_fd)
 
 
 def start_all(

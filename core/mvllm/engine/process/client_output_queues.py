@@ -13,31 +13,31 @@ from queue import SimpleQueue
 
 import msgspec
 
-from mvllm.messages.core_protocol import CallResult, CoreNews
+from mvllm.messages.core_protocol import UtilityResult, EngineCoreUpdate
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
 
-NEWS_SECONDS = 0.1
+UPDATE_INTERVAL_SECONDS = 0.1
 """While there is work, a front end hears at least this often (or once per step) how far the core is."""
 
-Outbox = SimpleQueue[tuple[int, CoreNews] | None]
+OutputQueue = SimpleQueue[tuple[int, EngineCoreUpdate] | None]
 """News and whom they are for; None ends it."""
 
-LoadReport = Callable[[SchedulerStats, Sequence[int]], None]
+LoadReporter = Callable[[SchedulerStats, Sequence[int]], None]
 """Told the scheduler's state, and the number of unfinished sequences of each front end."""
 
 
-class NewsDesk(ABC):
+class ClientOutputQueues(ABC):
     """Used by the core's own thread.
 
     Args:
-        outbox: Where news go.
+        output_queue: Where news go.
     """
 
-    def __init__(self, outbox: Outbox) -> None:
-        self._outbox = outbox
+    def __init__(self, output_queue: OutputQueue) -> None:
+        self._outbox = output_queue
 
     @abstractmethod
-    def note_taken(self, source: int, number: int) -> None:
+    def acknowledge(self, source: int, number: int) -> None:
         """A front end's command of this number has been taken."""
 
     @abstractmethod
@@ -49,7 +49,7 @@ class NewsDesk(ABC):
         """A request has ended before it could begin."""
 
     @abstractmethod
-    def answer(self, source: int, result: CallResult) -> None:
+    def answer(self, source: int, result: UtilityResult) -> None:
         """A call has been answered."""
 
     @abstractmethod
@@ -60,7 +60,7 @@ class NewsDesk(ABC):
     def drop(self, source: int) -> Sequence[str]:
         """A front end has died. Returns the requests that it leaves behind; they count as ended."""
 
-    def is_gone(self, source: int) -> bool:
+    def is_disconnected(self, source: int) -> bool:
         """Whether a front end has died: what it said last may still come, after the news of its death."""
         return False
 
@@ -74,18 +74,18 @@ class NewsDesk(ABC):
         """
 
 
-class OneFrontEnd(NewsDesk):
+class SingleClientOutputQueue(ClientOutputQueues):
     """All news are for the one front end."""
 
-    def __init__(self, outbox: Outbox) -> None:
-        super().__init__(outbox)
-        self._taken = 0
-        self._told_at = 0.0
+    def __init__(self, output_queue: OutputQueue) -> None:
+        super().__init__(output_queue)
+        self._num_acknowledged = 0
+        self._sent_at = 0.0
         self._refused: list[EngineCoreOutput] = []
-        self._results: list[CallResult] = []
+        self._results: list[UtilityResult] = []
 
-    def note_taken(self, source: int, number: int) -> None:
-        self._taken = number
+    def acknowledge(self, source: int, number: int) -> None:
+        self._num_acknowledged = number
 
     def begin(self, source: int, request_id: str) -> None:
         pass
@@ -93,7 +93,7 @@ class OneFrontEnd(NewsDesk):
     def refuse(self, source: int, output: EngineCoreOutput) -> None:
         self._refused.append(output)
 
-    def answer(self, source: int, result: CallResult) -> None:
+    def answer(self, source: int, result: UtilityResult) -> None:
         self._results.append(result)
 
     def own(self, source: int, request_ids: Sequence[str]) -> Sequence[str]:
@@ -107,35 +107,35 @@ class OneFrontEnd(NewsDesk):
             outputs.outputs = self._refused + outputs.outputs
             self._refused = []
         now = time.monotonic()
-        if outputs.outputs or self._results or not is_busy or now - self._told_at >= NEWS_SECONDS:
-            self._outbox.put((0, CoreNews(self._taken, is_busy, outputs, self._results)))
+        if outputs.outputs or self._results or not is_busy or now - self._sent_at >= UPDATE_INTERVAL_SECONDS:
+            self._outbox.put((0, EngineCoreUpdate(self._num_acknowledged, is_busy, outputs, self._results)))
             self._results = []
-            self._told_at = now
+            self._sent_at = now
 
 
-class _FrontEnd:
+class _ClientState:
     """What one of several is to be told."""
 
     def __init__(self) -> None:
         self.taken = 0
-        self.told_taken = 0
-        self.told_busy = False
-        self.told_at = 0.0
+        self.sent_num_acknowledged = 0
+        self.sent_busy = False
+        self.sent_at = 0.0
         self.outputs: list[EngineCoreOutput] = []
-        self.results: list[CallResult] = []
+        self.results: list[UtilityResult] = []
         self.unfinished: set[str] = set()
-        self.is_gone = False
+        self.is_disconnected = False
 
-    def has_news(self, now: float) -> bool:
+    def has_new_output(self, now: float) -> bool:
         """Something has happened, or it has waited for long enough."""
         if self.outputs or self.results:
             return True
         if not self.unfinished:  # it has nothing here: news are that all it said has been heard, and once
-            return self.told_busy or self.taken != self.told_taken
-        return now - self.told_at >= NEWS_SECONDS
+            return self.sent_busy or self.taken != self.sent_num_acknowledged
+        return now - self.sent_at >= UPDATE_INTERVAL_SECONDS
 
 
-class SeveralFrontEnds(NewsDesk):
+class MultiClientOutputQueues(ClientOutputQueues):
     """Sorts news by whose they are.
 
     Args:
@@ -143,15 +143,15 @@ class SeveralFrontEnds(NewsDesk):
         report: Told how much there is to do, now and then while there is, and when that ends.
     """
 
-    def __init__(self, outbox: Outbox, count: int, report: LoadReport | None = None) -> None:
-        super().__init__(outbox)
-        self._front_ends = [_FrontEnd() for _ in range(count)]
-        self._owner: dict[str, _FrontEnd] = {}
+    def __init__(self, output_queue: OutputQueue, count: int, report: LoadReporter | None = None) -> None:
+        super().__init__(output_queue)
+        self._front_ends = [_ClientState() for _ in range(count)]
+        self._owner: dict[str, _ClientState] = {}
         self._report = report
         self._reported_at = 0.0
         self._reported_busy = False
 
-    def note_taken(self, source: int, number: int) -> None:
+    def acknowledge(self, source: int, number: int) -> None:
         self._front_ends[source].taken = number
 
     def begin(self, source: int, request_id: str) -> None:
@@ -162,7 +162,7 @@ class SeveralFrontEnds(NewsDesk):
     def refuse(self, source: int, output: EngineCoreOutput) -> None:
         self._front_ends[source].outputs.append(output)
 
-    def answer(self, source: int, result: CallResult) -> None:
+    def answer(self, source: int, result: UtilityResult) -> None:
         self._front_ends[source].results.append(result)
 
     def own(self, source: int, request_ids: Sequence[str]) -> Sequence[str]:
@@ -174,15 +174,15 @@ class SeveralFrontEnds(NewsDesk):
 
     def drop(self, source: int) -> Sequence[str]:
         front_end = self._front_ends[source]
-        front_end.is_gone = True
+        front_end.is_disconnected = True
         front_end.outputs.clear()
         front_end.results.clear()
         left = list(front_end.unfinished)
         self._forget(left)
         return left
 
-    def is_gone(self, source: int) -> bool:
-        return self._front_ends[source].is_gone
+    def is_disconnected(self, source: int) -> bool:
+        return self._front_ends[source].is_disconnected
 
     def tell(self, outputs: EngineCoreOutputs, *, is_busy: bool) -> None:
         for output in outputs.outputs:
@@ -194,19 +194,19 @@ class SeveralFrontEnds(NewsDesk):
                 self._forget([output.request_id])
         now = time.monotonic()
         for index, front_end in enumerate(self._front_ends):
-            if not front_end.is_gone and front_end.has_news(now):
+            if not front_end.is_disconnected and front_end.has_new_output(now):
                 self._send(index, front_end, outputs, now)
         if self._report is not None and outputs.stats is not None:
-            if now - self._reported_at >= NEWS_SECONDS or is_busy != self._reported_busy:
+            if now - self._reported_at >= UPDATE_INTERVAL_SECONDS or is_busy != self._reported_busy:
                 self._report(outputs.stats, [len(each.unfinished) for each in self._front_ends])
                 self._reported_at, self._reported_busy = now, is_busy
 
-    def _send(self, index: int, front_end: _FrontEnd, outputs: EngineCoreOutputs, now: float) -> None:
+    def _send(self, index: int, front_end: _ClientState, outputs: EngineCoreOutputs, now: float) -> None:
         own = msgspec.structs.replace(outputs, outputs=front_end.outputs)
         busy = bool(front_end.unfinished)
-        self._outbox.put((index, CoreNews(front_end.taken, busy, own, front_end.results)))
+        self._outbox.put((index, EngineCoreUpdate(front_end.taken, busy, own, front_end.results)))
         front_end.outputs, front_end.results = [], []
-        front_end.told_taken, front_end.told_busy, front_end.told_at = front_end.taken, busy, now
+        front_end.sent_num_acknowledged, front_end.sent_busy, front_end.sent_at = front_end.taken, busy, now
 
     def _forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -214,6 +214,6 @@ class SeveralFrontEnds(NewsDesk):
             front_end.unfinished.discard(request_id)
 
 
-def make_desk(num_front_ends: int, outbox: Outbox, report: LoadReport | None = None) -> NewsDesk:
+def make_output_queues(num_front_ends: int, output_queue: OutputQueue, report: LoadReporter | None = None) -> ClientOutputQueues:
     """The desk for a core with so many front ends."""
-    return OneFrontEnd(outbox) if num_front_ends == 1 else SeveralFrontEnds(outbox, num_front_ends, report)
+    return SingleClientOutputQueue(output_queue) if num_front_ends == 1 else MultiClientOutputQueues(output_queue, num_front_ends, report)

@@ -18,10 +18,10 @@ from dataclasses import asdict
 
 import msgspec
 
-from mvllm.engine.process.remote_exceptions import describe_core_failure
-from mvllm.engine.process.launch import ChildProcess, CommonStart, CoreHandle
+from mvllm.engine.process.remote_exceptions import describe_process_failure
+from mvllm.engine.process.launch import ChildProcess, ProcessStartArgs, CoreHandle
 from mvllm.engine.process.core_handshake import CoreHandshake
-from mvllm.engine.process.message_socket import DatagramDoor
+from mvllm.engine.process.message_socket import MessageSocket
 from mvllm.executor.process.child_startup import begin
 from mvllm.executor.process.handshake import send_message
 from mvllm.executor.process.process_utils import leave
@@ -29,25 +29,25 @@ from mvllm.executor.process.activity_table import IDLE
 from mvllm.messages.coordinator_protocol import CoreLoad, FromFrontEnd, Loads, SentPrefixes, Sleep, SleepDone
 
 PUBLISH_SECONDS = 0.05
-BEAT_SECONDS = 1.0
-_MOST_LOADS = 256  # in a message
+HEARTBEAT_INTERVAL_SECONDS = 1.0
+_MAX_LOADS_PER_MESSAGE = 256  # in a message
 NAME = "DPCoordinator"
 
 
-class CoordinatorStart(msgspec.Struct, frozen=True):
+class CoordinatorStartArgs(msgspec.Struct, frozen=True):
     """Everything the coordinator needs to know.
 
     Attributes:
         name: For logs, errors and the process list.
         core_fds: A socket to each engine core.
         front_end_fds: A socket to each front end.
-        board_fd, stack_fd, sys_path, python_path, log_level: As for a worker.
+        activity_fd, stack_fd, sys_path, python_path, log_level: As for a worker.
     """
 
     name: str
     core_fds: list[int]
     front_end_fds: list[int]
-    board_fd: int
+    activity_fd: int
     stack_fd: int
     sys_path: list[str]
     python_path: str | None
@@ -65,7 +65,7 @@ class CoordinatorHandle(CoreHandle):
     module = "mvllm.engine.process.coordinator"
 
 
-class CoordinatorProcess(ChildProcess):
+class CoordinatorChildProcess(ChildProcess):
     """Starts the coordinator.
 
     Args:
@@ -73,13 +73,13 @@ class CoordinatorProcess(ChildProcess):
     """
 
     def __init__(self, core_fds: Sequence[int], front_end_fds: Sequence[int]) -> None:
-        def make_start(common: CommonStart) -> CoordinatorStart:
-            return CoordinatorStart(NAME, list(core_fds), list(front_end_fds), **asdict(common))
+        def make_start(common: ProcessStartArgs) -> CoordinatorStartArgs:
+            return CoordinatorStartArgs(NAME, list(core_fds), list(front_end_fds), **asdict(common))
 
         super().__init__(make_start, [*core_fds, *front_end_fds], CoordinatorHandle)
 
 
-class Coordinator:
+class DPCoordinator:
     """Brings messages from one side to the other.
 
     Args:
@@ -87,7 +87,7 @@ class Coordinator:
         front_ends: Sockets to front ends, by index.
     """
 
-    def __init__(self, cores: Sequence[DatagramDoor], front_ends: Sequence[DatagramDoor]) -> None:
+    def __init__(self, cores: Sequence[MessageSocket], front_ends: Sequence[MessageSocket]) -> None:
         self._cores = {door.fd: door for door in cores}
         self._front_ends = list(front_ends)
         self._index = {door.fd: index for index, door in enumerate(front_ends)}
@@ -95,9 +95,9 @@ class Coordinator:
         for door in (*cores, *front_ends):
             self._poll.register(door.fd, select.POLLIN)
         self._loads: dict[int, CoreLoad] = {}
-        self._not_told: list[set[int]] = [set() for _ in front_ends]  # ranks whose load each does not know
-        self._due: list[deque[Sleep | SleepDone]] = [deque() for _ in front_ends]  # that had no room and must arrive
-        self._gone: set[int] = set()  # front ends that have ended
+        self._unpublished_ranks: list[set[int]] = [set() for _ in front_ends]  # ranks whose load each does not know
+        self._undelivered: list[deque[Sleep | SleepDone]] = [deque() for _ in front_ends]  # that had no room and must arrive
+        self._disconnected: set[int] = set()  # front ends that have ended
         self._published_at = 0.0
         self._asked: dict[tuple[int, int], set[int]] = {}  # who asked for sleep, and who has not answered
         self._forwarded: dict[int, tuple[int, int]] = {}
@@ -112,9 +112,9 @@ class Coordinator:
             seconds: How long to wait at most.
         """
         timeout = None if seconds is None else seconds * 1e3
-        if any(self._not_told):
+        if any(self._unpublished_ranks):
             timeout = max(0.0, self._published_at + PUBLISH_SECONDS - time.monotonic()) * 1e3
-        elif any(self._due):
+        elif any(self._undelivered):
             timeout = PUBLISH_SECONDS * 1e3
         for fd, event in self._poll.poll(timeout):
             if event & ~select.POLLIN:
@@ -124,24 +124,24 @@ class Coordinator:
             else:
                 self._read_front_end(self._index[fd])
                 if event & ~select.POLLIN:
-                    self._note_gone(self._index[fd])
-        for index in range(len(self._due)):
+                    self._remove_front_end(self._index[fd])
+        for index in range(len(self._undelivered)):
             self._deliver(index)
-        if any(self._not_told) and time.monotonic() - self._published_at >= PUBLISH_SECONDS:
+        if any(self._unpublished_ranks) and time.monotonic() - self._published_at >= PUBLISH_SECONDS:
             self._publish()
 
-    def _read_core(self, core: DatagramDoor) -> None:
+    def _read_core(self, core: MessageSocket) -> None:
         while (data := core.receive()) is not None:
             load = self._load.decode(data)
             self._loads[load.rank] = load
-            for index, ranks in enumerate(self._not_told):
-                if index not in self._gone:
+            for index, ranks in enumerate(self._unpublished_ranks):
+                if index not in self._disconnected:
                     ranks.add(load.rank)
 
     def _publish(self) -> None:
         self._published_at = time.monotonic()
-        for door, ranks in zip(self._front_ends, self._not_told):
-            told = sorted(ranks)[:_MOST_LOADS]
+        for door, ranks in zip(self._front_ends, self._unpublished_ranks):
+            told = sorted(ranks)[:_MAX_LOADS_PER_MESSAGE]
             if told and door.send(Loads([self._loads[rank] for rank in told])):
                 ranks.difference_update(told)  # the others, and who has no room now, come the next time
 
@@ -156,61 +156,61 @@ class Coordinator:
                 case Sleep():
                     self._forward_sleep(source, message)
                 case SleepDone():
-                    self._note_done(source, message.id)
+                    self._record_sleep_done(source, message.id)
 
     def _forward_sleep(self, source: int, message: Sleep) -> None:
         self._num_forwarded += 1
         number = self._num_forwarded
         asker = (source, message.id)
         self._forwarded[number] = asker
-        others = set(range(len(self._front_ends))) - self._gone - {source}
+        others = set(range(len(self._front_ends))) - self._disconnected - {source}
         self._asked[asker] = others
         for index in others:
-            self._due[index].append(Sleep(number, message.is_sleeping))
-        self._answer_if_done(number)
+            self._undelivered[index].append(Sleep(number, message.is_sleeping))
+        self._reply_if_complete(number)
 
-    def _note_done(self, source: int, number: int) -> None:
+    def _record_sleep_done(self, source: int, number: int) -> None:
         asker = self._forwarded.get(number)
         if asker is not None:
             self._asked[asker].discard(source)
-            self._answer_if_done(number)
+            self._reply_if_complete(number)
 
-    def _answer_if_done(self, number: int) -> None:
+    def _reply_if_complete(self, number: int) -> None:
         source, id_ = asker = self._forwarded[number]
         if not self._asked[asker]:
             del self._forwarded[number], self._asked[asker]
-            if source not in self._gone:
-                self._due[source].append(SleepDone(id_))
+            if source not in self._disconnected:
+                self._undelivered[source].append(SleepDone(id_))
 
     def _deliver(self, index: int) -> None:
         """Sends what is due to a front end, as far as there is room."""
-        due, door = self._due[index], self._front_ends[index]
+        due, door = self._undelivered[index], self._front_ends[index]
         while due and door.send(due[0]):
             due.popleft()
 
-    def _note_gone(self, index: int) -> None:
+    def _remove_front_end(self, index: int) -> None:
         """Nobody waits for a front end that has ended."""
-        self._gone.add(index)
-        self._due[index].clear()
-        self._not_told[index].clear()
+        self._disconnected.add(index)
+        self._undelivered[index].clear()
+        self._unpublished_ranks[index].clear()
         for number in list(self._forwarded):
-            self._note_done(index, number)
+            self._record_sleep_done(index, number)
 
 
 def main() -> None:
     """The program. Never returns."""
-    start, control, board = begin(CoordinatorStart)
+    start, control, board = begin(CoordinatorStartArgs)
     try:
-        coordinator = Coordinator(
-            [DatagramDoor(fd) for fd in start.core_fds], [DatagramDoor(fd) for fd in start.front_end_fds]
+        coordinator = DPCoordinator(
+            [MessageSocket(fd) for fd in start.core_fds], [MessageSocket(fd) for fd in start.front_end_fds]
         )
         board.write(0, IDLE)
         send_message(control, CoreHandshake())
         while True:
-            coordinator.run_once(BEAT_SECONDS)
+            coordinator.run_once(HEARTBEAT_INTERVAL_SECONDS)
             board.write(0, IDLE)  # the sign of life that its parent looks for
     except BaseException as e:  # noqa: BLE001  (travels to the one who started it)
-        send_message(control, CoreHandshake(failure=describe_core_failure(e, name=start.name, activity="routing")))
+        send_message(control, CoreHandshake(failure=describe_process_failure(e, name=start.name, activity="routing")))
         leave(1)
 
 

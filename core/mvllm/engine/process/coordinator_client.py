@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from mvllm.engine.process.message_socket import DatagramDoor
-from mvllm.engine.process.dp_load_balancer import ReplicaChoice
+from mvllm.engine.process.message_socket import MessageSocket
+from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
 from mvllm.logging import get_logger
 from mvllm.messages.coordinator_protocol import CoreLoad, Loads, SentPrefixes, Sleep, SleepDone, ToFrontEnd
 
 logger = get_logger(__name__)
 
-TELL_SECONDS = 0.02  # how long what was sent to replicas is gathered before others hear of it
-NAMES_AT_ONCE = 8192  # what fits into a message with room to spare
+PREFIX_PUBLISH_SECONDS = 0.02  # how long what was sent to replicas is gathered before others hear of it
+MAX_HASHES_PER_MESSAGE = 8192  # what fits into a message with room to spare
 
 
-class Coordination:
+class CoordinatorClient:
     """Used in the loop's thread, once attached.
 
     Args:
@@ -34,20 +34,20 @@ class Coordination:
         on_sleep: Told when another front end puts the engine to sleep (True) or wakes it up.
     """
 
-    def __init__(self, door: DatagramDoor, index: int) -> None:
+    def __init__(self, door: MessageSocket, index: int) -> None:
         self.on_sleep: Callable[[bool], None] = lambda is_sleeping: None
         self._door = door
         self._index = index
         self._decoder: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToFrontEnd)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._telling: asyncio.TimerHandle | None = None
-        self._choice: ReplicaChoice | None = None
+        self._publish_timer: asyncio.TimerHandle | None = None
+        self._choice: DPLoadBalancer | None = None
         self._on_loads: Callable[[Sequence[CoreLoad]], None] = lambda loads: None
         self._asked: dict[int, asyncio.Future[None]] = {}
-        self._num_asked = 0
+        self._num_sleep_calls = 0
 
     def attach(
-        self, loop: asyncio.AbstractEventLoop, choice: ReplicaChoice, on_loads: Callable[[Sequence[CoreLoad]], None]
+        self, loop: asyncio.AbstractEventLoop, choice: DPLoadBalancer, on_loads: Callable[[Sequence[CoreLoad]], None]
     ) -> None:
         """Has messages read in `loop`, which runs in the calling thread.
 
@@ -56,24 +56,24 @@ class Coordination:
             on_loads: Told what cores have to do.
         """
         self._loop, self._choice, self._on_loads = loop, choice, on_loads
-        choice.is_told = True
+        choice.records_new_prefixes = True
         loop.add_reader(self._door.fd, self._read)
         self._read()
 
-    def tell_soon(self) -> None:
+    def schedule_prefix_publish(self) -> None:
         """Something has been sent to a replica."""
-        if self._telling is None and self._loop is not None:
-            self._telling = self._loop.call_later(TELL_SECONDS, self._tell)
+        if self._publish_timer is None and self._loop is not None:
+            self._publish_timer = self._loop.call_later(PREFIX_PUBLISH_SECONDS, self._publish_prefixes)
 
-    async def tell_sleep(self, is_sleeping: bool) -> None:
+    async def broadcast_sleep(self, is_sleeping: bool) -> None:
         """Has all other front ends sleep or wake up; returns when they do."""
         assert self._loop is not None
-        self._num_asked += 1
-        number = self._num_asked
+        self._num_sleep_calls += 1
+        number = self._num_sleep_calls
         done = self._asked[number] = self._loop.create_future()
         try:
             while not self._door.send(Sleep(number, is_sleeping)):
-                await asyncio.sleep(TELL_SECONDS)
+                await asyncio.sleep(PREFIX_PUBLISH_SECONDS)
             await done
         finally:
             self._asked.pop(number, None)
@@ -82,22 +82,22 @@ class Coordination:
         """Idempotent; from any thread once the loop has ended, else from its own."""
         loop, self._loop = self._loop, None
         if loop is not None and not loop.is_closed():
-            if self._telling is not None:
-                self._telling.cancel()
+            if self._publish_timer is not None:
+                self._publish_timer.cancel()
             loop.remove_reader(self._door.fd)
         self._door.close()
 
-    def _tell(self) -> None:
-        self._telling = None
+    def _publish_prefixes(self) -> None:
+        self._publish_timer = None
         assert self._choice is not None
-        for replica, names in self._choice.take_sent():
-            for start in range(0, len(names), NAMES_AT_ONCE):
-                self._door.send(SentPrefixes(replica, names[start : start + NAMES_AT_ONCE]))
+        for replica, names in self._choice.pop_new_prefixes():
+            for start in range(0, len(names), MAX_HASHES_PER_MESSAGE):
+                self._door.send(SentPrefixes(replica, names[start : start + MAX_HASHES_PER_MESSAGE]))
 
     def _answer(self, done: SleepDone) -> None:
         """Sends it, later where there is no room now: somebody waits for it."""
         if not self._door.send(done) and self._loop is not None:
-            self._loop.call_later(TELL_SECONDS, self._answer, done)
+            self._loop.call_later(PREFIX_PUBLISH_SECONDS, self._answer, done)
 
     def _read(self) -> None:
         while self._loop is not None and (data := self._door.receive()) is not None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import msgspec
 
 from mvllm.engine.process.zmq_channel import ChannelAddress
-from mvllm.engine.core.kv_cache_sizing import CacheSummary
-from mvllm.messages.core_protocol import CoreFailure
+from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
+from mvllm.messages.core_protocol import ProcessFailure
 
 
-class CoreStart(msgspec.Struct, frozen=True):
+class EngineCoreStartArgs(msgspec.Struct, frozen=True):
     """Everything an engine core's process needs to know.
 
     Attributes:
@@ -21,7 +21,7 @@ class CoreStart(msgspec.Struct, frozen=True):
         config: The settled configuration, see config_codec.
         addresses: Where commands come from and news go, by front end. The first one's owner owns the core.
         coordinator_fd: The socket to the coordinator, where there is one.
-        board_fd: A status board of one line.
+        activity_fd: A status board of one line.
         stack_fd, sys_path, python_path, log_level: As for a worker.
     """
 
@@ -30,7 +30,7 @@ class CoreStart(msgspec.Struct, frozen=True):
     config: bytes
     addresses: list[ChannelAddress]
     coordinator_fd: int | None
-    board_fd: int
+    activity_fd: int
     stack_fd: int
     sys_path: list[str]
     python_path: str | None
@@ -45,7 +45,7 @@ class CoreStart(msgspec.Struct, frozen=True):
 class CoreReady(msgspec.Struct, frozen=True):
     """What a started engine core says of itself."""
 
-    cache_summary: CacheSummary
+    cache_summary: KVCacheSummary
     start_seconds: dict[str, float]
 
 
@@ -53,4 +53,4 @@ class CoreHandshake(msgspec.Struct, frozen=True):
     """The engine core waits for requests; or it has failed, before it could or later on."""
 
     ready: CoreReady | None = None
-    failure: CoreFailure | None = None
+    failure: ProcessFailure | None = None

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from mvllm.config.engine_config import EngineConfig, replace_field
 from mvllm.engine.process.async_mp_client import AsyncMPClient, OnDeath, OnOutputs, start_all
-from mvllm.engine.process.coordinator_client import Coordination
-from mvllm.engine.process.launched_core_connection import CoreLink
-from mvllm.engine.core.kv_cache_sizing import CacheSummary
-from mvllm.engine.metrics.stats import add_stats
-from mvllm.engine.process.dp_load_balancer import ReplicaChoice
+from mvllm.engine.process.coordinator_client import CoordinatorClient
+from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection
+from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
+from mvllm.engine.metrics.stats import sum_scheduler_stats
+from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
 from mvllm.errors import EngineDeadError
 from mvllm.messages.coordinator_protocol import CoreLoad
 from mvllm.messages.lora import LoRARequest
@@ -37,7 +37,7 @@ def replica_name(config: EngineConfig, rank: int) -> str:
 
 def start_replicas(
     config: EngineConfig, chosen: ChosenPlatform, meanwhile: Callable[[EngineConfig], None]
-) -> DPAsyncMPClient:
+) -> DPLBAsyncMPClient:
     """Starts `data_parallel_size` engine cores for one front end.
 
     Args:
@@ -49,13 +49,13 @@ def start_replicas(
         Exception: A core's own exception, if one cannot be started. Nothing stays behind.
     """
     configs = replica_configs(config)
-    links = [CoreLink(replica_name(config, rank), each, chosen.source.name) for rank, each in enumerate(configs)]
+    links = [LaunchedCoreConnection(replica_name(config, rank), each, chosen.source.name) for rank, each in enumerate(configs)]
     cores = [AsyncMPClient(each, link, str(chosen)) for each, link in zip(configs, links)]
     start_all(cores, lambda: meanwhile(config), [link.process for link in links])
-    return DPAsyncMPClient(config, cores)
+    return DPLBAsyncMPClient(config, cores)
 
 
-class DPAsyncMPClient:
+class DPLBAsyncMPClient:
     """Deals requests out to engine cores. Used like an AsyncMPClient.
 
     Args:
@@ -69,15 +69,15 @@ class DPAsyncMPClient:
     """
 
     def __init__(
-        self, config: EngineConfig, cores: Sequence[AsyncMPClient], coordination: Coordination | None = None
+        self, config: EngineConfig, cores: Sequence[AsyncMPClient], coordination: CoordinatorClient | None = None
     ) -> None:
         self.config = config
         self.platform_summary = cores[0].platform_summary
         self.stats = SchedulerStats()
         self._cores = cores
-        self._choice = ReplicaChoice(len(cores))
-        self._core_of: dict[str, int] = {}  # sequences under way
-        self._coordination = coordination
+        self._choice = DPLoadBalancer(len(cores))
+        self._rank_by_request_id: dict[str, int] = {}  # sequences under way
+        self._coordinator_client = coordination
         self._on_outputs: OnOutputs = lambda outputs: None
         self._on_death: OnDeath = lambda error: None
 
@@ -88,19 +88,19 @@ class DPAsyncMPClient:
         is_caching = self.config.cache.enable_prefix_caching
         self._choice.fit(summary.block_size, summary.num_blocks if is_caching else 0)
         for rank, core in enumerate(self._cores):
-            core.attach(loop, functools.partial(self._take, rank), self._die)
-        if self._coordination is not None:
-            self._coordination.attach(loop, self._choice, self._take_loads)
+            core.attach(loop, functools.partial(self._take, rank), self._handle_core_death)
+        if self._coordinator_client is not None:
+            self._coordinator_client.attach(loop, self._choice, self._handle_core_loads)
 
     def shutdown(self) -> None:
         """Ends all cores. Idempotent."""
-        if self._coordination is not None:
-            self._coordination.close()
+        if self._coordinator_client is not None:
+            self._coordinator_client.close()
         for core in self._cores:
             core.shutdown()
 
     @property
-    def cache_summary(self) -> CacheSummary:
+    def cache_summary(self) -> KVCacheSummary:
         """The smallest KV cache of them."""
         return min((core.cache_summary for core in self._cores), key=lambda summary: summary.num_blocks)
 
@@ -131,7 +131,7 @@ class DPAsyncMPClient:
         return list(self._choice.loads)
 
     @property
-    def num_elsewhere(self) -> int:
+    def num_other_sequences(self) -> int:
         """Sequences that other front ends have under way."""
         return sum(self._choice.elsewhere)
 
@@ -140,15 +140,15 @@ class DPAsyncMPClient:
         first = requests[0]
         adapter = first.lora_request.lora_int_id if first.lora_request is not None else 0
         rank = self._choice.choose(first.prompt_token_ids, first.cache_salt, len(requests), adapter)
-        self._core_of.update((request.request_id, rank) for request in requests)
+        self._rank_by_request_id.update((request.request_id, rank) for request in requests)
         self._cores[rank].add_requests(requests)
-        if self._coordination is not None:
-            self._coordination.tell_soon()
+        if self._coordinator_client is not None:
+            self._coordinator_client.schedule_prefix_publish()
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Drops sequences; unknown ids are ignored."""
         for request_id in request_ids:
-            rank = self._core_of.get(request_id)
+            rank = self._rank_by_request_id.get(request_id)
             if rank is not None:
                 self._forget(request_id)
                 self._cores[rank].abort_requests([request_id])
@@ -161,39 +161,39 @@ class DPAsyncMPClient:
 
     def on_sleep(self, callback: Callable[[bool], None]) -> None:
         """Has `callback` told when another front end puts the engine to sleep or wakes it up."""
-        if self._coordination is not None:
-            self._coordination.on_sleep = callback
+        if self._coordinator_client is not None:
+            self._coordinator_client.on_sleep = callback
 
-    async def tell_sleep(self, is_sleeping: bool) -> None:
+    async def broadcast_sleep(self, is_sleeping: bool) -> None:
         """Has all other front ends sleep or wake up; returns when they do."""
-        if self._coordination is not None:
-            await self._coordination.tell_sleep(is_sleeping)
+        if self._coordinator_client is not None:
+            await self._coordinator_client.broadcast_sleep(is_sleeping)
 
     def _take(self, rank: int, outputs: EngineCoreOutputs) -> None:
         for output in outputs.outputs:
-            if output.finish_reason is not None and output.request_id in self._core_of:
+            if output.finish_reason is not None and output.request_id in self._rank_by_request_id:
                 self._forget(output.request_id)
         if outputs.stats is not None:
-            self._choice.report(rank, outputs.stats.num_waiting_tokens, self._cores[rank].num_taken_requests)
-            self._add_stats(outputs)
+            self._choice.report(rank, outputs.stats.num_waiting_tokens, self._cores[rank].num_acknowledged_requests)
+            self._update_stats(outputs)
         self._on_outputs(outputs)
 
-    def _take_loads(self, loads: Sequence[CoreLoad]) -> None:
+    def _handle_core_loads(self, loads: Sequence[CoreLoad]) -> None:
         """The coordinator has news of cores; this front end's own sequences it knows better."""
         for load in loads:
             core = self._cores[load.rank]
             core.stats = load.stats
-            self._choice.report(load.rank, load.stats.num_waiting_tokens, core.num_taken_requests)
+            self._choice.report(load.rank, load.stats.num_waiting_tokens, core.num_acknowledged_requests)
         outputs = EngineCoreOutputs()
-        self._add_stats(outputs)
+        self._update_stats(outputs)
         self._on_outputs(outputs)
 
-    def _add_stats(self, outputs: EngineCoreOutputs) -> None:
-        self.stats = outputs.stats = add_stats((core.stats for core in self._cores), len(self._cores))
+    def _update_stats(self, outputs: EngineCoreOutputs) -> None:
+        self.stats = outputs.stats = sum_scheduler_stats((core.stats for core in self._cores), len(self._cores))
 
-    def _die(self, error: EngineDeadError) -> None:
-        self.abort_requests(list(self._core_of))  # nobody waits for what the others do
+    def _handle_core_death(self, error: EngineDeadError) -> None:
+        self.abort_requests(list(self._rank_by_request_id))  # nobody waits for what the others do
         self._on_death(error)
 
     def _forget(self, request_id: str) -> None:
-        self._choice.end(self._core_of.pop(request_id))
+        self._choice.end(self._rank_by_request_id.pop(request_id))

@@ -23,11 +23,11 @@ TOKENS_PER_SEQUENCE = 512
 """What a sequence counts from its coming to its end. About the length of an answer: a token that is generated costs a
 replica no less than one of a prompt."""
 
-_MOST_NAMES = 1 << 16  # that are remembered of each replica: some 12 MB
+_MAX_PREFIXES = 1 << 16  # that are remembered of each replica: some 12 MB
 _CHUNK = 64
 
 
-class ReplicaChoice:
+class DPLoadBalancer:
     """Counts what replicas have to do and remembers what they were sent.
 
     Args:
@@ -37,15 +37,15 @@ class ReplicaChoice:
     Attributes:
         loads: Sequences under way, by replica.
         elsewhere: Those of other front ends, as last told.
-        is_told: Whether `take_sent` is called; without other front ends, nobody wants to know.
+        records_new_prefixes: Whether `pop_new_prefixes` is called; without other front ends, nobody wants to know.
     """
 
     def __init__(self, num_replicas: int, chunk: int = _CHUNK) -> None:
         self.loads = [0] * num_replicas
         self.elsewhere = [0] * num_replicas
-        self.is_told = False
+        self.records_new_prefixes = False
         self._chunk = chunk
-        self._most_names = _MOST_NAMES
+        self._max_prefixes = _MAX_PREFIXES
         self._names: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]
         self._sent: list[dict[int, None]] = [{} for _ in range(num_replicas)]
         self._turn = 0
@@ -62,8 +62,8 @@ class ReplicaChoice:
             num_blocks: 0 where nothing is kept for other requests.
         """
         num_tokens = block_size * num_blocks
-        self._chunk = max(self._chunk, block_size, -(-num_tokens // _MOST_NAMES))
-        self._most_names = num_tokens // self._chunk
+        self._chunk = max(self._chunk, block_size, -(-num_tokens // _MAX_PREFIXES))
+        self._max_prefixes = num_tokens // self._chunk
 
     def choose(self, prompt: Sequence[int], salt: str | None, num_sequences: int, adapter: int = 0) -> int:
         """The replica for a request, which counts as sent to it.
@@ -73,8 +73,8 @@ class ReplicaChoice:
             salt, adapter: Only prompts for which both are equal share anything.
             num_sequences: Sequences of the request.
         """
-        names = self._chunk_names(prompt, salt, adapter) if self._most_names else []
-        known = [self._num_known(replica, names) for replica in range(len(self.loads))]
+        names = self._prefix_hashes(prompt, salt, adapter) if self._max_prefixes else []
+        known = [self._num_cached_chunks(replica, names) for replica in range(len(self.loads))]
         count = len(self.loads)
         self._turn = (self._turn + 1) % count  # among equals, each in turn
         best = min(
@@ -85,7 +85,7 @@ class ReplicaChoice:
         tokens = max(1, len(prompt) - known[best] * self._chunk)
         self._unreported[best].append((self._num_sent[best], tokens))
         self._num_unreported[best] += tokens
-        if self.is_told:
+        if self.records_new_prefixes:
             self._sent[best].update(dict.fromkeys(names[known[best] :]))
         self.learn(best, names)
         return best
@@ -96,7 +96,7 @@ class ReplicaChoice:
         for name in reversed(names):  # so that a prompt's end is forgotten before its beginning
             known[name] = None
             known.move_to_end(name)
-        while len(known) > self._most_names:
+        while len(known) > self._max_prefixes:
             known.popitem(last=False)
 
     def forget(self) -> None:
@@ -104,19 +104,19 @@ class ReplicaChoice:
         for known in self._names:
             known.clear()
 
-    def report(self, replica: int, num_waiting_tokens: int, num_taken: int) -> None:
+    def report(self, replica: int, num_waiting_tokens: int, num_acknowledged: int) -> None:
         """What a replica has said of itself.
 
         Args:
             num_waiting_tokens: Of all front ends' prompts that it has not computed yet.
-            num_taken: How many of the sequences that were sent from here it had taken by then.
+            num_acknowledged: How many of the sequences that were sent from here it had taken by then.
         """
         self._waiting[replica] = num_waiting_tokens
         unreported = self._unreported[replica]
-        while unreported and unreported[0][0] <= num_taken:
+        while unreported and unreported[0][0] <= num_acknowledged:
             self._num_unreported[replica] -= unreported.popleft()[1]
 
-    def take_sent(self) -> Iterable[tuple[int, list[int]]]:
+    def pop_new_prefixes(self) -> Iterable[tuple[int, list[int]]]:
         """What was new to each replica in the requests since the last call."""
         for replica, names in enumerate(self._sent):
             if names:
@@ -136,16 +136,16 @@ class ReplicaChoice:
         waiting = self._waiting[replica] + self._num_unreported[replica]
         return waiting + TOKENS_PER_SEQUENCE * sequences - num_known * self._chunk
 
-    def _chunk_names(self, prompt: Sequence[int], salt: str | None, adapter: int = 0) -> list[int]:
+    def _prefix_hashes(self, prompt: Sequence[int], salt: str | None, adapter: int = 0) -> list[int]:
         names: list[int] = []
-        name = adapter if salt is None else hash((_salt_name(salt), adapter))
+        name = adapter if salt is None else hash((_salt_hash(salt), adapter))
         chunk, ids = self._chunk, tuple(prompt)
         for end in range(chunk, len(ids) + 1, chunk):
             name = hash((name, ids[end - chunk : end]))
             names.append(name)
         return names
 
-    def _num_known(self, replica: int, names: Sequence[int]) -> int:
+    def _num_cached_chunks(self, replica: int, names: Sequence[int]) -> int:
         """Chunks from the first on that a replica was sent."""
         known = self._names[replica]
         for count, name in enumerate(names):
@@ -154,6 +154,6 @@ class ReplicaChoice:
         return len(names)
 
 
-def _salt_name(salt: str) -> int:
+def _salt_hash(salt: str) -> int:
     """A number for a salt; texts have other hashes in every process."""
     return int.from_bytes(hashlib.sha256(salt.encode(errors="surrogatepass")).digest()[:7])

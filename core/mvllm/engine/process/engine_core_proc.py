@@ -1,8 +1,8 @@
 """An engine core in a process of its own: `python -m mvllm.engine.process.engine_core_proc <name> <control socket> <parent pid>`.
 
-    input thread     DEALER → decode ─> inbox
-    main thread                         inbox ─> EngineCoreProc.run_busy_loop ─> outbox
-    output thread                                                                outbox ─> encode → PUSH
+    input thread     DEALER → decode ─> input_queue
+    main thread                         input_queue ─> EngineCoreProc.run_busy_loop ─> output_queue
+    output thread                                                                output_queue ─> encode → PUSH
 
 Without work, all three sleep in the kernel. The front end's commands take effect between two steps, and a front end
 that is slow to listen never holds up a step. A failure of the engine goes over the control socket, whose bytes outlive
@@ -20,24 +20,24 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from mvllm.engine.process.remote_exceptions import describe_core_failure
-from mvllm.engine.process.core_handshake import CoreHandshake, CoreReady, CoreStart
-from mvllm.engine.process.message_socket import DatagramDoor
-from mvllm.engine.process.client_output_queues import LoadReport, NewsDesk, Outbox, make_desk
+from mvllm.engine.process.remote_exceptions import describe_process_failure
+from mvllm.engine.process.core_handshake import CoreHandshake, CoreReady, EngineCoreStartArgs
+from mvllm.engine.process.message_socket import MessageSocket
+from mvllm.engine.process.client_output_queues import LoadReporter, ClientOutputQueues, OutputQueue, make_output_queues
 from mvllm.errors import ConfigError, EngineDeadError
 from mvllm.executor.process.child_startup import begin
 from mvllm.executor.process.handshake import send_message
-from mvllm.executor.process.process_utils import collector_paused, leave
-from mvllm.executor.process.activity_table import IDLE, StatusBoard
+from mvllm.executor.process.process_utils import gc_paused, leave
+from mvllm.executor.process.activity_table import IDLE, ActivityTable
 from mvllm.logging import get_logger
 from mvllm.messages.coordinator_protocol import CoreLoad
 from mvllm.messages.core_protocol import (
     AbortRequests,
     AddRequests,
-    CallCore,
-    CallResult,
+    CallUtility,
+    UtilityResult,
     Command,
-    DropFrontEnd,
+    DropClient,
     StopCore,
 )
 from mvllm.messages.requests import (
@@ -53,10 +53,10 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_DELIVERY_SECONDS = 1.5  # for the last news of a core that ends
+_FLUSH_TIMEOUT_SECONDS = 1.5  # for the last news of a core that ends
 _STEP = "execution"
 
-Inbox = SimpleQueue[tuple[int, int, Command] | Exception]
+InputQueue = SimpleQueue[tuple[int, int, Command] | Exception]
 """Commands with the front end that each comes from, and its number there."""
 
 
@@ -66,16 +66,16 @@ class EngineCoreProc:
     Args:
         name: The process' name.
         core: Does the work. This object is its only user.
-        inbox: Numbered commands; or an exception, which ends the loop.
+        input_queue: Numbered commands; or an exception, which ends the loop.
         desk: Keeps what front ends are to be told.
         board: Where it says what it is doing.
     """
 
-    def __init__(self, name: str, core: EngineCore, inbox: Inbox, desk: NewsDesk, board: StatusBoard) -> None:
+    def __init__(self, name: str, core: EngineCore, input_queue: InputQueue, desk: ClientOutputQueues, board: ActivityTable) -> None:
         self._name = name
         self._core = core
-        self._inbox = inbox
-        self._desk = desk
+        self._inbox = input_queue
+        self._output_queues = desk
         self._board = board
         self._decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
         self._calls: Mapping[str, Callable[..., bool | None]] = {
@@ -86,7 +86,7 @@ class EngineCoreProc:
             "add_lora": core.add_lora,
             "remove_lora": core.remove_lora,
         }
-        self._num_taken = 0
+        self._num_received = 0
 
     def run_busy_loop(self) -> None:
         """Serves until told to stop.
@@ -94,31 +94,31 @@ class EngineCoreProc:
         Raises:
             EngineDeadError: A step has failed as a whole, or the workers can no longer be used.
         """
-        while self._take_commands():
+        while self._process_commands():
             if self._core.has_requests():
-                self._board.write(0, _STEP, self._num_taken, self._core.next_step)
+                self._board.write(0, _STEP, self._num_received, self._core.next_step)
                 outputs = self._core.step()
             else:
                 outputs = EngineCoreOutputs(stats=self._core.make_stats())
-            self._desk.tell(outputs, is_busy=self._core.has_requests())
+            self._output_queues.tell(outputs, is_busy=self._core.has_requests())
 
-    def _take_commands(self) -> bool:
+    def _process_commands(self) -> bool:
         """Takes all commands there are, and waits for one while there is no work; False when one says stop."""
-        inbox = self._inbox
+        input_queue = self._inbox
         is_waiting = not self._core.has_requests()
         if is_waiting:
-            self._board.write(0, IDLE, self._num_taken)
-        while is_waiting or not inbox.empty():
-            item = inbox.get()
+            self._board.write(0, IDLE, self._num_received)
+        while is_waiting or not input_queue.empty():
+            item = input_queue.get()
             is_waiting = False
             if isinstance(item, Exception):
                 raise EngineDeadError(f"The engine stopped: {type(item).__name__}: {item}") from item
             source, number, command = item
-            self._num_taken += 1
-            self._desk.note_taken(source, number)
+            self._num_received += 1
+            self._output_queues.acknowledge(source, number)
             if isinstance(command, StopCore):
                 return False
-            if not self._desk.is_gone(source):
+            if not self._output_queues.is_disconnected(source):
                 self._take(source, command)
         return True
 
@@ -128,68 +128,68 @@ class EngineCoreProc:
                 for request_id, request in zip(command.request_ids, command.requests):
                     self._add(source, request_id, request)
             case AbortRequests():
-                self._core.abort_requests(self._desk.own(source, command.request_ids))
-            case CallCore():
-                self._desk.answer(source, self._call(command))
-            case DropFrontEnd():
-                self._core.abort_requests(self._desk.drop(command.index))
+                self._core.abort_requests(self._output_queues.own(source, command.request_ids))
+            case CallUtility():
+                self._output_queues.answer(source, self._call(command))
+            case DropClient():
+                self._core.abort_requests(self._output_queues.drop(command.index))
 
     def _add(self, source: int, request_id: str, encoded: msgspec.Raw) -> None:
         """Queues a request. One that cannot be read or taken ends with an error, and nothing else does."""
         try:
             self._core.add_request(self._decoder.decode(encoded))
-            self._desk.begin(source, request_id)
+            self._output_queues.begin(source, request_id)
         except Exception as e:  # noqa: BLE001  (goes to whoever asked)
             logger.warning("The engine core cannot take a request: %s", e)
             error = f"The engine core cannot take this request: {e}"
-            self._desk.refuse(source, EngineCoreOutput(request_id, [], FinishReason.ERROR, error=error))
+            self._output_queues.refuse(source, EngineCoreOutput(request_id, [], FinishReason.ERROR, error=error))
 
-    def _call(self, command: CallCore) -> CallResult:
-        self._board.write(0, command.method, self._num_taken)
+    def _call(self, command: CallUtility) -> UtilityResult:
+        self._board.write(0, command.method, self._num_received)
         try:
             call = self._calls.get(command.method)
             if call is None:
                 raise ConfigError(f"An engine core offers {', '.join(sorted(self._calls))}; not {command.method!r}.")
-            return CallResult(command.id, call() if command.argument is None else call(command.argument))
+            return UtilityResult(command.id, call() if command.argument is None else call(command.argument))
         except Exception as e:  # noqa: BLE001  (raised where it was called)
-            return CallResult(command.id, None, describe_core_failure(e, name=self._name, activity=command.method))
+            return UtilityResult(command.id, None, describe_process_failure(e, name=self._name, activity=command.method))
 
 
 def main() -> None:
     """The program. Never returns."""
-    start, control, board = begin(CoreStart)
+    start, control, board = begin(EngineCoreStartArgs)
     try:
         _serve(start, control, board)
     except BaseException as e:  # noqa: BLE001  (travels to the front end)
-        failure = describe_core_failure(e, name=start.name, activity=str(board.read(0)))
+        failure = describe_process_failure(e, name=start.name, activity=str(board.read(0)))
         send_message(control, CoreHandshake(failure=failure))
         leave(1)
     leave(0)
 
 
-def _serve(start: CoreStart, control: socket.socket, board: StatusBoard) -> None:
-    inbox: Inbox = SimpleQueue()
-    outbox: Outbox = SimpleQueue()
-    threading.Thread(target=_receive, args=(start, inbox), name="core-input", daemon=True).start()
-    sender = threading.Thread(target=_send, args=(start, outbox), name="core-output", daemon=True)
+def _serve(start: EngineCoreStartArgs, control: socket.socket, board: ActivityTable) -> None:
+    input_queue: InputQueue = SimpleQueue()
+    output_queue: OutputQueue = SimpleQueue()
+    threading.Thread(target=_receive, args=(start, input_queue), name="core-input", daemon=True).start()
+    sender = threading.Thread(target=_send, args=(start, output_queue), name="core-output", daemon=True)
     sender.start()
     core = _build(start, board)
     try:
-        core.on_failure(inbox.put)
-        desk = make_desk(len(start.addresses), outbox, _load_report(start, core))
-        proc = EngineCoreProc(start.name, core, inbox, desk, board)
+        core.on_failure(input_queue.put)
+        desk = make_output_queues(len(start.addresses), output_queue, _make_load_reporter(start, core))
+        proc = EngineCoreProc(start.name, core, input_queue, desk, board)
         board.write(0, IDLE)  # before the front end may look
         send_message(control, CoreHandshake(CoreReady(core.cache_summary, core.start_seconds)))
         proc.run_busy_loop()
     finally:
-        outbox.put(None)
+        output_queue.put(None)
         if sys.exception() is None:
             board.write(0, "shutdown")
         core.shutdown()
-        sender.join(_DELIVERY_SECONDS)
+        sender.join(_FLUSH_TIMEOUT_SECONDS)
 
 
-def _build(start: CoreStart, board: StatusBoard) -> EngineCore:
+def _build(start: EngineCoreStartArgs, board: ActivityTable) -> EngineCore:
     from mvllm.executor.config_codec import decode_config
     from mvllm.platform.choose import choose_platform
 
@@ -200,16 +200,16 @@ def _build(start: CoreStart, board: StatusBoard) -> EngineCore:
     from mvllm.engine.core.worker_environment import worker_environment
 
     config = decode_config(start.config)
-    with worker_environment(config.parallel, platform), collector_paused():
+    with worker_environment(config.parallel, platform), gc_paused():
         return EngineCore(config, platform, on_phase=lambda phase: board.write(0, phase))
 
 
-def _load_report(start: CoreStart, core: EngineCore) -> LoadReport | None:
+def _make_load_reporter(start: EngineCoreStartArgs, core: EngineCore) -> LoadReporter | None:
     """What tells the coordinator, where there is one, how much this core has to do."""
     if start.coordinator_fd is None:
         return None
     rank = core.config.parallel.data_parallel_rank
-    door = DatagramDoor(start.coordinator_fd)
+    door = MessageSocket(start.coordinator_fd)
 
     def report(stats: SchedulerStats, unfinished: Sequence[int]) -> None:
         door.send(CoreLoad(rank, stats, list(unfinished)))  # one that does not fit is out of date before there is room
@@ -217,22 +217,22 @@ def _load_report(start: CoreStart, core: EngineCore) -> LoadReport | None:
     return report
 
 
-def _receive(start: CoreStart, inbox: Inbox) -> None:
-    from mvllm.engine.process.zmq_channel import CoreInput
+def _receive(start: EngineCoreStartArgs, input_queue: InputQueue) -> None:
+    from mvllm.engine.process.zmq_channel import CoreInputChannel
 
     try:
-        channel = CoreInput(start.addresses)
+        channel = CoreInputChannel(start.addresses)
         while True:
-            inbox.put(channel.receive())
+            input_queue.put(channel.receive())
     except Exception as e:  # noqa: BLE001  (ends the loop)
-        inbox.put(e)
+        input_queue.put(e)
 
 
-def _send(start: CoreStart, outbox: Outbox) -> None:
-    from mvllm.engine.process.zmq_channel import CoreOutput
+def _send(start: EngineCoreStartArgs, output_queue: OutputQueue) -> None:
+    from mvllm.engine.process.zmq_channel import CoreOutputChannel
 
-    channel = CoreOutput(start.addresses)
-    while (item := outbox.get()) is not None:
+    channel = CoreOutputChannel(start.addresses)
+    while (item := output_queue.get()) is not None:
         channel.send(*item)
     channel.close()
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from mvllm.config.engine_config import EngineConfig, ParallelConfig
 from mvllm.engine.core.engine_core import EngineCore
-from mvllm.engine.core.kv_cache_sizing import CacheSummary
-from mvllm.engine.core.config_resolution import settle_config
+from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
+from mvllm.engine.core.config_resolution import resolve_config
 from mvllm.engine.core.worker_environment import worker_environment
 from mvllm.errors import ConfigError
 from mvllm.messages.lora import LoRARequest
@@ -33,7 +33,7 @@ class InprocClient:
         self.platform_summary = platform_summary
 
     @property
-    def cache_summary(self) -> CacheSummary:
+    def cache_summary(self) -> KVCacheSummary:
         """The KV cache as it was sized."""
         return self._core.cache_summary
 
@@ -112,7 +112,7 @@ def make_client(
             f"data_parallel_size is {config.parallel.data_parallel_size}, but offline there is one engine: replicas "
             "are for a server. Set it to 1, or start several processes."
         )
-    settled = settle_config(config, chosen.platform)
+    settled = resolve_config(config, chosen.platform)
     if _wants_own_process(settled.parallel):
         from mvllm.engine.process.sync_mp_client import SyncMPClient  # and with it ZeroMQ, which no other path needs
 

@@ -1,6 +1,6 @@
 """An engine core that another process has started, for a front end that joins it.
 
-What a CoreLink knows of a core because it is its parent, this one is told: by whoever started both, when the core has
+What a LaunchedCoreConnection knows of a core because it is its parent, this one is told: by whoever started both, when the core has
 died; and by the core's own status board, how long it has been at what it does.
 """
 
@@ -8,32 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mvllm.engine.process.zmq_channel import ChannelAddress, FrontChannel
+from mvllm.engine.process.zmq_channel import ChannelAddress, ClientChannel
 from mvllm.engine.process.launched_core_connection import wait_connected
 from mvllm.engine.process.core_handshake import CoreReady
 from mvllm.errors import EngineDeadError
 from mvllm.executor.message_queue import StopSignal
-from mvllm.executor.process.activity_table import Activity, StatusBoard
+from mvllm.executor.process.activity_table import Activity, ActivityTable
 from mvllm.messages.core_protocol import Command
 
 
-class JoinedCore:
-    """See AsyncMPClient's Link.
+class JoinedCoreConnection:
+    """See AsyncMPClient's CoreConnection.
 
     Args:
         address: Where this front end and the core meet.
-        board_fd: The core's status board; taken over.
-        silence_limit: Seconds without a sign of life after which a core that has work is taken for hung.
+        activity_fd: The core's status board; taken over.
+        unresponsive_timeout: Seconds without a sign of life after which a core that has work is taken for hung.
         report_hung: Told that this core is, so that its parent ends it.
     """
 
     def __init__(
-        self, address: ChannelAddress, board_fd: int, silence_limit: float, report_hung: Callable[[], None]
+        self, address: ChannelAddress, activity_fd: int, unresponsive_timeout: float, report_hung: Callable[[], None]
     ) -> None:
-        self.silence_limit = silence_limit
-        self.channel = FrontChannel([address])
+        self.unresponsive_timeout = unresponsive_timeout
+        self.channel = ClientChannel([address])
         self._identity = address.identity
-        self._board = StatusBoard(board_fd)
+        self._board = ActivityTable(activity_fd)
         self._stop = StopSignal()
         self._report_hung = report_hung
         self._failure: EngineDeadError | None = None
@@ -50,7 +50,7 @@ class JoinedCore:
         """Whether it waits for requests, as far as is known."""
         return self._ready is not None
 
-    def note_death(self, error: EngineDeadError) -> None:
+    def set_failure(self, error: EngineDeadError) -> None:
         """The core can no longer be used. Call before anything else is done about it, from any thread."""
         if self._failure is None:
             self._failure = error
@@ -72,7 +72,7 @@ class JoinedCore:
         return self._board.read(0)
 
     @property
-    def seconds_for_others(self) -> float:
+    def shared_step_age(self) -> float:
         """For how long it has been at a step, whosever requests that is for; 0 where it is at none."""
         if not self._is_open:
             return 0.0
@@ -80,7 +80,7 @@ class JoinedCore:
         return 0.0 if activity.step is None else activity.seconds
 
     @property
-    def end_fd(self) -> int:
+    def failure_fd(self) -> int:
         """Readable for good once the core can no longer be used."""
         return self._stop.fd
 
@@ -94,8 +94,8 @@ class JoinedCore:
             EngineDeadError: The core has died, or does not come.
         """
         assert self._ready is not None
-        if not wait_connected(self.channel, self.end_fd, self.silence_limit, self.check):
-            raise EngineDeadError(f"The engine core (pid {self._pid}) has not connected in {self.silence_limit:g} s.")
+        if not wait_connected(self.channel, self.failure_fd, self.unresponsive_timeout, self.check):
+            raise EngineDeadError(f"The engine core (pid {self._pid}) has not connected in {self.unresponsive_timeout:g} s.")
         return self._ready, self._ready.start_seconds
 
     def check(self) -> None:

@@ -16,25 +16,25 @@ import msgspec
 
 from mvllm.config.engine_config import EngineConfig, ParallelConfig
 from mvllm.engine.process.zmq_channel import ChannelAddress
-from mvllm.engine.process.remote_exceptions import core_exception
-from mvllm.engine.process.core_handshake import CoreHandshake, CoreReady, CoreStart
+from mvllm.engine.process.remote_exceptions import rebuild_exception
+from mvllm.engine.process.core_handshake import CoreHandshake, CoreReady, EngineCoreStartArgs
 from mvllm.errors import EngineDeadError
 from mvllm.executor.config_codec import encode_config
 from mvllm.executor.process.handshake import receive_message
 from mvllm.executor.message_queue import StopSignal
 from mvllm.executor.process.child_process_group import Launch, ProcessGroup
-from mvllm.executor.process.process_utils import search_path, unnamed_file
-from mvllm.executor.process.activity_table import Activity, StatusBoard
-from mvllm.executor.process.child_process_handle import ProcessStart, WorkerHandle
-from mvllm.messages.core_protocol import CoreFailure
+from mvllm.executor.process.process_utils import module_search_path, anonymous_file
+from mvllm.executor.process.activity_table import Activity, ActivityTable
+from mvllm.executor.process.child_process_handle import ChildStartArgs, ChildProcessHandle
+from mvllm.messages.core_protocol import ProcessFailure
 
-SLACK_SECONDS = 15.0
+TIMEOUT_MARGIN_SECONDS = 15.0
 """What a core gets beyond the limits that its executor enforces: the executor knows better which worker is late."""
 
-_CALLS_PER_PHASE = 3  # at most, of a core's start: each may take as long as `start_timeout` says
+_MAX_CALLS_PER_PHASE = 3  # at most, of a core's start: each may take as long as `start_timeout` says
 
 
-class CoreHandle(WorkerHandle):
+class CoreHandle(ChildProcessHandle):
     """The process."""
 
     module = "mvllm.engine.process.engine_core_proc"
@@ -52,8 +52,8 @@ class CoreHandle(WorkerHandle):
 
     def death(self) -> Exception:
         """What it said before it ended; or, where it could say nothing, how it ended and what it was doing."""
-        last = self._last_words()
-        return EngineDeadError(self.describe_death()) if last is None else core_exception(last)
+        last = self._read_crash_report()
+        return EngineDeadError(self.describe_exit()) if last is None else rebuild_exception(last)
 
     def stuck(self, message: str) -> EngineDeadError:
         return EngineDeadError(message)
@@ -64,7 +64,7 @@ class CoreHandle(WorkerHandle):
         except (OSError, EOFError, msgspec.MsgspecError):
             return None
 
-    def _last_words(self) -> CoreFailure | None:
+    def _read_crash_report(self) -> ProcessFailure | None:
         """What lies in the socket of the process, which has ended."""
         self.control.setblocking(False)
         while (handshake := self._receive()) is not None:
@@ -74,10 +74,10 @@ class CoreHandle(WorkerHandle):
 
 
 @dataclass(frozen=True)
-class CommonStart:
-    """What every process is told; see CoreStart."""
+class ProcessStartArgs:
+    """What every process is told; see EngineCoreStartArgs."""
 
-    board_fd: int
+    activity_fd: int
     stack_fd: int
     sys_path: list[str]
     python_path: str | None
@@ -87,16 +87,16 @@ class CommonStart:
 class _Handshake:
     """The answer, as the monitor wants it."""
 
-    def __init__(self, failure: CoreFailure | None) -> None:
+    def __init__(self, failure: ProcessFailure | None) -> None:
         self.failure = None if failure is None else _Failure(failure)
 
 
 class _Failure:
-    def __init__(self, failure: CoreFailure) -> None:
+    def __init__(self, failure: ProcessFailure) -> None:
         self._failure = failure
 
     def to_exception(self) -> Exception:
-        return core_exception(self._failure)
+        return rebuild_exception(self._failure)
 
 
 class ChildProcess:
@@ -109,15 +109,15 @@ class ChildProcess:
     """
 
     def __init__(
-        self, make_start: Callable[[CommonStart], ProcessStart], fds: Sequence[int], kind: type[CoreHandle]
+        self, make_start: Callable[[ProcessStartArgs], ChildStartArgs], fds: Sequence[int], kind: type[CoreHandle]
     ) -> None:
         self._pid = os.getpid()
-        self._board = StatusBoard.create(1)
-        stack_fd = unnamed_file("stacks")
-        common = CommonStart(
-            board_fd=self._board.fd,
+        self._board = ActivityTable.create(1)
+        stack_fd = anonymous_file("stacks")
+        common = ProcessStartArgs(
+            activity_fd=self._board.fd,
             stack_fd=stack_fd,
-            sys_path=search_path(),
+            sys_path=module_search_path(),
             python_path=os.environ.get("PYTHONPATH"),
             log_level=logging.getLevelName(logging.getLogger("mvllm").getEffectiveLevel()),
         )
@@ -128,7 +128,7 @@ class ChildProcess:
         """Starts the process; returns when it exists."""
         self._group.launch()
 
-    def begin_phase(self, text: str) -> None:
+    def set_phase(self, text: str) -> None:
         """Says what the process does from now on, where its parent knows first."""
         self._board.write(0, text)
 
@@ -154,7 +154,7 @@ class ChildProcess:
         return self._handle.exit_code
 
     @property
-    def board_fd(self) -> int:
+    def activity_fd(self) -> int:
         """The board on which it says what it is doing."""
         return self._board.fd
 
@@ -164,7 +164,7 @@ class ChildProcess:
         return self._board.read(0)
 
     @property
-    def last_sign(self) -> float:
+    def last_heartbeat(self) -> float:
         """When it last said so, by the monotonic clock, in seconds."""
         return self._board.since(0)
 
@@ -203,9 +203,9 @@ class ChildProcess:
         """Ends the process because of the failure of another, without which it is of no use."""
         self._group.fail(error, is_logged=True)
 
-    def is_watched_here(self) -> bool:
+    def is_monitor_thread(self) -> bool:
         """Whether the calling thread is the one that notices the process' end: it must not wait for that."""
-        return self._group.is_watched_here()
+        return self._group.is_monitor_thread()
 
     def end(self, *, told: bool) -> None:
         """Ends the process: nothing of it is left when this returns. Idempotent.
@@ -217,9 +217,9 @@ class ChildProcess:
             return
         self._group.end(gracefully=told)
 
-    def expect_end(self) -> None:
+    def expect_exit(self) -> None:
         """From now on, its end is no failure."""
-        self._group.expect_ends()
+        self._group.expect_exits()
 
     def close(self) -> None:
         """Ends the process and gives back all descriptors. Idempotent."""
@@ -257,7 +257,7 @@ def failing_together(processes: Sequence[ChildProcess]) -> Iterator[None]:
         is_over = True
 
 
-class CoreProcess(ChildProcess):
+class CoreChildProcess(ChildProcess):
     """One engine core's process.
 
     Args:
@@ -278,8 +278,8 @@ class CoreProcess(ChildProcess):
     ) -> None:
         self._start_seconds = start_seconds(config.parallel)
 
-        def make_start(common: CommonStart) -> CoreStart:
-            return CoreStart(
+        def make_start(common: ProcessStartArgs) -> EngineCoreStartArgs:
+            return EngineCoreStartArgs(
                 name=name,
                 platform=platform,
                 config=encode_config(config),
@@ -307,4 +307,4 @@ def start_seconds(parallel: ParallelConfig) -> float:
     """
     if parallel.world_size == 1 and parallel.distributed_executor_backend in (None, "uni"):
         return parallel.start_timeout
-    return _CALLS_PER_PHASE * parallel.start_timeout + SLACK_SECONDS
+    return _MAX_CALLS_PER_PHASE * parallel.start_timeout + TIMEOUT_MARGIN_SECONDS

@@ -16,16 +16,16 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from mvllm.config.engine_config import EngineConfig
-from mvllm.engine.process.zmq_channel import ChannelAddress, FrontChannel, new_addresses
-from mvllm.engine.process.launch import SLACK_SECONDS, CoreProcess
+from mvllm.engine.process.zmq_channel import ChannelAddress, ClientChannel, new_addresses
+from mvllm.engine.process.launch import TIMEOUT_MARGIN_SECONDS, CoreChildProcess
 from mvllm.engine.process.core_handshake import CoreReady
 from mvllm.errors import EngineDeadError
-from mvllm.executor.process.process_utils import keep_standard_streams
+from mvllm.executor.process.process_utils import ensure_standard_streams
 from mvllm.executor.process.activity_table import Activity
 from mvllm.messages.core_protocol import Command, StopCore
 
 
-class CoreLink:
+class LaunchedCoreConnection:
     """One engine core's process and the sockets to it.
 
     Args:
@@ -38,7 +38,7 @@ class CoreLink:
     Attributes:
         process: The process.
         channel: The front end's end of the sockets.
-        silence_limit: Seconds without a sign of life after which a core that has work is taken for hung.
+        unresponsive_timeout: Seconds without a sign of life after which a core that has work is taken for hung.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class CoreLink:
         front_ends: Sequence[ChannelAddress] = (),
         coordinator_fd: int | None = None,
     ) -> None:
-        keep_standard_streams()
-        self.silence_limit = config.parallel.step_timeout + SLACK_SECONDS
+        ensure_standard_streams()
+        self.unresponsive_timeout = config.parallel.step_timeout + TIMEOUT_MARGIN_SECONDS
         [own] = new_addresses()
         self._identity = own.identity
-        self.channel = FrontChannel([own])
-        self.process = CoreProcess(name, config, platform, [own, *front_ends], coordinator_fd)
+        self.channel = ClientChannel([own])
+        self.process = CoreChildProcess(name, config, platform, [own, *front_ends], coordinator_fd)
         self._launched = 0.0
         # Also run when the link is dropped without a word, and when the interpreter ends.
         self._finalizer = weakref.finalize(self, _shut_down, self.process, self.channel, self._identity, os.getpid())
@@ -75,12 +75,12 @@ class CoreLink:
         return self.process.activity
 
     @property
-    def seconds_for_others(self) -> float:
+    def shared_step_age(self) -> float:
         """None: it works for this front end alone."""
         return 0.0
 
     @property
-    def end_fd(self) -> int:
+    def failure_fd(self) -> int:
         """Readable for good once the core can no longer be used."""
         return self.process.stop.fd
 
@@ -110,7 +110,7 @@ class CoreLink:
         if not self.is_open:
             raise EngineDeadError("The engine core has been shut down.")
         if (failure := self.process.failure) is not None:
-            raise as_death(failure)
+            raise as_engine_dead_error(failure)
 
     def send(self, command: Command) -> int:
         """Queues a command; never blocks. Returns its number.
@@ -122,40 +122,40 @@ class CoreLink:
 
     def settle(self, error: EngineDeadError) -> EngineDeadError:
         """Ends the engine core because of `error`, or of what was behind it; returns that."""
-        return as_death(self.process.settle(error))
+        return as_engine_dead_error(self.process.settle(error))
 
     def give_up(self) -> None:
         """Ends a core that has been silent for too long. Asks it for its stacks first, and waits for them."""
-        self.settle(self.process.stuck(self.silence_limit, "has given no sign of life"))
+        self.settle(self.process.stuck(self.unresponsive_timeout, "has given no sign of life"))
 
     def shutdown(self) -> None:
         """Ends the engine core and its workers. Idempotent."""
         self._finalizer()
 
     def _wait_connected(self) -> None:
-        if not wait_connected(self.channel, self.end_fd, self.silence_limit, self.process.check):
-            raise self.process.settle(self.process.stuck(self.silence_limit, "has not connected"))
+        if not wait_connected(self.channel, self.failure_fd, self.unresponsive_timeout, self.process.check):
+            raise self.process.settle(self.process.stuck(self.unresponsive_timeout, "has not connected"))
 
 
-def wait_connected(channel: FrontChannel, end_fd: int, seconds: float, check: Callable[[], None]) -> bool:
+def wait_connected(channel: ClientChannel, failure_fd: int, seconds: float, check: Callable[[], None]) -> bool:
     """Waits until a channel's cores have come; returns whether they have in time.
 
     Args:
-        end_fd: Readable when they will never.
+        failure_fd: Readable when they will never.
         check: Raises why.
     """
     poller = zmq.Poller()
     poller.register(channel.commands, zmq.POLLIN)
-    poller.register(end_fd, zmq.POLLIN)
+    poller.register(failure_fd, zmq.POLLIN)
     deadline = time.monotonic() + seconds
-    while not channel.all_here():
+    while not channel.all_connected():
         check()
         if not poller.poll(milliseconds(deadline - time.monotonic())):
             return False
     return True
 
 
-def as_death(error: Exception) -> EngineDeadError:
+def as_engine_dead_error(error: Exception) -> EngineDeadError:
     """`error`, or the error for what it means to a running engine."""
     if isinstance(error, EngineDeadError):
         return error
@@ -169,18 +169,18 @@ def milliseconds(seconds: float) -> int:
     return max(0, math.ceil(seconds * 1e3))
 
 
-def _shut_down(process: CoreProcess, channel: FrontChannel, identity: bytes, pid: int) -> None:
+def _shut_down(process: CoreChildProcess, channel: ClientChannel, identity: bytes, pid: int) -> None:
     """The ladder: a message, then whatever WorkerGroup.end does, then the sockets."""
     if os.getpid() != pid:  # a fork of the front end's process: nothing of this is its own
         return
-    if process.is_watched_here():  # by the garbage collector, which comes in any thread; this one has to see the end
+    if process.is_monitor_thread():  # by the garbage collector, which comes in any thread; this one has to see the end
         args = (process, channel, identity, pid)
         threading.Thread(target=_shut_down, args=args, name="core-shutdown", daemon=True).start()
         return
     told = False
     try:
         if process.is_usable:
-            process.expect_end()
+            process.expect_exit()
             try:
                 channel.send(identity, StopCore())
                 told = True

@@ -12,15 +12,15 @@ import msgspec
 
 # Both keep messages whole. The first holds more of them, but is not everywhere.
 _KIND = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
-_MOST_BYTES = 128 << 10
+_MAX_MESSAGE_BYTES = 128 << 10
 
 
-def datagram_pair() -> tuple[socket.socket, socket.socket]:
+def message_socket_pair() -> tuple[socket.socket, socket.socket]:
     """Two ends. One is passed on to another process by its descriptor, and then closed here."""
     return socket.socketpair(socket.AF_UNIX, _KIND)
 
 
-class DatagramDoor:
+class MessageSocket:
     """One end.
 
     Args:
@@ -43,7 +43,7 @@ class DatagramDoor:
     def receive(self) -> bytes | None:
         """The next message, or None when there is none now."""
         try:
-            return self._socket.recv(_MOST_BYTES) or None  # an empty one is the other side's end
+            return self._socket.recv(_MAX_MESSAGE_BYTES) or None  # an empty one is the other side's end
         except OSError:
             return None
 

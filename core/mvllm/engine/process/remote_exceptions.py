@@ -14,21 +14,21 @@ import traceback
 
 from mvllm import errors
 from mvllm.errors import EngineDeadError
-from mvllm.messages.core_protocol import CoreFailure, ErrorLink
+from mvllm.messages.core_protocol import ProcessFailure, ExceptionInfo
 
-_MAX_LINKS = 6
+_MAX_CHAINED_EXCEPTIONS = 6
 _MAX_TEXT = 16 << 10  # a failure must fit into a socket's buffer: nobody may be reading
-_PLAIN = (int, float, str, type(None))
+_PLAIN_TYPES = (int, float, str, type(None))
 
 
-class CoreTraceback(Exception):
+class ProcessTraceback(Exception):
     """A traceback of an engine core's process, as text.
 
     Attributes:
         failure: All that is known.
     """
 
-    def __init__(self, failure: CoreFailure) -> None:
+    def __init__(self, failure: ProcessFailure) -> None:
         super().__init__(failure)
         self.failure = failure
 
@@ -37,41 +37,41 @@ class CoreTraceback(Exception):
         return f"\n\nIn {failure.name} (pid {failure.pid}), during {failure.activity}:\n{failure.traceback}"
 
 
-def describe_core_failure(error: BaseException, *, name: str, activity: str) -> CoreFailure:
+def describe_process_failure(error: BaseException, *, name: str, activity: str) -> ProcessFailure:
     """`error`, ready to travel. Never raises: an exception whose text cannot be had travels without it."""
-    links: list[ErrorLink] = []
+    links: list[ExceptionInfo] = []
     link: BaseException | None = error
-    while link is not None and len(links) < _MAX_LINKS:
+    while link is not None and len(links) < _MAX_CHAINED_EXCEPTIONS:
         links.append(_describe(link))
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     try:
         trace = "".join(traceback.format_exception(error))
     except Exception as e:  # noqa: BLE001  (an exception with a broken __str__: its class still travels)
         trace = f"(the traceback cannot be had: {type(e).__name__})"
-    return CoreFailure(name, os.getpid(), activity, links, _fitting(trace))
+    return ProcessFailure(name, os.getpid(), activity, links, _fitting(trace))
 
 
-def core_exception(failure: CoreFailure) -> Exception:
+def rebuild_exception(failure: ProcessFailure) -> Exception:
     """The exception that `failure` describes, with its causes."""
     chain: list[Exception] = [_rebuild(link) for link in failure.links]
-    chain.append(CoreTraceback(failure))
+    chain.append(ProcessTraceback(failure))
     for error, cause in itertools.pairwise(chain):
         error.__cause__ = cause
     return chain[0]
 
 
-def _describe(error: BaseException) -> ErrorLink:
+def _describe(error: BaseException) -> ExceptionInfo:
     try:
         message = str(error)
     except Exception as e:  # noqa: BLE001
         message = f"(its text cannot be had: {type(e).__name__})"
     kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__[:-1]]
     own = vars(error).items() if type(error).__module__ == errors.__name__ else ()
-    facts = {name: value for name, value in own if isinstance(value, _PLAIN)}
-    return ErrorLink(kinds, _fitting(message), facts)
+    facts = {name: value for name, value in own if isinstance(value, _PLAIN_TYPES)}
+    return ExceptionInfo(kinds, _fitting(message), facts)
 
 
-def _rebuild(link: ErrorLink) -> Exception:
+def _rebuild(link: ExceptionInfo) -> Exception:
     for kind in link.kinds:
         cls = _known_class(kind)
         if cls is None:

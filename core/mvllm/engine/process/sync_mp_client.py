@@ -16,14 +16,14 @@ import msgspec
 import zmq
 
 from mvllm.config.engine_config import EngineConfig
-from mvllm.engine.process.remote_exceptions import core_exception
-from mvllm.engine.process.launch import SLACK_SECONDS
-from mvllm.engine.process.launched_core_connection import CoreLink, milliseconds
-from mvllm.engine.core.kv_cache_sizing import CacheSummary
-from mvllm.engine.core.sleep import CALLS
+from mvllm.engine.process.remote_exceptions import rebuild_exception
+from mvllm.engine.process.launch import TIMEOUT_MARGIN_SECONDS
+from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection, milliseconds
+from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
+from mvllm.engine.core.sleep import LONG_RUNNING_METHODS
 from mvllm.errors import EngineDeadError
 from mvllm.executor.message_queue.notifier import make_notifier
-from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallCore, CallResult, Command, CoreNews
+from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallUtility, UtilityResult, Command, EngineCoreUpdate
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.platform.choose import ChosenPlatform
@@ -58,13 +58,13 @@ class SyncMPClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._new_ids: list[str] = []
         self._new_requests: list[msgspec.Raw] = []
-        self._early: deque[EngineCoreOutputs] = deque()  # news that came while an answer was waited for
-        self._results: dict[int, CallResult] = {}
+        self._unread_outputs: deque[EngineCoreOutputs] = deque()  # news that came while an answer was waited for
+        self._results: dict[int, UtilityResult] = {}
         self._num_calls = 0
-        self._taken = 0
+        self._num_acknowledged = 0
         self._is_busy = False
         self._stats: SchedulerStats | None = None
-        self._link = CoreLink("EngineCore", config, chosen.source.name)
+        self._link = LaunchedCoreConnection("EngineCore", config, chosen.source.name)
         self._channel, self._process = self._link.channel, self._link.process
         self._wake = make_notifier()
         self._close_wake = weakref.finalize(self, self._wake.close)
@@ -79,7 +79,7 @@ class SyncMPClient:
         except BaseException:
             self.shutdown()
             raise
-        self.cache_summary: CacheSummary = ready.cache_summary
+        self.cache_summary: KVCacheSummary = ready.cache_summary
 
     @property
     def core_pid(self) -> int:
@@ -104,7 +104,7 @@ class SyncMPClient:
         """Whether `step` has something to wait for."""
         if not self._link.is_open:
             return False
-        return bool(self._early or self._new_ids or self._is_busy or self._is_behind())
+        return bool(self._unread_outputs or self._new_ids or self._is_busy or self._has_unacknowledged())
 
     def step(self) -> EngineCoreOutputs:
         """Waits for what the core's next step has to tell. Returns empty outputs after `wake`.
@@ -115,10 +115,10 @@ class SyncMPClient:
         self._link.check()
         self._flush()
         started = time.monotonic()
-        while not self._early:
+        while not self._unread_outputs:
             if not self.has_requests() or not self._wait(started):
                 return EngineCoreOutputs(stats=self._stats)
-        return self._early.popleft()
+        return self._unread_outputs.popleft()
 
     def wake(self) -> None:
         """Has the `step` that waits, or the next one, return at once. From any thread, or a signal handler."""
@@ -160,30 +160,30 @@ class SyncMPClient:
         self._link.check()
         self._num_calls += 1
         call_id = self._num_calls
-        self._send(CallCore(call_id, method, argument))
+        self._send(CallUtility(call_id, method, argument))
         started = time.monotonic()
         while call_id not in self._results:
             self._wait(started)
         result = self._results.pop(call_id)
         if result.failure is not None:
-            raise core_exception(result.failure)
+            raise rebuild_exception(result.failure)
         return result.value
 
-    def _is_behind(self) -> bool:
+    def _has_unacknowledged(self) -> bool:
         """Whether the core has not yet said that it took every command."""
-        return self._taken != self._channel.num_sent
+        return self._num_acknowledged != self._channel.num_sent
 
     def _flush(self) -> None:
         if self._new_ids:
             command = AddRequests(self._new_ids, self._new_requests)
             self._new_ids, self._new_requests = [], []
-            self._send_now(command)
+            self._send_unflushed(command)
 
     def _send(self, command: Command) -> None:
         self._flush()  # the core sees things in the order in which they were asked
-        self._send_now(command)
+        self._send_unflushed(command)
 
-    def _send_now(self, command: Command) -> None:
+    def _send_unflushed(self, command: Command) -> None:
         failure: EngineDeadError | None = None
         try:
             self._link.send(command)
@@ -204,9 +204,9 @@ class SyncMPClient:
                 self._take(news)
                 return True
             # A step that is late or a core that does not even begin one: whichever began later counts.
-            activity, limit = self._process.activity, self._link.silence_limit
-            if activity.text in CALLS:  # the weights may be read again
-                limit = max(limit, self.config.parallel.start_timeout + SLACK_SECONDS)
+            activity, limit = self._process.activity, self._link.unresponsive_timeout
+            if activity.text in LONG_RUNNING_METHODS:  # the weights may be read again
+                limit = max(limit, self.config.parallel.start_timeout + TIMEOUT_MARGIN_SECONDS)
             stalled = min(time.monotonic() - started, activity.seconds)
             if stalled >= limit:
                 raise self._link.settle(self._process.stuck(limit, "has given no sign of life"))
@@ -219,9 +219,9 @@ class SyncMPClient:
                 self._wake.take()
                 return False
 
-    def _take(self, news: CoreNews) -> None:
-        self._taken = news.taken
+    def _take(self, news: EngineCoreUpdate) -> None:
+        self._num_acknowledged = news.taken
         self._is_busy = news.is_busy
         self._stats = news.outputs.stats or self._stats
         self._results.update((result.id, result) for result in news.results)
-        self._early.append(news.outputs)
+        self._unread_outputs.append(news.outputs)

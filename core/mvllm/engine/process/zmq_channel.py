@@ -1,7 +1,7 @@
 """The sockets between a front end and its engine cores.
 
     front end   ROUTER ── [token number] [Command] ──> DEALER   engine core      one of these per core
-                PULL   <── [token CoreNews] ────────── PUSH     engine core
+                PULL   <── [token EngineCoreUpdate] ────────── PUSH     engine core
 
 The front end binds and cores connect. A front end may have several cores, told apart by the identity it gave each, and
 a core several front ends, told apart by the socket. Addresses are random names that leave nothing behind (on Linux;
@@ -28,13 +28,13 @@ import zmq
 
 from mvllm.executor.message_queue.queue import HAS_ABSTRACT_SOCKETS
 from mvllm.logging import get_logger
-from mvllm.messages.core_protocol import Command, CoreNews
+from mvllm.messages.core_protocol import Command, EngineCoreUpdate
 
 logger = get_logger(__name__)
 
 LINGER_MS = 1000  # how long a core that ends waits for its last news to be taken
 RECONNECT_MS, MAX_RECONNECT_MS = 2, 100
-_MAX_UNREAD_HELLOS = 16  # of strangers; a front end reads its ROUTER only until its cores have come
+_MAX_UNREAD_CONNECT_MESSAGES = 16  # of strangers; a front end reads its ROUTER only until its cores have come
 _IPC_FILTER_UID = 59  # a socket option that pyzmq has no name for
 _NUMBER = struct.Struct("!Q")
 _TOKEN_BYTES = 32
@@ -66,7 +66,7 @@ def new_addresses(num_cores: int = 1) -> list[ChannelAddress]:
     return [ChannelAddress(f"{prefix}commands", f"{prefix}news", identity, token) for identity in identities]
 
 
-class FrontChannel:
+class ClientChannel:
     """The front end's end, for any number of cores. Used from one thread at a time.
 
     Args:
@@ -80,13 +80,13 @@ class FrontChannel:
         self.addresses = addresses
         place = addresses[0]
         self._token = place.token
-        self._absent = {address.identity for address in addresses}
+        self._unconnected_identities = {address.identity for address in addresses}
         self._number = 0
         self._context = zmq.Context()
-        self._commands = self._bound(zmq.ROUTER, place.commands, _MAX_UNREAD_HELLOS)
+        self._commands = self._bound(zmq.ROUTER, place.commands, _MAX_UNREAD_CONNECT_MESSAGES)
         self._commands.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.news = self._bound(zmq.PULL, place.news, 0)
-        self._decoder = msgspec.msgpack.Decoder(CoreNews)
+        self._decoder = msgspec.msgpack.Decoder(EngineCoreUpdate)
         self._encoder = msgspec.msgpack.Encoder()
 
     @property
@@ -100,21 +100,21 @@ class FrontChannel:
         return self._commands
 
     @property
-    def news_fd(self) -> int:
+    def update_fd(self) -> int:
         """A descriptor that becomes readable when news may have come, and says so once: read until there are none."""
         fd = self.news.getsockopt(zmq.FD)
         assert isinstance(fd, int)
         return fd
 
-    def all_here(self) -> bool:
+    def all_connected(self) -> bool:
         """Whether every core has connected; before that, nothing can be sent."""
-        while self._absent:
+        while self._unconnected_identities:
             try:
                 frames = self._commands.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return False
             if len(frames) == 2 and hmac.compare_digest(frames[1], self._token):
-                self._absent.discard(frames[0])
+                self._unconnected_identities.discard(frames[0])
         return True
 
     def send(self, identity: bytes, command: Command) -> int:
@@ -129,7 +129,7 @@ class FrontChannel:
         self._commands.send_multipart([identity, head, encoded], copy=False)
         return self._number
 
-    def receive(self) -> CoreNews | None:
+    def receive(self) -> EngineCoreUpdate | None:
         """The next news, or None when there are none now. What a stranger sent is dropped."""
         while True:
             try:
@@ -156,7 +156,7 @@ class FrontChannel:
         return socket
 
 
-class CoreInput:
+class CoreInputChannel:
     """A core's receiving end. Used by one thread.
 
     Args:
@@ -170,7 +170,7 @@ class CoreInput:
         self._poller = zmq.Poller()
         self._ready: deque[int] = deque()
         for address in addresses:
-            socket = _connected(self._context, zmq.DEALER, address.commands, address.identity)
+            socket = _connect_socket(self._context, zmq.DEALER, address.commands, address.identity)
             socket.send(address.token)  # the front end can send nothing before it has heard of us
             self._sockets.append(socket)
             self._poller.register(socket, zmq.POLLIN)
@@ -213,7 +213,7 @@ class CoreInput:
                 continue
 
 
-class CoreOutput:
+class CoreOutputChannel:
     """A core's sending end. Used by one thread.
 
     Args:
@@ -222,11 +222,11 @@ class CoreOutput:
 
     def __init__(self, addresses: Sequence[ChannelAddress]) -> None:
         self._context = zmq.Context()
-        self._sockets = [_connected(self._context, zmq.PUSH, address.news, None) for address in addresses]
+        self._sockets = [_connect_socket(self._context, zmq.PUSH, address.news, None) for address in addresses]
         self._encoder = msgspec.msgpack.Encoder()
         self._messages = [bytearray(address.token) for address in addresses]
 
-    def send(self, target: int, news: CoreNews) -> None:
+    def send(self, target: int, news: EngineCoreUpdate) -> None:
         """Queues news for one of the front ends; never blocks."""
         message = self._messages[target]
         self._encoder.encode_into(news, message, _TOKEN_BYTES)
@@ -239,7 +239,7 @@ class CoreOutput:
         self._context.term()
 
 
-def _connected(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str, identity: bytes | None) -> zmq.Socket:
+def _connect_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str, identity: bytes | None) -> zmq.Socket:
     socket = context.socket(kind)
     if identity is not None:
         socket.setsockopt(zmq.ROUTING_ID, identity)

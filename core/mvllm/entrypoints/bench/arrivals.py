@@ -7,7 +7,7 @@ import math
 from mvllm.errors import ConfigError
 
 
-def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
+def request_arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
     """Seconds after the start at which each request is sent, rising.
 
     Gaps are drawn from a gamma distribution with shape `burstiness`: at 1 arrivals are a Poisson process, below that

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from mvllm.entrypoints.bench.metrics import Trace
-from mvllm.entrypoints.bench.datasets import Sample
+from mvllm.entrypoints.bench.datasets import SampleRequest
 from mvllm.entrypoints.urls import join_url
 from mvllm.errors import ConfigError, MvllmError
 
@@ -58,7 +58,7 @@ class _Chunk(msgspec.Struct):
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
-class StreamFailure(MvllmError):
+class StreamError(MvllmError):
     """An answer that is not one."""
 
 
@@ -92,7 +92,7 @@ class Target:
     def url(self) -> str:
         return join_url(self.base_url, self.endpoint)
 
-    def body(self, sample: Sample) -> bytes:
+    def body(self, sample: SampleRequest) -> bytes:
         """A request's body."""
         body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
         if self.chat:
@@ -105,7 +105,7 @@ class Target:
         return msgspec.json.encode(body | dict(self.extra_body))
 
 
-def require_client() -> None:
+def require_aiohttp() -> None:
     """Refuses to go on without the library that the client stands on.
 
     Raises:
@@ -124,7 +124,7 @@ class Client:
     async def __aenter__(self) -> Client:
         import aiohttp
 
-        self._failures = (aiohttp.ClientError, OSError, TimeoutError, StreamFailure, msgspec.DecodeError, ValueError)
+        self._failures = (aiohttp.ClientError, OSError, TimeoutError, StreamError, msgspec.DecodeError, ValueError)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=self._target.verify),
             timeout=aiohttp.ClientTimeout(total=self._target.timeout),
@@ -154,14 +154,14 @@ class Client:
         except (*self._failures, LookupError, TypeError) as e:
             raise ConfigError(f"{url} names no model ({_describe(e)}). Name one with --model.") from e
 
-    async def send(self, sample: Sample) -> Trace:
+    async def send(self, sample: SampleRequest) -> Trace:
         """Sends a request and follows its answer. Whatever goes wrong is in the trace."""
         body = self._target.body(sample)
         watch = _Watch(Trace(start=time.perf_counter()))
         try:
             async with self._session.post(self._target.url, data=body) as response:
                 if response.status != 200:
-                    raise StreamFailure(f"HTTP status {response.status}: {await _error_text(response)}")
+                    raise StreamError(f"HTTP status {response.status}: {await _error_text(response)}")
                 async for line in _data_lines(response.content):
                     if line == b"[DONE]":
                         watch.ended = True
@@ -189,10 +189,10 @@ class _Watch:
         """Takes in a chunk that has just come.
 
         Raises:
-            StreamFailure: It tells of an error.
+            StreamError: It tells of an error.
         """
         if chunk.error is not None:
-            raise StreamFailure(f"error in the stream: {_short(str(chunk.error))}")
+            raise StreamError(f"error in the stream: {_short(str(chunk.error))}")
         if chunk.usage is not None:
             self.trace.prompt_tokens = chunk.usage.prompt_tokens
             self.trace.output_tokens = chunk.usage.completion_tokens
@@ -219,12 +219,12 @@ class _Watch:
         """The stream has ended.
 
         Raises:
-            StreamFailure: It was not complete.
+            StreamError: It was not complete.
         """
         if self._first_choice is None or self._last_choice is None:
-            raise StreamFailure("the stream ended without an answer")
+            raise StreamError("the stream ended without an answer")
         if not self.ended:
-            raise StreamFailure("the stream ended in the middle of the answer")
+            raise StreamError("the stream ended in the middle of the answer")
         if self._newest is None:  # tokens without text, such as special ones
             self.trace.ttft = self._first_choice - self.trace.start
         self.trace.latency = self._last_choice - self.trace.start
@@ -262,7 +262,7 @@ async def _error_text(response: aiohttp.ClientResponse) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    if isinstance(error, StreamFailure):
+    if isinstance(error, StreamError):
         return str(error)
     if isinstance(error, asyncio.TimeoutError):
         return f"no complete answer in time ({type(error).__name__})"

@@ -52,7 +52,7 @@ BUILTIN_PROMPTS = (
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleRequest:
     """One request.
 
     Attributes:
@@ -71,7 +71,7 @@ class Sample:
         return None if self.token_ids is None else len(self.token_ids)
 
 
-class BenchTokenizer:
+class BenchmarkTokenizer:
     """The tokenizer of a model, as far as a benchmark needs it. Loads neither torch nor the model.
 
     Args:
@@ -122,7 +122,7 @@ class BenchTokenizer:
         return plain or [i for i in drawn if i not in self._special]
 
 
-def text_of_length(tokenizer: BenchTokenizer, length: int, random: np.random.Generator, prefix: str = "") -> str:
+def text_of_length(tokenizer: BenchmarkTokenizer, length: int, random: np.random.Generator, prefix: str = "") -> str:
     """A text of random words that has `length` tokens behind a prefix, or very nearly where the tokenizer allows none.
 
     Tokens need not be found again in the text that they make, so it is tokenized anew, and cut or lengthened, until it
@@ -145,7 +145,7 @@ def make_samples(
     dataset: str,
     count: int,
     *,
-    tokenizer: BenchTokenizer | None,
+    tokenizer: BenchmarkTokenizer | None,
     seed: int,
     path: Path | None = None,
     input_len: int | None = None,
@@ -153,7 +153,7 @@ def make_samples(
     range_ratio: float = 0.0,
     prefix_len: int | None = None,
     num_prefixes: int = 10,
-) -> list[Sample]:
+) -> list[SampleRequest]:
     """The requests of a benchmark.
 
     Args:
@@ -210,13 +210,13 @@ def _lengths(length: int, ratio: float, count: int, random: np.random.Generator)
     return lengths
 
 
-def _sample(text: str, tokenizer: BenchTokenizer | None, output_len: int) -> Sample:
-    return Sample(text, None if tokenizer is None else tuple(tokenizer.encode(text)), output_len)
+def _sample(text: str, tokenizer: BenchmarkTokenizer | None, output_len: int) -> SampleRequest:
+    return SampleRequest(text, None if tokenizer is None else tuple(tokenizer.encode(text)), output_len)
 
 
 def _builtin(
-    count: int, tokenizer: BenchTokenizer | None, random: np.random.Generator, output_len: int | None
-) -> list[Sample]:
+    count: int, tokenizer: BenchmarkTokenizer | None, random: np.random.Generator, output_len: int | None
+) -> list[SampleRequest]:
     order = random.permutation(len(BUILTIN_PROMPTS)).tolist()
     texts = [BUILTIN_PROMPTS[order[i % len(order)]] for i in range(count)]
     return [_sample(text, tokenizer, output_len or DEFAULT_OUTPUT_LEN) for text in texts]
@@ -224,22 +224,22 @@ def _builtin(
 
 def _sharegpt(
     count: int,
-    tokenizer: BenchTokenizer | None,
+    tokenizer: BenchmarkTokenizer | None,
     random: np.random.Generator,
     path: Path | None,
     output_len: int | None,
-) -> list[Sample]:
+) -> list[SampleRequest]:
     """The first question of each conversation, in random order, from the start again where there are too few."""
     if path is None:
         raise ConfigError("The dataset 'sharegpt' is a file. Name it with --dataset-path.")
     turns = _first_turns(path)
-    samples: list[Sample] = []
+    samples: list[SampleRequest] = []
     for index in random.permutation(len(turns)).tolist():
         if len(samples) == count:
             break
         question, answer = turns[index]
         if tokenizer is None:
-            samples.append(Sample(question, None, output_len or DEFAULT_OUTPUT_LEN))
+            samples.append(SampleRequest(question, None, output_len or DEFAULT_OUTPUT_LEN))
             continue
         wanted = output_len or len(tokenizer.encode(answer))
         sample = _sample(question, tokenizer, wanted)

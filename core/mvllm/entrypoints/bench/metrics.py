@@ -96,7 +96,7 @@ def compute(
         "request_goodput": None if goodput is None else sum(_is_good(t, goodput) for t in done) / duration,
         "output_throughput": num_output / duration,
         "total_token_throughput": (num_input + num_output) / duration,
-        "max_output_tokens_per_s": _peak_tokens(done),
+        "max_output_tokens_per_s": _peak_token_throughput(done),
         "max_concurrent_requests": _peak_concurrency(traces),
     }
     values = {
@@ -129,7 +129,7 @@ def percentile_key(percentile: float) -> str:
     return f"p{percentile:g}"
 
 
-def percentile_of(values: Sequence[float], percentile: float) -> float:
+def interpolated_percentile(values: Sequence[float], percentile: float) -> float:
     """Between the two nearest values, in proportion; 0 of none."""
     if not values:
         return 0.0
@@ -147,10 +147,10 @@ def _statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float
     ordered = sorted(values)
     figures = {
         f"mean_{name}_ms": mean,
-        f"median_{name}_ms": percentile_of(ordered, 50),
+        f"median_{name}_ms": interpolated_percentile(ordered, 50),
         f"std_{name}_ms": math.sqrt(variance),
     }
-    return figures | {f"{percentile_key(p)}_{name}_ms": percentile_of(ordered, p) for p in percentiles}
+    return figures | {f"{percentile_key(p)}_{name}_ms": interpolated_percentile(ordered, p) for p in percentiles}
 
 
 def _is_good(trace: Trace, limits: Mapping[str, float]) -> bool:
@@ -158,7 +158,7 @@ def _is_good(trace: Trace, limits: Mapping[str, float]) -> bool:
     return all(1000 * found[name] <= limit for name, limit in limits.items())
 
 
-def _peak_tokens(done: Sequence[Trace]) -> float:
+def _peak_token_throughput(done: Sequence[Trace]) -> float:
     """Most tokens that came within one second of the run. A text with several tokens in it counts as so many."""
     counts: dict[int, float] = {}
     begin = min((trace.start for trace in done), default=0.0)

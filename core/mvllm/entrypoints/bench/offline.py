@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mvllm.engine.llm_engine import LLMEngine
-from mvllm.entrypoints.bench.datasets import Sample
-from mvllm.entrypoints.bench.report import percentiles_of
+from mvllm.entrypoints.bench.datasets import SampleRequest
+from mvllm.entrypoints.bench.report import standard_percentiles
 from mvllm.entrypoints.interrupts import interrupts_between_steps
 from mvllm.errors import ConfigError, MvllmError
 from mvllm.messages.inputs import PromptType, TokensPrompt
@@ -17,7 +17,7 @@ from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 
 def measure_throughput(
     engine: LLMEngine,
-    samples: Sequence[Sample],
+    samples: Sequence[SampleRequest],
     params: SamplingParams,
     *,
     on_done: Callable[[int], None] = lambda num_tokens: None,
@@ -86,7 +86,7 @@ def measure_latency(
     return {
         "avg_latency": average,
         "latencies": latencies,
-        "percentiles": percentiles_of(latencies),
+        "percentiles": standard_percentiles(latencies),
         "output_tokens_per_second": batch_size * output_len / average,
     }
 
@@ -98,7 +98,7 @@ def _for_length(params: SamplingParams, length: int) -> SamplingParams:
     return msgspec.structs.replace(params, max_tokens=length, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
-def _prompt(sample: Sample) -> PromptType:
+def _prompt(sample: SampleRequest) -> PromptType:
     return sample.prompt if sample.token_ids is None else TokensPrompt(prompt_token_ids=list(sample.token_ids))
 
 

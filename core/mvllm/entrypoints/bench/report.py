@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mvllm.entrypoints.bench.metrics import METRICS, percentile_key, percentile_of
+from mvllm.entrypoints.bench.metrics import METRICS, percentile_key, interpolated_percentile
 from mvllm.errors import ConfigError
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 _WIDTH = 60
 
 
-def serving_table(result: Mapping[str, Any], percentiles: Sequence[float], selected: Sequence[str]) -> str:
+def format_serving_table(result: Mapping[str, Any], percentiles: Sequence[float], selected: Sequence[str]) -> str:
     """The result of a benchmark against a server, for reading."""
     rows: list[tuple[str, object]] = [
         ("Successful requests", result["completed"]),
@@ -38,7 +38,7 @@ def serving_table(result: Mapping[str, Any], percentiles: Sequence[float], selec
             continue
         keys = ["mean", "median", "std", *(percentile_key(p) for p in percentiles)]
         lines.append(_title(title, "-"))
-        lines += _rows((f"{_capital(key)} {name.upper()} (ms)", result[f"{key}_{name}_ms"]) for key in keys)
+        lines += _rows((f"{_capitalize(key)} {name.upper()} (ms)", result[f"{key}_{name}_ms"]) for key in keys)
     return "\n".join([*lines, "=" * _WIDTH])
 
 
@@ -47,9 +47,9 @@ def table(title: str, rows: Iterable[tuple[str, object]]) -> str:
     return "\n".join([_title(title, "="), *_rows(rows), "=" * _WIDTH])
 
 
-def percentiles_of(values: Sequence[float]) -> dict[str, float]:
+def standard_percentiles(values: Sequence[float]) -> dict[str, float]:
     """The usual percentiles, by number."""
-    return {str(p): percentile_of(values, p) for p in PERCENTILES}
+    return {str(p): interpolated_percentile(values, p) for p in PERCENTILES}
 
 
 def write_json(path: Path, result: Mapping[str, Any], *, append: bool = False) -> None:
@@ -78,5 +78,5 @@ def _figure(value: object) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def _capital(text: str) -> str:
+def _capitalize(text: str) -> str:
     return text[:1].upper() + text[1:]

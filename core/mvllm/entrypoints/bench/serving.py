@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mvllm.entrypoints.bench.arrivals import arrival_times
+from mvllm.entrypoints.bench.arrivals import request_arrival_times
 from mvllm.entrypoints.bench.client import Client, Target
 from mvllm.entrypoints.bench.metrics import Trace
-from mvllm.entrypoints.bench.datasets import BenchTokenizer, Sample
+from mvllm.entrypoints.bench.datasets import BenchmarkTokenizer, SampleRequest
 from mvllm.errors import ConfigError
 
 _READY_PAUSE = 0.5
@@ -52,18 +52,18 @@ class Outcome:
     duration: float
 
 
-async def ask_model(target: Target) -> str:
+async def get_first_model(target: Target) -> str:
     """The name of the first model that a server offers."""
     async with Client(target) as client:
         return await client.first_model()
 
 
-async def run_load(
+async def run_benchmark(
     target: Target,
-    samples: Sequence[Sample],
+    samples: Sequence[SampleRequest],
     load: Load,
     *,
-    tokenizer: BenchTokenizer | None = None,
+    tokenizer: BenchmarkTokenizer | None = None,
     ready_timeout: float = 0.0,
     on_done: Callable[[Trace], None] = lambda trace: None,
 ) -> Outcome:
@@ -82,20 +82,20 @@ async def run_load(
     """
     if load.max_concurrency is not None and load.max_concurrency < 1:
         raise ConfigError(f"The greatest concurrency is {load.max_concurrency}; it must be at least 1.")
-    times = arrival_times(len(samples), load.request_rate, load.burstiness, load.seed)
+    times = request_arrival_times(len(samples), load.request_rate, load.burstiness, load.seed)
     gate = asyncio.Semaphore(load.max_concurrency) if load.max_concurrency else contextlib.nullcontext()
 
     async with Client(target) as client:
         if ready_timeout > 0:
             await _wait_ready(client, target, samples[0], ready_timeout)
 
-        async def send(sample: Sample) -> Trace:
+        async def send(sample: SampleRequest) -> Trace:
             async with gate:
                 return await client.send(sample)
 
         await asyncio.gather(*(send(samples[i % len(samples)]) for i in range(load.num_warmups)))
 
-        async def measure(sample: Sample) -> Trace:
+        async def measure(sample: SampleRequest) -> Trace:
             trace = await send(sample)
             _count(trace, sample, tokenizer)
             on_done(trace)
@@ -112,7 +112,7 @@ async def run_load(
         return Outcome([task.result() for task in tasks], time.perf_counter() - start)
 
 
-async def _wait_ready(client: Client, target: Target, sample: Sample, seconds: float) -> None:
+async def _wait_ready(client: Client, target: Target, sample: SampleRequest, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while True:
         trace = await client.send(sample)
@@ -126,7 +126,7 @@ async def _wait_ready(client: Client, target: Target, sample: Sample, seconds: f
         await asyncio.sleep(_READY_PAUSE)
 
 
-def _count(trace: Trace, sample: Sample, tokenizer: BenchTokenizer | None) -> None:
+def _count(trace: Trace, sample: SampleRequest, tokenizer: BenchmarkTokenizer | None) -> None:
     """Fills in what the server did not say. Without a tokenizer, texts stand for tokens."""
     if trace.prompt_tokens is None:
         trace.prompt_tokens = sample.prompt_len

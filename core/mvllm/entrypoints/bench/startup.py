@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mvllm.config.engine_args import EngineArgs
-from mvllm.entrypoints.bench.report import percentiles_of
+from mvllm.entrypoints.bench.report import standard_percentiles
 from mvllm.errors import ConfigError, MvllmError
 
 _LONGEST_SECONDS = 3600
@@ -40,22 +40,22 @@ def measure_startup(args: EngineArgs, num_iters: int, *, on_done: Callable[[], N
         raise ConfigError(f"num_iters is {num_iters}; it must be at least 1.")
     runs = []
     for _ in range(num_iters):
-        runs.append(start_once(args))
+        runs.append(measure_one_startup(args))
         on_done()
     times = [run["startup"] for run in runs]
     first = [run["first_token"] for run in runs]
     return {
         "avg_startup_time": sum(times) / len(times),
         "startup_times": times,
-        "startup_percentiles": percentiles_of(times),
+        "startup_percentiles": standard_percentiles(times),
         "avg_first_token_time": sum(first) / len(first),
         "first_token_times": first,
-        "first_token_percentiles": percentiles_of(first),
+        "first_token_percentiles": standard_percentiles(first),
         "phases": [run["phases"] for run in runs],
     }
 
 
-def start_once(args: EngineArgs) -> dict[str, Any]:
+def measure_one_startup(args: EngineArgs) -> dict[str, Any]:
     """Seconds from the start of a process until its engine was ready (`startup`) and had a token (`first_token`).
 
     `phases` has the parts: Python itself, imports, and those that the engine tells of.

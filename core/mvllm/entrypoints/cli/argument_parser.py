@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
         parser: argparse.ArgumentParser = self
         if message.startswith("unrecognized arguments:"):
             parser = innermost(self, self.arguments)[0]
-            message += _meant_options(parser, message.split()[2:])
+            message += _suggest_options(parser, message.split()[2:])
         self.exit(2, f"{parser.prog}: error: {message}\n`{parser.prog} --help` lists what there is.\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -38,14 +38,14 @@ class Parser(argparse.ArgumentParser):
         )
 
 
-def add_model_by_place(parser: argparse.ArgumentParser, text: str = "As --model.") -> None:
+def add_positional_model(parser: argparse.ArgumentParser, text: str = "As --model.") -> None:
     """Adds MODEL, which may be given in place of `--model`."""
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", action=NamesModel, default=argparse.SUPPRESS, help=text.replace("%", "%%")
+        "model", nargs="?", metavar="MODEL", action=ModelAction, default=argparse.SUPPRESS, help=text.replace("%", "%%")
     )
 
 
-class NamesModel(argparse.Action):
+class ModelAction(argparse.Action):
     """Takes the model, by its place or by `--model`, of which the last counts. Whether both agree is checked later.
 
     By then it is known whether a word that took the model's place belongs to an option that does not exist.
@@ -58,7 +58,7 @@ class NamesModel(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        setattr(namespace, "named_by_option" if option_string else "named_by_place", values)
+        setattr(namespace, "model_from_option" if option_string else "model_from_position", values)
         namespace.model = values
 
 
@@ -69,7 +69,7 @@ def check_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         parser: Of the command.
         args: What it has parsed.
     """
-    by_place, by_option = (getattr(args, name, None) for name in ("named_by_place", "named_by_option"))
+    by_place, by_option = (getattr(args, name, None) for name in ("model_from_position", "model_from_option"))
     if None not in (by_place, by_option) and by_place != by_option:
         parser.error(f"two models are named, {by_place!r} and --model {by_option!r}; name one")
     if getattr(args, "needs_model", False) and not hasattr(args, "model"):
@@ -110,7 +110,7 @@ def innermost(
     return parser, arguments
 
 
-def _meant_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
+def _suggest_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
     known = [text for action in parser._actions if action.help != argparse.SUPPRESS for text in action.option_strings]
     for word in words:
         if word.startswith("--") and (hint := meant(word.partition("=")[0], known)):

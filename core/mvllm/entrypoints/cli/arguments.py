@@ -15,8 +15,8 @@ import msgspec
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.option import Option
 from mvllm.entrypoints.cli.config_file import add_config_argument
-from mvllm.entrypoints.cli.human_readable_int import whole_number
-from mvllm.entrypoints.cli.argument_parser import NamesModel, add_model_by_place
+from mvllm.entrypoints.cli.human_readable_int import human_readable_int
+from mvllm.entrypoints.cli.argument_parser import ModelAction, add_positional_model
 from mvllm.errors import ConfigError
 from mvllm.messages.sampling_params import SamplingParams
 
@@ -45,7 +45,7 @@ def add_engine_arguments(
     """
     add_config_argument(parser)
     parser.set_defaults(own_seed=own_seed)
-    add_model_by_place(parser)
+    add_positional_model(parser)
     if model_required:
         parser.set_defaults(needs_model=True)
     groups: dict[str, Any] = {}
@@ -135,14 +135,14 @@ def _add_setting(group: Any, setting: Option) -> None:
     if setting.kind is bool:
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
     elif setting.name == "model":
-        group.add_argument(*flags, action=NamesModel, metavar="TEXT", **common)
+        group.add_argument(*flags, action=ModelAction, metavar="TEXT", **common)
     elif setting.kind is dict:
         group.add_argument(*flags, type=_json_object, metavar="JSON", **common)
     else:
         metavar = None if setting.choices else {int: "N", float: "X", str: "TEXT"}.get(setting.kind)
         group.add_argument(
             *flags,
-            type=whole_number if setting.kind is int else setting.kind,
+            type=human_readable_int if setting.kind is int else setting.kind,
             choices=setting.choices or None,
             metavar=metavar,
             **common,
@@ -160,7 +160,7 @@ def _add_sampling_option(group: Any, name: str, hint: Any, text: str) -> None:
         group.add_argument(flag, action="append", type=int if list[int] in kinds else str, metavar="TEXT", **common)
     else:
         is_float = float in kinds
-        group.add_argument(flag, type=float if is_float else whole_number, metavar="X" if is_float else "N", **common)
+        group.add_argument(flag, type=float if is_float else human_readable_int, metavar="X" if is_float else "N", **common)
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -16,12 +16,12 @@ from mvllm.entrypoints.bench.metrics import GOODPUT_METRICS, METRICS
 from mvllm.entrypoints.bench.datasets import DATASETS, DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, DEFAULT_PREFIX_LEN
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
 from mvllm.entrypoints.cli.config_file import add_config_argument
-from mvllm.entrypoints.cli.argument_parser import NamesModel, add_model_by_place
+from mvllm.entrypoints.cli.argument_parser import ModelAction, add_positional_model
 from mvllm.errors import ConfigError, MvllmError
 
 if TYPE_CHECKING:
     from mvllm.entrypoints.bench.client import Target
-    from mvllm.entrypoints.bench.datasets import BenchTokenizer, Sample
+    from mvllm.entrypoints.bench.datasets import BenchmarkTokenizer, SampleRequest
     from mvllm.messages.sampling_params import SamplingParams
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -100,8 +100,8 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--endpoint", metavar="PATH", help="Default: /v1/completions or /v1/chat/completions, by the kind."
     )
     text = "Name on the server. Default: the first that it lists."
-    where.add_argument("--model", action=NamesModel, default=argparse.SUPPRESS, metavar="NAME", help=text)
-    add_model_by_place(parser)
+    where.add_argument("--model", action=ModelAction, default=argparse.SUPPRESS, metavar="NAME", help=text)
+    add_positional_model(parser)
     where.add_argument(
         "--tokenizer",
         metavar="TEXT",
@@ -319,13 +319,13 @@ def _run_latency(args: argparse.Namespace) -> int:
 
 def _run_startup(args: argparse.Namespace) -> int:
     from mvllm.entrypoints.bench.report import table, write_json
-    from mvllm.entrypoints.bench.startup import measure_startup, start_once
+    from mvllm.entrypoints.bench.startup import measure_startup, measure_one_startup
 
     settings = engine_args(args)
     settings.create_model_config()  # what cannot be started is said before the first try
     with _Progress(args, args.num_iters_warmup + args.num_iters) as step:
         for _ in range(args.num_iters_warmup):
-            start_once(settings)
+            measure_one_startup(settings)
             step()
         result = measure_startup(settings, args.num_iters, on_done=step)
     phases = result["phases"]
@@ -345,19 +345,19 @@ def _run_serve(args: argparse.Namespace) -> int:
     import asyncio
     import dataclasses
 
-    from mvllm.entrypoints.bench.client import require_client
+    from mvllm.entrypoints.bench.client import require_aiohttp
     from mvllm.entrypoints.bench.metrics import compute, details
-    from mvllm.entrypoints.bench.report import serving_table, write_json
-    from mvllm.entrypoints.bench.serving import DEFAULT_MAX_CONCURRENCY, Load, ask_model, run_load
+    from mvllm.entrypoints.bench.report import format_serving_table, write_json
+    from mvllm.entrypoints.bench.serving import DEFAULT_MAX_CONCURRENCY, Load, get_first_model, run_benchmark
 
     selected = _names(args.percentile_metrics)
     percentiles = _percentiles(args.metric_percentiles)
     goodput = None if args.goodput is None else _limits(args.goodput)
     metadata = _pairs("--metadata", args.metadata)
-    require_client()
+    require_aiohttp()
     target = _target(args)
     if not target.model:
-        target = dataclasses.replace(target, model=asyncio.run(ask_model(target)))
+        target = dataclasses.replace(target, model=asyncio.run(get_first_model(target)))
     name = args.tokenizer or target.model
     tokenizer = None if name == "none" or not _needs_tokenizer(args) else _tokenizer_of_server(name)
     samples = _samples(args, tokenizer)
@@ -368,7 +368,7 @@ def _run_serve(args: argparse.Namespace) -> int:
     load = Load(args.request_rate, args.burstiness, max_concurrency, args.num_warmups, args.seed)
     with _Progress(args, len(samples)) as step:
         outcome = asyncio.run(
-            run_load(
+            run_benchmark(
                 target,
                 samples,
                 load,
@@ -378,7 +378,7 @@ def _run_serve(args: argparse.Namespace) -> int:
             )
         )
     result = compute(outcome.traces, outcome.duration, percentiles=percentiles, selected=selected, goodput=goodput)
-    print(serving_table(result, percentiles, selected))
+    print(format_serving_table(result, percentiles, selected))
     _print_errors([trace.error for trace in outcome.traces if trace.error is not None])
     if args.save_result or args.append_result or args.save_detailed or args.result_filename:
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -424,13 +424,13 @@ def _needs_tokenizer(args: argparse.Namespace) -> bool:
     return args.dataset_name != "builtin" or args.tokenizer is not None
 
 
-def _tokenizer(name: str) -> BenchTokenizer:
-    from mvllm.entrypoints.bench.datasets import BenchTokenizer
+def _tokenizer(name: str) -> BenchmarkTokenizer:
+    from mvllm.entrypoints.bench.datasets import BenchmarkTokenizer
 
-    return BenchTokenizer(name)
+    return BenchmarkTokenizer(name)
 
 
-def _tokenizer_of_server(name: str) -> BenchTokenizer:
+def _tokenizer_of_server(name: str) -> BenchmarkTokenizer:
     try:
         return _tokenizer(name)
     except MvllmError as e:
@@ -440,7 +440,7 @@ def _tokenizer_of_server(name: str) -> BenchTokenizer:
         ) from e
 
 
-def _samples(args: argparse.Namespace, tokenizer: BenchTokenizer | None) -> list[Sample]:
+def _samples(args: argparse.Namespace, tokenizer: BenchmarkTokenizer | None) -> list[SampleRequest]:
     from mvllm.entrypoints.bench.datasets import make_samples
 
     return make_samples(

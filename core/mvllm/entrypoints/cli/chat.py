@@ -20,7 +20,7 @@ from mvllm.messages.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mvllm.engine.llm_engine import LLMEngine
-    from mvllm.entrypoints.cli.terminal import Speedometer
+    from mvllm.entrypoints.cli.terminal import ThroughputCounter
 
 _HELP = "/reset forgets the conversation, /stats shows the speed, /bye ends. Ctrl-C stops an answer."
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         if args.chat_template is not None:
             raise ConfigError("--chat-template is for an engine in this process; with --url, the server has its own.")
         remote = RemoteModel(args)
-        return _converse(Conversation(remote.print_chat, system=args.system), remote.summary)
+        return _run_conversation(Conversation(remote.print_chat, system=args.system), remote.summary)
 
     from mvllm.entrypoints.llm import LLM
 
@@ -52,15 +52,15 @@ def run(args: argparse.Namespace) -> int:
     template = _read_template(args.chat_template)
     with LLM.from_engine_args(settings) as llm:
         params = sampling_params(args, llm.get_default_sampling_params())
-        say = _speaker(llm.llm_engine, params, template)
-        return _converse(Conversation(say, system=args.system), f"platform {llm.llm_engine.platform_summary}")
+        say = _make_printer(llm.llm_engine, params, template)
+        return _run_conversation(Conversation(say, system=args.system), f"platform {llm.llm_engine.platform_summary}")
 
 
-def _converse(conversation: Conversation, where: str) -> int:
+def _run_conversation(conversation: Conversation, where: str) -> int:
     """Goes through the lines of input until one ends the conversation."""
-    from mvllm.entrypoints.cli.terminal import Speedometer, read_lines
+    from mvllm.entrypoints.cli.terminal import ThroughputCounter, read_lines
 
-    speed = Speedometer()
+    speed = ThroughputCounter()
     if sys.stdin.isatty():
         print(f"Running on {where}.\n{_HELP}")
     for line in read_lines("> "):
@@ -81,16 +81,16 @@ def _converse(conversation: Conversation, where: str) -> int:
 
 
 Messages = list[dict[str, Any]]
-Speaker = Callable[[Messages, "Speedometer"], tuple[str, str | None]]
+MessagePrinter = Callable[[Messages, "ThroughputCounter"], tuple[str, str | None]]
 """Prints the next message as it comes; returns it, and the error that ended it, if one did."""
 
 
-def _speaker(engine: LLMEngine, params: SamplingParams, template: str | None) -> Speaker:
+def _make_printer(engine: LLMEngine, params: SamplingParams, template: str | None) -> MessagePrinter:
     """Has an engine in this process speak, with a chat template in place of the tokenizer's own if there is one."""
     from mvllm.entrypoints.chat_template import render_chat
     from mvllm.entrypoints.cli.terminal import print_stream
 
-    def say(messages: Messages, speed: Speedometer) -> tuple[str, str | None]:
+    def say(messages: Messages, speed: ThroughputCounter) -> tuple[str, str | None]:
         rendered = render_chat(engine.tokenizer, messages, chat_template=template)
         engine.input_processor.check_text(rendered)
         ids = engine.tokenizer.encode(rendered, add_special_tokens=False)
@@ -107,8 +107,8 @@ class Conversation:
         system: Text of the system message, if there is one.
     """
 
-    def __init__(self, speaker: Speaker, *, system: str | None) -> None:
-        self._speaker = speaker
+    def __init__(self, speaker: MessagePrinter, *, system: str | None) -> None:
+        self._make_printer = speaker
         self._first: Messages = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._first)
 
@@ -116,20 +116,20 @@ class Conversation:
         """Forgets everything but the system message."""
         self._messages = list(self._first)
 
-    def say(self, text: str, speed: Speedometer) -> None:
+    def say(self, text: str, speed: ThroughputCounter) -> None:
         """Prints the answer to `text` as it comes. What was printed is remembered, also where the answer was stopped.
 
         Raises:
             RequestError: The conversation is not acceptable, for instance too long; it is as before.
         """
         messages = [*self._messages, {"role": "user", "content": text}]
-        answer, error = self._speaker(messages, speed)
+        answer, error = self._make_printer(messages, speed)
         self._messages = [*messages, {"role": "assistant", "content": answer}]
         if error:
             raise RequestError(error)
 
 
-def _answer(conversation: Conversation, line: str, speed: Speedometer) -> None:
+def _answer(conversation: Conversation, line: str, speed: ThroughputCounter) -> None:
     try:
         conversation.say(line, speed)
     except RequestError as e:

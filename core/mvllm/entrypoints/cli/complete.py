@@ -31,9 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Continues one prompt, or each line of input."""
     from mvllm.entrypoints.cli.remote import RemoteModel
-    from mvllm.entrypoints.cli.terminal import Speedometer, print_stream
+    from mvllm.entrypoints.cli.terminal import ThroughputCounter, print_stream
 
-    speed = Speedometer()
+    speed = ThroughputCounter()
     if args.url is not None:
         remote = RemoteModel(args)
         return _complete_all(args, lambda prompt: remote.print_completion(prompt, speed)[1], remote.summary)

@@ -59,7 +59,7 @@ def expand_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> 
         action = options.get(name)
         if action is None or name in _NOT_IN_A_FILE:
             raise ConfigError(_unknown(path, key, command.prog, options))
-        if value is None or given & set(action.option_strings) or (name == "model" and _names_model(command, rest)):
+        if value is None or given & set(action.option_strings) or (name == "model" and _has_positional_model(command, rest)):
             continue
         try:
             extra += _as_arguments(action, value)
@@ -91,7 +91,7 @@ def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
     return found
 
 
-def _names_model(command: argparse.ArgumentParser, arguments: Sequence[str]) -> bool:
+def _has_positional_model(command: argparse.ArgumentParser, arguments: Sequence[str]) -> bool:
     """Whether the command line names the model by its place."""
     if not any(action.dest == "model" and not action.option_strings for action in command._actions):
         return False

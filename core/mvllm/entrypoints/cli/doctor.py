@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from mvllm.entrypoints.cli.argument_parser import NamesModel, add_model_by_place
+from mvllm.entrypoints.cli.argument_parser import ModelAction, add_positional_model
 from mvllm.platform.spec import CheckStatus
 
 _MARKS = {CheckStatus.OK: "ok     ", CheckStatus.WARNING: "warning", CheckStatus.BROKEN: "BROKEN "}
@@ -16,9 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.add_argument("--platform", metavar="NAME", help="Check this platform only; no other plugin is imported.")
     parser.add_argument(
-        "--model", action=NamesModel, default=argparse.SUPPRESS, metavar="TEXT", help="Check this model folder, too."
+        "--model", action=ModelAction, default=argparse.SUPPRESS, metavar="TEXT", help="Check this model folder, too."
     )
-    add_model_by_place(parser)
+    add_positional_model(parser)
 
 
 def run(args: argparse.Namespace) -> int:

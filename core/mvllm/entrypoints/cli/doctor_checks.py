@@ -20,7 +20,7 @@ from typing import Any
 
 from mvllm.config.engine_config import ParallelConfig
 from mvllm.config.env import describe_unknown, unknown_variables
-from mvllm.entrypoints.cli.fork_runner import Outcome, run_apart
+from mvllm.entrypoints.cli.fork_runner import Outcome, run_in_fork
 from mvllm.errors import MvllmError, PlatformError
 from mvllm.platform import plugin_groups
 from mvllm.platform.choose import ENVIRONMENT_VARIABLE, choose_candidate
@@ -39,7 +39,7 @@ _TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 Checks = Iterable[Check]
 
 
-class _FailedApart(Exception):
+class _ForkedCheckError(Exception):
     """A check failed in the fork; says how."""
 
 
@@ -51,31 +51,31 @@ def run_checks(*, platform: str | None = None, model: str | None = None) -> list
         model: Folder or name of a model to look at.
     """
     candidates = discover(only=platform)
-    torch, own, hiding = _look_apart(candidates)
-    checks = _guarded("python.version", _python)
-    checks += _guarded("core.version", _core)
-    checks += _guarded("core.dependencies", _dependencies)
-    checks += _guarded("torch.import", lambda: _torch(candidates, torch))
-    checks += _guarded("platform.entry_points", lambda: _entry_points(candidates, platform))
+    torch, own, hiding = _run_forked(candidates)
+    checks = _run_guarded("python.version", _python)
+    checks += _run_guarded("core.version", _core)
+    checks += _run_guarded("core.dependencies", _dependencies)
+    checks += _run_guarded("torch.import", lambda: _torch(candidates, torch))
+    checks += _run_guarded("platform.entry_points", lambda: _entry_points(candidates, platform))
     for candidate in candidates:
         prefix = f"platform.{candidate.name}"
-        checks += _guarded(f"{prefix}.plugin", lambda c=candidate: _plugin(c))  # type: ignore[misc]
-        checks += _guarded(f"{prefix}.doctor", partial(_own_checks, own.get(candidate.name)))
-        checks += _guarded(f"{prefix}.visible_devices", partial(_hidden_devices, candidate, hiding.get(candidate.name)))
-    checks += _guarded("torch.backends", lambda: _torch_backends(candidates))
-    checks += _guarded("platform.choice", lambda: _choice(candidates, platform))
-    checks += _guarded("extensions.installed", _extensions)
-    checks += _guarded("environment.visible_devices", _visible_devices)
-    checks += _guarded("environment.unknown", _unknown_variables)
-    checks += _guarded("system.shared_memory", _shared_memory)
-    checks += _guarded("system.open_files", _open_files)
-    checks += _guarded("system.memory", _memory)
+        checks += _run_guarded(f"{prefix}.plugin", lambda c=candidate: _plugin(c))  # type: ignore[misc]
+        checks += _run_guarded(f"{prefix}.doctor", partial(_platform_checks, own.get(candidate.name)))
+        checks += _run_guarded(f"{prefix}.visible_devices", partial(_hidden_device_checks, candidate, hiding.get(candidate.name)))
+    checks += _run_guarded("torch.backends", lambda: _torch_backends(candidates))
+    checks += _run_guarded("platform.choice", lambda: _choice(candidates, platform))
+    checks += _run_guarded("extensions.installed", _extensions)
+    checks += _run_guarded("environment.visible_devices", _visible_devices)
+    checks += _run_guarded("environment.unknown", _unknown_variables)
+    checks += _run_guarded("system.shared_memory", _shared_memory)
+    checks += _run_guarded("system.open_files", _open_files)
+    checks += _run_guarded("system.memory", _memory)
     if model is not None:
-        checks += _guarded("model.folder", lambda: _model(model))
+        checks += _run_guarded("model.folder", lambda: _model(model))
     return checks
 
 
-def _look_apart(candidates: Sequence[Candidate]) -> tuple[Outcome, dict[str, Outcome], dict[str, Outcome]]:
+def _run_forked(candidates: Sequence[Candidate]) -> tuple[Outcome, dict[str, Outcome], dict[str, Outcome]]:
     """Imports torch; runs the own checks of each platform that can be used; asks the others by which variable devices
     are hidden from them. The last two by the platform's name.
     """
@@ -83,20 +83,20 @@ def _look_apart(candidates: Sequence[Candidate]) -> tuple[Outcome, dict[str, Out
     usable = [c.name for c in candidates if c.available and c.name in factories]
     others = [c.name for c in candidates if not c.available and c.name in factories]
     functions: list[Callable[[], Any]] = [
-        _try_torch,
-        *(partial(_ask_doctor, factories[name]) for name in usable),
+        _import_torch,
+        *(partial(_platform_doctor, factories[name]) for name in usable),
         *(partial(_device_variable, factories[name]) for name in others),
     ]
-    torch, *outcomes = run_apart(functions, _TIMEOUT_SECONDS)
+    torch, *outcomes = run_in_fork(functions, _TIMEOUT_SECONDS)
     return torch, dict(zip(usable, outcomes, strict=False)), dict(zip(others, outcomes[len(usable) :], strict=True))
 
 
-def _try_torch() -> None:
+def _import_torch() -> None:
     torch = importlib.import_module("torch")
     (torch.ones(2) + 1).sum().item()
 
 
-def _ask_doctor(factory: str) -> list[tuple[str, str, str, str | None]]:
+def _platform_doctor(factory: str) -> list[tuple[str, str, str, str | None]]:
     with enter_phase(Phase.FRONTEND):
         found = load_attribute(factory)().doctor()
         return [(check.id, CheckStatus(check.status).value, check.found, check.remedy) for check in found]
@@ -107,13 +107,13 @@ def _device_variable(factory: str) -> str | None:
     return variable
 
 
-def _guarded(check_id: str, make: Callable[[], Checks]) -> list[Check]:
+def _run_guarded(check_id: str, make: Callable[[], Checks]) -> list[Check]:
     """The checks that `make` gives; if it fails itself, that is what is broken."""
     try:
         return list(make())
     except KeyboardInterrupt:
         raise
-    except _FailedApart as e:
+    except _ForkedCheckError as e:
         return [Check(check_id, CheckStatus.BROKEN, f"the check failed: {e}", "report this")]
     except BaseException as e:  # noqa: BLE001  (a plugin may raise anything, SystemExit included; it is shown)
         return [Check(check_id, CheckStatus.BROKEN, f"the check failed: {type(e).__name__}: {e}", "report this")]
@@ -255,17 +255,17 @@ def _requirements(candidate: Candidate) -> Checks:
     )
 
 
-def _own_checks(outcome: Outcome | None) -> Checks:
+def _platform_checks(outcome: Outcome | None) -> Checks:
     """What the platform itself has to say, where it can be used."""
     if outcome is None:
         return
     if outcome.failure is not None:
-        raise _FailedApart(outcome.failure)
+        raise _ForkedCheckError(outcome.failure)
     for check_id, status, found, remedy in outcome.value:
         yield Check(check_id, CheckStatus(status), found, remedy)
 
 
-def _hidden_devices(candidate: Candidate, outcome: Outcome | None) -> Checks:
+def _hidden_device_checks(candidate: Candidate, outcome: Outcome | None) -> Checks:
     """Whether the variable that the platform names in its topology hides all its devices."""
     if outcome is None or outcome.failure is not None:  # without a device, its library may not even load
         return
@@ -318,12 +318,12 @@ def _choice(candidates: Sequence[Candidate], asked: str | None) -> Checks:
     try:
         chosen, reason = choose_candidate(candidates, asked)
     except PlatformError:
-        yield _no_choice(candidates, asked)
+        yield _unavailable_platform_check(candidates, asked)
     else:
         yield Check("platform.choice", CheckStatus.OK, f"{chosen.name}, from {chosen.source}: {reason}")
 
 
-def _no_choice(candidates: Sequence[Candidate], asked: str | None) -> Check:
+def _unavailable_platform_check(candidates: Sequence[Candidate], asked: str | None) -> Check:
     """Why an engine would not start on any platform."""
     name = asked or os.environ.get(ENVIRONMENT_VARIABLE) or None
     automatic = [c for c in candidates if c.spec is None or not c.spec.by_name_only]

@@ -33,7 +33,7 @@ class Outcome:
     failure: str | None = None
 
 
-def run_apart(functions: Sequence[Callable[[], Any]], timeout: float) -> list[Outcome]:
+def run_in_fork(functions: Sequence[Callable[[], Any]], timeout: float) -> list[Outcome]:
     """The outcome of each function, in order. What they print is dropped.
 
     Where the process of one ends or takes too long, those behind it get another process.
@@ -44,11 +44,11 @@ def run_apart(functions: Sequence[Callable[[], Any]], timeout: float) -> list[Ou
     """
     outcomes: list[Outcome] = []
     while len(outcomes) < len(functions):
-        outcomes += _run_some(functions[len(outcomes) :], timeout)
+        outcomes += _run_until_crash(functions[len(outcomes) :], timeout)
     return outcomes
 
 
-def _run_some(functions: Sequence[Callable[[], Any]], timeout: float) -> list[Outcome]:
+def _run_until_crash(functions: Sequence[Callable[[], Any]], timeout: float) -> list[Outcome]:
     """As many outcomes as one process gives, and that of the function that it ended in."""
     receive, send = os.pipe()
     with warnings.catch_warnings():

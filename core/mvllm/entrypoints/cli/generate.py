@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints what the model makes of each prompt, and at the end how fast it was and on which platform."""
     from mvllm.engine.frontend.outputs import RequestOutput
-    from mvllm.entrypoints.cli.terminal import Speedometer, describe_end, print_stream
+    from mvllm.entrypoints.cli.terminal import ThroughputCounter, describe_end, print_stream
     from mvllm.entrypoints.llm import LLM
 
     prompts: list[str] = args.prompt or [_read_stdin()]
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     sampling_params(args, SamplingParams())  # refuses before the model is loaded what would be refused after
     with LLM.from_engine_args(settings) as llm:
         params = sampling_params(args, llm.get_default_sampling_params())
-        speed = Speedometer()
+        speed = ThroughputCounter()
         failed = False
         if streamed := len(prompts) == 1 and params.n == 1:
             print(prompts[0], end="", flush=True)

@@ -14,7 +14,7 @@ _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _FORM = re.compile(r"([+-]?\d[\d_]*(?:\.\d+)?)([kmgtKMGT])", re.ASCII)
 
 
-def whole_number(text: str) -> int:
+def human_readable_int(text: str) -> int:
     """The number that an option was given. Lower-case suffixes are powers of 1000, upper-case ones of 1024.
 
     Raises:

@@ -13,7 +13,7 @@ from mvllm.config.env import describe_unknown, unknown_variables
 from mvllm.entrypoints.cli.config_file import expand_config
 from mvllm.entrypoints.cli.help import add_help_about, expand_help
 from mvllm.entrypoints.cli.argument_parser import Parser, check_model, innermost, shorten_usage
-from mvllm.entrypoints.shutdown_signals import end_at_once_on_signals, leave_program
+from mvllm.entrypoints.shutdown_signals import exit_on_signals, exit_program
 from mvllm.errors import ConfigError, MvllmError
 from mvllm.logging import configure_logging, get_logger
 from mvllm.version import __version__
@@ -48,15 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 after an error, which is explained on stderr; 130 after Ctrl-C. Wrong usage exits with 2. `mvllm serve`, as
         a program, does not return: it ends, whatever its threads do.
     """
-    _ready_streams()
+    _prepare_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = next((a for a in arguments if not a.startswith("-")), None)
     is_server = name == "serve" and argv is None  # this program, and not somebody who calls it
     if is_server:
-        end_at_once_on_signals()  # before anything is imported for it
+        exit_on_signals()  # before anything is imported for it
     status = _run(name, arguments)
     if is_server:
-        leave_program(status)
+        exit_program(status)
     return status
 
 
@@ -95,7 +95,7 @@ def _run(name: str | None, arguments: list[str]) -> int:
         )
 
 
-def _ready_streams() -> None:
+def _prepare_standard_streams() -> None:
     """Makes the standard streams usable, whatever this process was started with.
 
     One that is closed reads as empty and swallows what is written; a character that the terminal's encoding does not
@@ -120,7 +120,7 @@ def _installed_commands() -> dict[str, str]:
 def _load_installed(name: str) -> ModuleType:
     from mvllm.platform import plugin_groups
 
-    source, module = plugin_groups.load_by_name(plugin_groups.COMMANDS, name)
+    source, module = plugin_groups.load_plugin_by_name(plugin_groups.COMMANDS, name)
     if not all(callable(getattr(module, function, None)) for function in ("add_arguments", "run")):
         raise ConfigError(f"{source} must name a module with add_arguments(parser) and run(args), found {module!r}.")
     return cast(ModuleType, module)

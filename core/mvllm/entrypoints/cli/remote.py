@@ -24,7 +24,7 @@ from mvllm.errors import ConfigError, MvllmError, RequestError
 from mvllm.messages.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from mvllm.entrypoints.cli.terminal import Speedometer
+    from mvllm.entrypoints.cli.terminal import ThroughputCounter
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 _SECONDS = 600.0
@@ -42,7 +42,7 @@ def add_url_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--api-key", metavar="KEY", help=f"For the server. Default, and better: {KEY_VARIABLE}.")
 
 
-class BrokenAnswerError(MvllmError):
+class BrokenResponseError(MvllmError):
     """An answer that did not come to its end."""
 
 
@@ -62,22 +62,22 @@ class RemoteModel:
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._sampling = _given_sampling(args)
         _refuse_engine_settings(args)
-        self._model: str = getattr(args, "model", None) or self._first_model()
+        self._model: str = getattr(args, "model", None) or self._first_model_name()
 
     @property
     def summary(self) -> str:
         """Which model, and where."""
         return f"model {self._model} at {self._url}"
 
-    def print_chat(self, messages: list[dict[str, Any]], speed: Speedometer) -> tuple[str, str | None]:
+    def print_chat(self, messages: list[dict[str, Any]], speed: ThroughputCounter) -> tuple[str, str | None]:
         """Prints the next message of a conversation as it comes; returns it, and the error that ended it."""
         return self._print("/v1/chat/completions", {"messages": messages}, speed)
 
-    def print_completion(self, prompt: str, speed: Speedometer) -> tuple[str, str | None]:
+    def print_completion(self, prompt: str, speed: ThroughputCounter) -> tuple[str, str | None]:
         """Prints what follows a text as it comes; returns it, and the error that ended it."""
         return self._print("/v1/completions", {"prompt": prompt}, speed)
 
-    def _print(self, path: str, body: dict[str, Any], speed: Speedometer) -> tuple[str, str | None]:
+    def _print(self, path: str, body: dict[str, Any], speed: ThroughputCounter) -> tuple[str, str | None]:
         start, text, num_pieces, num_tokens, error = time.perf_counter(), "", 0, 0, None
         body = {**self._sampling, **body, "model": self._model, "stream": True}
         body["stream_options"] = {"include_usage": True}
@@ -93,7 +93,7 @@ class RemoteModel:
                     text += piece
                     print(piece, end="", flush=True)
                 num_tokens = (event.get("usage") or {}).get("completion_tokens") or num_tokens
-        except BrokenAnswerError as e:
+        except BrokenResponseError as e:
             error = str(e)
         finally:
             speed.seconds += time.perf_counter() - start
@@ -101,7 +101,7 @@ class RemoteModel:
         print(flush=True)
         return text, error
 
-    def _first_model(self) -> str:
+    def _first_model_name(self) -> str:
         with self._request("GET", "/v1/models") as response:
             try:
                 name: str = json.load(response)["data"][0]["id"]
@@ -114,7 +114,7 @@ class RemoteModel:
 
         Raises:
             RequestError, MvllmError: As `_request`.
-            BrokenAnswerError: The stream breaks off, or is none.
+            BrokenResponseError: The stream breaks off, or is none.
         """
         ended = False
         with self._request("POST", path, json.dumps(body)) as response:
@@ -125,9 +125,9 @@ class RemoteModel:
                     if data and not ended:
                         yield json.loads(data)
             except (OSError, http.client.HTTPException, ValueError) as e:
-                raise BrokenAnswerError(f"The answer of {self._url} broke off: {type(e).__name__}: {e}") from e
+                raise BrokenResponseError(f"The answer of {self._url} broke off: {type(e).__name__}: {e}") from e
         if not ended:
-            raise BrokenAnswerError(f"The answer of {self._url} broke off.")
+            raise BrokenResponseError(f"The answer of {self._url} broke off.")
 
     @contextlib.contextmanager
     def _request(self, method: str, path: str, body: str | None = None) -> Iterator[http.client.HTTPResponse]:

@@ -11,7 +11,7 @@ from typing import IO, Any, get_args
 
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
 from mvllm.entrypoints.openai.server.settings import UnknownFieldsPolicy
-from mvllm.entrypoints.parsers.auto_detect import AUTO, NONE, choose_parsers
+from mvllm.entrypoints.parsers.auto_detect import AUTO, NONE, resolve_parsers
 from mvllm.entrypoints.parsers.registry import reasoning_parser_names, tool_parser_names
 from mvllm.errors import ConfigError
 
@@ -91,10 +91,10 @@ async def _answer_all(args: argparse.Namespace, template: str | None, source: IO
 
     from mvllm.engine.async_llm import AsyncLLM
     from mvllm.entrypoints.openai.batch_runner import BatchRunner
-    from mvllm.entrypoints.openai.chat.serving import ChatPrompts
-    from mvllm.entrypoints.openai.common.serving_models import ServedModels
-    from mvllm.entrypoints.openai.common.chat_template_renderer import TemplateRenderer
-    from mvllm.entrypoints.openai.common.tokenizer_pool import TextWork
+    from mvllm.entrypoints.openai.chat.serving import ChatPromptRenderer
+    from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
+    from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateRenderer
+    from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
     from mvllm.entrypoints.openai.common.unknown_fields import UnknownFields
     from mvllm.progress import show_progress
 
@@ -102,15 +102,15 @@ async def _answer_all(args: argparse.Namespace, template: str | None, source: IO
     engine = await asyncio.to_thread(AsyncLLM.from_engine_args, settings)
     with contextlib.ExitStack() as stack:
         stack.callback(engine.shutdown)
-        templates = TemplateRenderer()
+        templates = ChatTemplateRenderer()
         stack.callback(templates.close)
-        text_work = TextWork(engine.tokenizer, engine.model_config.max_model_len, templates)
-        stack.callback(text_work.close)
+        tokenizer_pool = TokenizerPool(engine.tokenizer, engine.model_config.max_model_len, templates)
+        stack.callback(tokenizer_pool.close)
         folder = Path(engine.model_config.tokenizer or "")
-        parsers = choose_parsers(args.tool_call_parser, args.reasoning_parser, template, folder)
-        prompts = ChatPrompts(
+        parsers = resolve_parsers(args.tool_call_parser, args.reasoning_parser, template, folder)
+        prompts = ChatPromptRenderer(
             engine,
-            text_work,
+            tokenizer_pool,
             chat_template=template,
             tool_parser=parsers.tool,
             reasoning_parser=parsers.reasoning,
@@ -118,8 +118,8 @@ async def _answer_all(args: argparse.Namespace, template: str | None, source: IO
         bar = stack.enter_context(show_progress(None, "Requests", disable=args.disable_tqdm))
         runner = BatchRunner(
             engine,
-            ServedModels(args.served_model_name or (settings.model,), settings.model),
-            text_work,
+            OpenAIServingModels(args.served_model_name or (settings.model,), settings.model),
+            tokenizer_pool,
             prompts,
             max_concurrency=args.max_concurrency or 2 * engine.config.scheduler.max_num_seqs,
             on_done=lambda: bar.update(1),

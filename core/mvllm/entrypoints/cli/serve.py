@@ -12,9 +12,9 @@ from typing import Any, get_args
 
 from mvllm.config.engine_args import SERVER_MAX_QUEUED_REQUESTS, EngineArgs
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
-from mvllm.entrypoints.cli.human_readable_int import whole_number
-from mvllm.entrypoints.shutdown_signals import ignore_signals, remove_at_end
-from mvllm.entrypoints.openai.server.authentication import read_keys
+from mvllm.entrypoints.cli.human_readable_int import human_readable_int
+from mvllm.entrypoints.shutdown_signals import ignore_shutdown_signals, remove_on_exit
+from mvllm.entrypoints.openai.server.authentication import read_api_keys
 from mvllm.entrypoints.openai.server.settings import DEFAULT_PORT, ServerSettings, UnknownFieldsPolicy
 from mvllm.entrypoints.parsers.auto_detect import AUTO, NONE
 from mvllm.entrypoints.parsers.registry import reasoning_parser_names, tool_parser_names
@@ -121,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits")
     limits.add_argument(
         "--max-body-bytes",
-        type=whole_number,
+        type=human_readable_int,
         default=defaults.max_body_bytes,
         metavar="N",
         help=f"Longest body of a request. Default: {defaults.max_body_bytes}.",
@@ -214,18 +214,18 @@ def run(args: argparse.Namespace) -> int:
         listener = listen(settings.host, settings.port)
     else:
         listener = listen_unix(settings.uds)
-        remove_at_end(Path(settings.uds))
+        remove_on_exit(Path(settings.uds))
     try:
         from mvllm.entrypoints.openai.server.api_server import require_tokenizer, run_server
 
         require_tokenizer(engine)
         if args.api_server_count == 1 and engine.data_parallel_size == 1:
             return run_server(engine, settings, listener)
-        from mvllm.entrypoints.openai.server.process_manager import run_servers
+        from mvllm.entrypoints.openai.server.process_manager import run_multi_api_server
 
-        return run_servers(engine, settings, listener, args.api_server_count)
+        return run_multi_api_server(engine, settings, listener, args.api_server_count)
     finally:
-        ignore_signals()
+        ignore_shutdown_signals()
         listener.close()
         if settings.uds is not None:
             Path(settings.uds).unlink(missing_ok=True)
@@ -312,7 +312,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         max_stored_responses=stored,
         http_plugins=tuple(args.http_plugins),
         lora_modules=tuple(_adapter(text) for text in args.lora_modules),
-        adapters_at_runtime=args.api_server_count == 1,
+        runtime_lora_loading=args.api_server_count == 1,
         docs=args.docs,
         metrics_prefixes=prefixes,
         otlp_traces_endpoint=args.otlp_traces_endpoint,
@@ -327,7 +327,7 @@ def _adapter(text: str) -> tuple[str, str]:
 
 
 def _keys(given: Sequence[str], files: Sequence[str], variable: str) -> list[str]:
-    return read_keys(given, files, variable, os.environ.pop(variable, None))  # no child process inherits it
+    return read_api_keys(given, files, variable, os.environ.pop(variable, None))  # no child process inherits it
 
 
 def _template(given: str | None) -> str | None:

@@ -14,7 +14,7 @@ from mvllm.messages.inputs import PromptType
 from mvllm.messages.sampling_params import SamplingParams
 
 
-class Speedometer:
+class ThroughputCounter:
     """Counts output tokens and the time spent on them."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Speedometer:
 
 
 def print_stream(
-    engine: LLMEngine, prompt: PromptType, params: SamplingParams, speed: Speedometer
+    engine: LLMEngine, prompt: PromptType, params: SamplingParams, speed: ThroughputCounter
 ) -> tuple[str, str | None]:
     """Prints the answer to `prompt` as it comes.
 

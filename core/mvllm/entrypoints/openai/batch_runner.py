@@ -20,24 +20,24 @@ import msgspec
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder
-from mvllm.entrypoints.openai.chat.serving import ChatCall, ChatPrompts
-from mvllm.entrypoints.openai.completions.serving import CompletionCall
-from mvllm.entrypoints.openai.pooling.serving_embedding import EmbeddingCall
-from mvllm.entrypoints.openai.common.errors import APIError, as_api_error, error_body
+from mvllm.entrypoints.openai.chat.serving import ChatCompletionHandler, ChatPromptRenderer
+from mvllm.entrypoints.openai.completions.serving import CompletionHandler
+from mvllm.entrypoints.openai.pooling.serving_embedding import EmbeddingHandler
+from mvllm.entrypoints.openai.common.errors import APIError, to_api_error, error_body
 from mvllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     EmbeddingRequest,
     GenerationRequest,
-    refuse_unsupported,
+    reject_unsupported_fields,
 )
-from mvllm.entrypoints.openai.common.serving_models import ServedModels
-from mvllm.entrypoints.openai.common.tokenizer_pool import TextWork
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
+from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.entrypoints.openai.common.unknown_fields import UnknownFields
 from mvllm.errors import QueueFullError, RequestError
 
 MAX_LINE_BYTES = 64 << 20
-_FULL_PAUSE = 0.05  # seconds until another try where the engine's queue is full
+_RETRY_SECONDS = 0.05  # seconds until another try where the engine's queue is full
 
 
 class Line(msgspec.Struct):
@@ -74,7 +74,7 @@ class Answer(msgspec.Struct):
 
 
 @dataclass
-class Tally:
+class BatchCounts:
     """How many lines there were, and how many have no answer of the model."""
 
     total: int = 0
@@ -100,7 +100,7 @@ class BatchRunner:
     Args:
         engine: What answers them.
         models: The names that requests may name.
-        text_work: Where text is tokenized.
+        tokenizer_pool: Where text is tokenized.
         prompts: Makes prompts of conversations.
         max_concurrency: Most requests under way, and by that most lines in memory.
         on_done: Called after each line.
@@ -110,9 +110,9 @@ class BatchRunner:
     def __init__(
         self,
         engine: AsyncLLM,
-        models: ServedModels,
-        text_work: TextWork,
-        prompts: ChatPrompts,
+        models: OpenAIServingModels,
+        tokenizer_pool: TokenizerPool,
+        prompts: ChatPromptRenderer,
         *,
         max_concurrency: int,
         on_done: Callable[[], None] = lambda: None,
@@ -120,7 +120,7 @@ class BatchRunner:
     ) -> None:
         self._engine = engine
         self._models = models
-        self._text_work = text_work
+        self._text_work = tokenizer_pool
         self._prompts = prompts
         self._max_concurrency = max_concurrency
         self._on_done = on_done
@@ -130,13 +130,13 @@ class BatchRunner:
         self._completion = BodyDecoder(CompletionRequest)
         self._embedding = BodyDecoder(EmbeddingRequest)
 
-    async def run(self, source: IO[bytes], target: IO[bytes]) -> Tally:
+    async def run(self, source: IO[bytes], target: IO[bytes]) -> BatchCounts:
         """Answers every line of `source` in a line of `target`. Empty lines count as nothing.
 
         Raises:
             EngineDeadError: The engine stopped; requests under way have answers that say so, later ones have none.
         """
-        tally = Tally()
+        tally = BatchCounts()
         room = asyncio.Semaphore(self._max_concurrency)
         encode = msgspec.json.Encoder().encode
 
@@ -178,7 +178,7 @@ class BatchRunner:
         try:
             status, body = 200, await self._respond(line)
         except Exception as e:  # noqa: BLE001  (logged where it is not an answer)
-            error = as_api_error(e)
+            error = to_api_error(e)
             status = error.status
             body = error_body(error.status, error.message, param=error.param, code=error.code)
         return Answer(answer_id, line.custom_id, Response(status, request_id, msgspec.Raw(body)), None)
@@ -197,21 +197,21 @@ class BatchRunner:
                 await call.start()
                 return await call.answer()
             except QueueFullError:  # which an engine at rest never is
-                await asyncio.sleep(_FULL_PAUSE)
+                await asyncio.sleep(_RETRY_SECONDS)
             finally:
                 call.close()
 
-    def _call(self, line: Line) -> Call | EmbeddingCall:
+    def _call(self, line: Line) -> Call | EmbeddingHandler:
         body = bytes(line.body)
         if line.url == "/v1/chat/completions":
             chat = self._chat.decode(body, self._unknown_fields)
-            return ChatCall(self._engine, self._prompts, self._checked(chat), chat)
+            return ChatCompletionHandler(self._engine, self._prompts, self._checked(chat), chat)
         if line.url == "/v1/completions":
             completion = self._completion.decode(body, self._unknown_fields)
-            return CompletionCall(self._engine, self._text_work, self._checked(completion), completion)
+            return CompletionHandler(self._engine, self._text_work, self._checked(completion), completion)
         if line.url == "/v1/embeddings":
             embedding = self._embedding.decode(body, self._unknown_fields)
-            return EmbeddingCall(self._engine, self._text_work, self._models.check(embedding.model), embedding)
+            return EmbeddingHandler(self._engine, self._text_work, self._models.check(embedding.model), embedding)
         raise APIError(
             404,
             f"url is {line.url[:60]!a}; a batch may ask for '/v1/chat/completions', '/v1/completions' and "
@@ -224,7 +224,7 @@ class BatchRunner:
         """The model's name in the answer to a request that a batch may have."""
         if request.stream:
             raise RequestError("stream is not possible in a batch; leave it out.", parameter="stream")
-        refuse_unsupported(request)
+        reject_unsupported_fields(request)
         return self._models.check(request.model)
 
 

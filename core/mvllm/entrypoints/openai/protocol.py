@@ -4,7 +4,7 @@ The idea: a body is decoded by msgspec straight into one of these structs, types
 wrong type gets further than here. Every field may be null, which means that it was not given. Fields that no struct has
 are reported (`unknown_fields.py`); those that clients send as a matter of course and that need no answer are fields
 without effect (`ClientRequest`). Fields that are known and cannot be honoured are refused by name
-(`refuse_unsupported`), since ignoring them would answer another question than was asked.
+(`reject_unsupported_fields`), since ignoring them would answer another question than was asked.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class ClassificationRequest(ClientRequest, kw_only=True):
     cache_salt: str | None = None
 
 
-class ComparisonRequest(ClientRequest, kw_only=True):
+class TextPairRequest(ClientRequest, kw_only=True):
     """What requests to compare texts have in common.
 
     Attributes:
@@ -210,7 +210,7 @@ class ComparisonRequest(ClientRequest, kw_only=True):
     priority: int | None = None
 
 
-class ScoreRequest(ComparisonRequest, kw_only=True):
+class ScoreRequest(TextPairRequest, kw_only=True):
     """Body of `POST /score`.
 
     Attributes:
@@ -230,7 +230,7 @@ class Document(msgspec.Struct, kw_only=True):
     text: str
 
 
-class RerankRequest(ComparisonRequest, kw_only=True):
+class RerankRequest(TextPairRequest, kw_only=True):
     """Body of `POST /rerank`.
 
     Attributes:
@@ -365,7 +365,7 @@ _INCLUDED = frozenset({"reasoning.encrypted_content"})
 """What clients ask to be included as a matter of course; here thoughts come as plain text, always."""
 
 
-def refuse_unsupported(request: ModelRequest) -> None:
+def reject_unsupported_fields(request: ModelRequest) -> None:
     """Refuses what is known but cannot be honoured. Empty values ask for nothing.
 
     Raises:
@@ -375,12 +375,12 @@ def refuse_unsupported(request: ModelRequest) -> None:
         if getattr(request, name, None) not in (None, "", [], {}, False, "none"):
             raise RequestError(f"{name} is not supported: {reason}.", parameter=name)
     if isinstance(request, ResponsesRequest):
-        _refuse_of_responses(request)
+        _reject_unsupported_of_responses(request)
     if isinstance(request, ChatCompletionRequest) and set(request.modalities or ()) - {"text"}:
         raise RequestError("modalities: the model writes text only.", parameter="modalities")
 
 
-def _refuse_of_responses(request: ResponsesRequest) -> None:
+def _reject_unsupported_of_responses(request: ResponsesRequest) -> None:
     if request.prompt:
         raise RequestError("prompt is not supported: no templates are kept here; send input.", parameter="prompt")
     unknown = [name for name in request.include or () if name not in _INCLUDED]

@@ -8,10 +8,10 @@ import threading
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 
-from mvllm.entrypoints.openai.tokenizer_trial_process import LOAD_SECONDS, MEMORY_BYTES, SECONDS, TrialJob, TrialStep
+from mvllm.entrypoints.openai.tokenizer_trial_process import LOAD_SECONDS, MEMORY_BYTES, SECONDS, CompileJob, TrialStep
 from mvllm.errors import ModelError
 from mvllm.executor.process.pipe_process import (
-    end_pipe_process,
+    kill_pipe_process,
     find_exceeded_limit,
     receive_message,
     start_pipe_process,
@@ -85,7 +85,7 @@ class TokenizerTrial:
             step = TrialStep()
             assert process.stdin is not None and process.stdout is not None
             try:
-                write_message(process.stdin, TrialJob(str(path)))
+                write_message(process.stdin, CompileJob(str(path)))
                 while not step.is_last:
                     step = receive_message(process.stdout, TrialStep, WALL_SECONDS)
             except (EOFError, OSError) as e:  # TimeoutError is an OSError
@@ -95,7 +95,7 @@ class TokenizerTrial:
             else:
                 return None if step.error is None else f"The tokenizer {path} cannot be used: {step.error}. {_HINT}"
             finally:
-                end_pipe_process(process)
+                kill_pipe_process(process)
         return f"The process that tries the tokenizer {path} was killed {_ATTEMPTS} times; start the server again."
 
 

@@ -3,7 +3,7 @@
 A `tokenizer.json` may hold regular expressions. The library searches with them by backtracking: with some expressions,
 a line of text takes hours, in native code that nothing can interrupt. The texts here are of the kinds that show it.
 
-    stdin   a TrialJob, see pipe_messages        stdout  a TrialStep before each step, the last one with `is_last`
+    stdin   a CompileJob, see pipe_messages        stdout  a TrialStep before each step, the last one with `is_last`
 
 The kernel ends the process when it exceeds a limit; the last TrialStep then says in which step. The process ends with
 its parent, too.
@@ -58,7 +58,7 @@ _ENDS = ("\0", "a", "!")
 """A character after a run, where a match of all of it fails; two that are not of the run's kind."""
 
 
-class TrialJob(msgspec.Struct, frozen=True):
+class CompileJob(msgspec.Struct, frozen=True):
     """A tokenizer to try.
 
     Attributes:
@@ -89,7 +89,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")  # each thread reserves address space
     try:
-        job = read_message(sys.stdin.buffer, TrialJob)
+        job = read_message(sys.stdin.buffer, CompileJob)
         error = try_tokenizer(Path(job.path), lambda text: write_message(sys.stdout.buffer, TrialStep(text)))
         write_message(sys.stdout.buffer, TrialStep(error=error, is_last=True))
     except (EOFError, BrokenPipeError):

@@ -86,7 +86,7 @@ class Parsers:
     reasoning: str | None
 
 
-def choose_parsers(tool: str, reasoning: str, chat_template: str | None, folder: Path) -> Parsers:
+def resolve_parsers(tool: str, reasoning: str, chat_template: str | None, folder: Path) -> Parsers:
     """The parsers to use. Logs what the template decided.
 
     Args:

@@ -85,7 +85,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
+class ParsedOutput:
     """A whole answer.
 
     Attributes:
@@ -109,8 +109,8 @@ class Parsed:
         return message
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Why the answer ended, in the API's words; see `called_tools`."""
-        return called_tools(reason, len(self.tool_calls))
+        """Why the answer ended, in the API's words; see `finish_reason_with_tools`."""
+        return finish_reason_with_tools(reason, len(self.tool_calls))
 
 
 class ToolStream(ABC):
@@ -148,7 +148,7 @@ class ToolParser(ABC):
     def stream(self) -> ToolStream:
         """A reader for one answer."""
 
-    def parse(self, text: str) -> Parsed:
+    def parse(self, text: str) -> ParsedOutput:
         """Reads a whole answer."""
         stream = self.stream()
         return collect([*stream.feed(text), *stream.finish()])
@@ -193,13 +193,13 @@ class ReasoningParser(ABC):
                 closed them (`enable_thinking` false). None where it is not known.
         """
 
-    def parse(self, text: str, prompt: str | None = None) -> Parsed:
+    def parse(self, text: str, prompt: str | None = None) -> ParsedOutput:
         """Reads a whole answer."""
         stream = self.stream(prompt)
         return collect([*stream.feed(text), *stream.finish()])
 
 
-def collect(deltas: Iterable[Delta]) -> Parsed:
+def collect(deltas: Iterable[Delta]) -> ParsedOutput:
     """Puts an answer's deltas together."""
     content: list[str] = []
     reasoning: list[str] = []
@@ -214,10 +214,10 @@ def collect(deltas: Iterable[Delta]) -> Parsed:
             heads.setdefault(delta.index, delta)
             arguments.setdefault(delta.index, []).append(delta.arguments)
     calls = tuple(ToolCall(head.id or "", head.name or "", "".join(arguments[i])) for i, head in heads.items())
-    return Parsed("".join(content), calls, "".join(reasoning) if reasoning else None)
+    return ParsedOutput("".join(content), calls, "".join(reasoning) if reasoning else None)
 
 
-def called_tools(reason: str | None, num_calls: int) -> str | None:
+def finish_reason_with_tools(reason: str | None, num_calls: int) -> str | None:
     """The `finish_reason` of an answer with calls. One that was cut off stays one that was cut off."""
     return "tool_calls" if num_calls and reason == "stop" else reason
 

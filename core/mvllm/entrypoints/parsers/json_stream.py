@@ -26,7 +26,7 @@ def can_begin_value(character: str) -> bool:
     return character in "{[\"'+-." or (character.isascii() and character.isalnum())
 
 
-class JsonValue:
+class JsonValueReader:
     """One value, from its first character on.
 
     Attributes:
@@ -34,7 +34,7 @@ class JsonValue:
         broken: A `<` stood outside of a string, which no value has: a marker may begin there. It was not consumed.
     """
 
-    __slots__ = ("_depth", "_escaped", "_passing", "_quote", "_scalar", "_word", "broken", "done")
+    __slots__ = ("_depth", "_escaped", "_in_plain_word", "_quote", "_scalar", "_word", "broken", "done")
 
     def __init__(self) -> None:
         self.done = False
@@ -43,7 +43,7 @@ class JsonValue:
         self._quote = ""
         self._escaped = False
         self._word: str | None = None  # the word that is being read, while it may be one of Python's
-        self._passing = False  # within a word that is none
+        self._in_plain_word = False  # within a word that is none
         self._scalar: list[str] | None = None
 
     def feed(self, text: str, start: int, out: list[str]) -> int:
@@ -59,7 +59,7 @@ class JsonValue:
             elif self._depth:
                 i = self._read_outside(text, i, out)
             elif text[i] in OPENING or text[i] in QUOTES:
-                i = self._take_mark(text, i, out)
+                i = self._read_structural(text, i, out)
             else:
                 self._scalar = []
         return i
@@ -99,9 +99,9 @@ class JsonValue:
             out.append(text[i:])
             return len(text)
         out.append(text[i : stop.start()])
-        return self._take_mark(text, stop.start(), out)
+        return self._read_structural(text, stop.start(), out)
 
-    def _take_mark(self, text: str, i: int, out: list[str]) -> int:
+    def _read_structural(self, text: str, i: int, out: list[str]) -> int:
         c = text[i]
         if c == "<":
             self.broken = True
@@ -117,14 +117,14 @@ class JsonValue:
             self.done = not self._depth
             out.append(c)
         else:
-            self._word, self._passing = "", False
+            self._word, self._in_plain_word = "", False
             return i
         return i + 1
 
     def _read_word(self, text: str, i: int, out: list[str]) -> int:
         end = _WORD_END.search(text, i)
         piece = text[i : end.start() if end else len(text)]
-        if self._passing:
+        if self._in_plain_word:
             out.append(piece)
         else:
             self._word = f"{self._word}{piece}"
@@ -133,7 +133,7 @@ class JsonValue:
             self._word = None
         elif self._word and not any(known.startswith(self._word) for known in _PYTHON):
             out.append(self._word)
-            self._word, self._passing = "", True
+            self._word, self._in_plain_word = "", True
         return i + len(piece)
 
     def _read_scalar(self, text: str, i: int, read: list[str], out: list[str]) -> int:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE, CallReader
+from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE, ToolCallReader
 from mvllm.entrypoints.parsers.interface import ContentDelta, Delta, ToolCallDelta, ToolStream, make_call_id
-from mvllm.entrypoints.parsers.markers import any_of, held_back, is_beginning
+from mvllm.entrypoints.parsers.markers import compile_markers, held_back, is_partial_marker
 
 State = Callable[[str, int, list[Delta]], int]
 """Reads on from an index of the text, appends what is certain, and returns where it stopped."""
@@ -29,7 +29,7 @@ class MarkedCalls(ToolStream):
         end: What stands after it; None where nothing does.
         separator: What may stand between calls outside of a list. Empty where they follow each other directly.
         bare: Whether further calls may follow the first without a marker of their own.
-        strict: As for CallReader.
+        strict: As for ToolCallReader.
         make_id: Makes the calls' ids.
     """
 
@@ -49,7 +49,7 @@ class MarkedCalls(ToolStream):
         self._start = start
         self._end = end
         self._markers = tuple(marker for marker in (start, end) if marker)
-        self._pattern = any_of(self._markers)
+        self._pattern = compile_markers(self._markers)
         self._separator = separator
         self._bare = bare
         self._strict = strict
@@ -58,7 +58,7 @@ class MarkedCalls(ToolStream):
         self._space: list[str] = []  # white space that is content only if more content follows
         self._behind: list[str] = []  # white space behind a call: layout, if more of the format follows
         self._held: list[str] = []  # what may be a call, as it was written
-        self._reader: CallReader | None = None
+        self._reader: ToolCallReader | None = None
         self._in_list = False
         self._unclosed = False  # whether the end marker of a call has not come yet
 
@@ -148,7 +148,7 @@ class MarkedCalls(ToolStream):
             return len(text)
         self._behind.append(text[i : found.start()])
         i, c = found.start(), found.group()
-        if self._end is not None and is_beginning(text, i, self._end):
+        if self._end is not None and is_partial_marker(text, i, self._end):
             return self.wait(text, i)
         behind, self._behind = "".join(self._behind), []
         if self._in_list and c == "]":
@@ -197,12 +197,12 @@ class MarkedCalls(ToolStream):
 
     def read_call(self) -> None:
         """An object that says all of a call follows."""
-        self._reader = CallReader(self.num_calls, strict=self._strict, make_id=self._make_id)
+        self._reader = ToolCallReader(self.num_calls, strict=self._strict, make_id=self._make_id)
         self.state = self.call
 
     def read_arguments(self, name: str) -> None:
         """The arguments of a call follow, whose function's name is known."""
-        self._reader = CallReader(self.num_calls, name, make_id=self._make_id)
+        self._reader = ToolCallReader(self.num_calls, name, make_id=self._make_id)
         self.state = self.call
 
     def give_up(self, i: int, out: list[Delta]) -> int:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 
-def any_of(markers: Sequence[str]) -> re.Pattern[str]:
+def compile_markers(markers: Sequence[str]) -> re.Pattern[str]:
     """Finds whichever of `markers` comes first. Plain strings side by side: takes time linear in the text."""
     return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or r"(?!)")
 
@@ -25,6 +25,6 @@ def held_back(text: str, start: int, markers: Sequence[str]) -> int:
     return longest
 
 
-def is_beginning(text: str, start: int, marker: str) -> bool:
+def is_partial_marker(text: str, start: int, marker: str) -> bool:
     """Whether all of `text` from `start` on is a beginning of `marker`, shorter than it."""
     return len(text) - start < len(marker) and marker.startswith(text[start:])

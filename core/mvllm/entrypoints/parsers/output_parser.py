@@ -7,26 +7,26 @@ from collections.abc import Container
 from mvllm.entrypoints.parsers.interface import (
     ContentDelta,
     Delta,
-    Parsed,
+    ParsedOutput,
     ReasoningDelta,
     ReasoningParser,
     ReasoningStream,
     ToolCallDelta,
     ToolParser,
     ToolStream,
-    called_tools,
+    finish_reason_with_tools,
     collect,
 )
 
 
-class AnswerParser:
+class OutputParser:
     """The parsers of one request. See `mvllm.entrypoints.parsers` for how to drive it.
 
     Args:
         tools: Finds the calls; None where the request has no tools, or `tool_choice` is none: all is content.
         reasoning: Tells the thoughts apart; None where nobody asked for that.
-        show_reasoning: Whether the thoughts are given out (`include_reasoning`).
-        one_call: Whether calls after the first are left out (`parallel_tool_calls` false).
+        include_reasoning: Whether the thoughts are given out (`include_reasoning`).
+        single_call: Whether calls after the first are left out (`parallel_tool_calls` false).
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class AnswerParser:
         *,
         tools: ToolParser | None = None,
         reasoning: ReasoningParser | None = None,
-        show_reasoning: bool = True,
-        one_call: bool = False,
+        include_reasoning: bool = True,
+        single_call: bool = False,
     ) -> None:
         self._tools = tools
         self._reasoning = reasoning
-        self._show_reasoning = show_reasoning
-        self._one_call = one_call
+        self._show_reasoning = include_reasoning
+        self._one_call = single_call
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -60,7 +60,7 @@ class AnswerParser:
         """
         return any(marker in special_tokens for marker in self.markers)
 
-    def stream(self, prompt: str | None = None, calls: ToolStream | None = None) -> AnswerStream:
+    def stream(self, prompt: str | None = None, calls: ToolStream | None = None) -> OutputParserStream:
         """A reader for one sequence.
 
         Args:
@@ -69,14 +69,14 @@ class AnswerParser:
         """
         if calls is None and self._tools is not None:
             calls = self._tools.stream()
-        return AnswerStream(
+        return OutputParserStream(
             calls,
             self._reasoning.stream(prompt) if self._reasoning is not None else None,
-            show_reasoning=self._show_reasoning,
-            one_call=self._one_call,
+            include_reasoning=self._show_reasoning,
+            single_call=self._one_call,
         )
 
-    def thoughts_before(self, prompt: str | None) -> tuple[str | None, str] | None:
+    def reasoning_tags_for(self, prompt: str | None) -> tuple[str | None, str] | None:
         """What frames the thoughts of an answer to `prompt`; None where there are none, or nobody knows.
 
         Returns:
@@ -91,19 +91,19 @@ class AnswerParser:
         stream.feed(start)
         return (start, end) if stream.in_reasoning else None  # the prompt has closed them
 
-    def parse(self, text: str, prompt: str | None = None) -> Parsed:
+    def parse(self, text: str, prompt: str | None = None) -> ParsedOutput:
         """Reads a whole answer: what its pieces would add up to."""
         stream = self.stream(prompt)
         return collect([*stream.feed(text), *stream.finish()])
 
 
-class AnswerStream:
+class OutputParserStream:
     """Reads one sequence. Not thread-safe.
 
     Args:
         tools: Finds calls in what is not thought. Also one of `mvllm.entrypoints.parsers.tool_choice`.
         reasoning: Tells the thoughts apart.
-        show_reasoning, one_call: As for AnswerParser.
+        include_reasoning, single_call: As for OutputParser.
     """
 
     def __init__(
@@ -111,13 +111,13 @@ class AnswerStream:
         tools: ToolStream | None = None,
         reasoning: ReasoningStream | None = None,
         *,
-        show_reasoning: bool = True,
-        one_call: bool = False,
+        include_reasoning: bool = True,
+        single_call: bool = False,
     ) -> None:
         self._tools = tools
         self._reasoning = reasoning
-        self._show_reasoning = show_reasoning
-        self._one_call = one_call
+        self._show_reasoning = include_reasoning
+        self._one_call = single_call
 
     @property
     def num_calls(self) -> int:
@@ -132,7 +132,7 @@ class AnswerStream:
 
     def finish_reason(self, reason: str | None) -> str | None:
         """Why the answer ended, in the API's words: `tool_calls` in place of `stop`, if there are any."""
-        return called_tools(reason, self.num_calls)
+        return finish_reason_with_tools(reason, self.num_calls)
 
     def feed(self, text: str) -> list[Delta]:
         """Takes the next piece of text, of any length, and gives what has become certain, in order."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 
 from mvllm.entrypoints.parsers.interface import Delta, ToolCallDelta, make_call_id
-from mvllm.entrypoints.parsers.json_stream import OPENING, QUOTES, JsonValue, can_begin_value, unquote
+from mvllm.entrypoints.parsers.json_stream import OPENING, QUOTES, JsonValueReader, can_begin_value, unquote
 
 NOT_SPACE = re.compile(r"\S")
 
@@ -21,7 +21,7 @@ _KNOWN_KEYS = frozenset({"name", *_ARGUMENTS, "type", "id"})
 _OBJECT, _KEY, _COLON, _VALUE, _MORE = "object", "key", "colon", "value", "more"
 
 
-class CallReader:
+class ToolCallReader:
     """Reads one call.
 
     Args:
@@ -53,12 +53,12 @@ class CallReader:
         self._name = name
         self._strict = strict
         self._make_id = make_id
-        self._only_arguments = name is not None
+        self._arguments_only = name is not None
         self._expected = _OBJECT if name is None else _VALUE
         self._key: str | None = _ARGUMENTS[0] if name is not None else None
-        self._value: JsonValue | None = None
+        self._value: JsonValueReader | None = None
         self._value_text: list[str] = []  # of a key, a name, or arguments that cannot be passed on yet
-        self._passes_on = False  # whether the value that is read is arguments that can
+        self._streams_arguments = False  # whether the value that is read is arguments that can
         self._arguments: list[str] | None = None  # arguments that came before the name
 
     def feed(self, text: str, start: int, out: list[Delta]) -> int:
@@ -75,7 +75,7 @@ class CallReader:
             self._value.finish(held)
             self._value_text += held
             if self._key in _ARGUMENTS:
-                self._pass_on("".join(self._value_text), out)
+                self._emit_arguments("".join(self._value_text), out)
         self._value = None
 
     def _read_structure(self, text: str, i: int, out: list[Delta]) -> int:
@@ -87,8 +87,8 @@ class CallReader:
         if expected == _OBJECT and c == "{":
             self._expected = _KEY
         elif expected == _KEY and c in QUOTES:
-            self._value, self._value_text, self._key = JsonValue(), [], None
-            self._passes_on = False
+            self._value, self._value_text, self._key = JsonValueReader(), [], None
+            self._streams_arguments = False
             return i
         elif expected == _COLON and c == ":":
             self._expected = _VALUE
@@ -105,13 +105,13 @@ class CallReader:
 
     def _begin_value(self, i: int, c: str, out: list[Delta]) -> int:
         misplaced = self._key == "name" and self._name is None and c not in QUOTES
-        if misplaced or (self._only_arguments and c != "{"):
+        if misplaced or (self._arguments_only and c != "{"):
             self._break(out)
             return i
-        self._value, self._value_text = JsonValue(), []
-        self._passes_on = False
+        self._value, self._value_text = JsonValueReader(), []
+        self._streams_arguments = False
         if self._key in _ARGUMENTS:
-            self._passes_on = c in OPENING
+            self._streams_arguments = c in OPENING
             if self._name is None:
                 self._arguments = []
             else:
@@ -122,8 +122,8 @@ class CallReader:
         assert self._value is not None
         pieces: list[str] = []
         i = self._value.feed(text, i, pieces)
-        if self._passes_on:
-            self._pass_on("".join(pieces), out)
+        if self._streams_arguments:
+            self._emit_arguments("".join(pieces), out)
         else:
             self._value_text += pieces
         if self._value.broken:
@@ -148,11 +148,11 @@ class CallReader:
                 self._break(out)
             elif self._arguments is not None:
                 self._begin(out)
-                self._pass_on("".join(self._arguments), out)
+                self._emit_arguments("".join(self._arguments), out)
         elif self._key in _ARGUMENTS:
-            if not self._passes_on:
-                self._pass_on(_as_arguments(text), out)
-            if self._only_arguments:
+            if not self._streams_arguments:
+                self._emit_arguments(_as_arguments(text), out)
+            if self._arguments_only:
                 self.done = True
 
     def _meaning(self, key: str) -> str:
@@ -165,7 +165,7 @@ class CallReader:
                 self._break(out)
                 return
             self._begin(out)
-            self._pass_on("{}", out)
+            self._emit_arguments("{}", out)
         self.done = True
 
     def _break(self, out: list[Delta]) -> None:
@@ -176,7 +176,7 @@ class CallReader:
         self.begun = True
         out.append(ToolCallDelta(self.index, self._make_id(), self._name))
 
-    def _pass_on(self, text: str, out: list[Delta]) -> None:
+    def _emit_arguments(self, text: str, out: list[Delta]) -> None:
         if not text:
             return
         if self.begun:

@@ -7,7 +7,7 @@ JSON, which `stream` reads:
     required    [{"name": "get_weather", "arguments": {"city": "Paris"}}, ...]
     named       {"city": "Paris"}                                               the arguments alone
 
-With a reasoning parser the grammar applies from the end of the thoughts on (`AnswerStream.in_reasoning`). Without
+With a reasoning parser the grammar applies from the end of the thoughts on (`OutputParserStream.in_reasoning`). Without
 grammars a caller refuses these two, or lets the model write as with `auto` and looks afterwards with `is_met_by`.
 """
 
@@ -21,7 +21,7 @@ from typing import Any, Literal
 from mvllm.entrypoints.parsers.interface import ToolCall, ToolStream
 from mvllm.entrypoints.parsers.marked_calls import MarkedCalls
 from mvllm.errors import RequestError
-from mvllm.messages.structured_outputs import check_extent
+from mvllm.messages.structured_outputs import check_json_size
 from mvllm.structured_output.additional_properties import close_all_objects, close_declared_objects
 
 Mode = Literal["none", "auto", "required", "named"]
@@ -92,7 +92,7 @@ class ToolChoice:
         return (self.mode == "auto" or bool(calls)) and all(call.name in names for call in calls)
 
 
-def read_tool_choice(
+def parse_tool_choice(
     tools: Sequence[Mapping[str, Any]] | None, tool_choice: object = None, *, parallel: bool | None = None
 ) -> ToolChoice:
     """What a request's `tools`, `tool_choice` and `parallel_tool_calls` say. Without a choice it is `auto`.
@@ -195,7 +195,7 @@ def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 def _check_strict(where: str, function: Mapping[str, Any]) -> None:
     """Returns if all objects of the parameters can be closed."""
     try:
-        check_extent(function.get("parameters"))
+        check_json_size(function.get("parameters"))
         close_all_objects(_parameters(function), f"{where}.function.strict")
     except RequestError as e:
         raise RequestError(str(e), parameter="tools") from e

@@ -66,11 +66,11 @@ class RingWriter:
         """
         if self._next <= self._limit:
             return
-        self._take_space()
+        self._reserve_space()
         while self._next > self._limit:
             if not self._waiter.wait(deadline, f"a free slot (message {self._next})"):
                 raise self._timeout()
-            self._take_space()
+            self._reserve_space()
 
     def write(self, frames: Sequence[bytes | memoryview], num_bytes: int, kind: int = INLINE) -> None:
         """Fills the free slot and tells every reader. Call `wait_for_slot` first.
@@ -108,7 +108,7 @@ class RingWriter:
             notifier.close()
         self._ring.close()
 
-    def _take_space(self) -> None:
+    def _reserve_space(self) -> None:
         for index, notifier in enumerate(self._space):
             if not self.peers[index].is_dropped:
                 self._released[index] += notifier.take()

@@ -36,7 +36,7 @@ from mvllm.executor.message_queue.handles import RemoteReaderHandle
 from mvllm.executor.message_queue.notifier import StopSignal
 from mvllm.executor.message_queue.overflow_socket import LINGER_MS, shared_frames
 from mvllm.executor.message_queue.peers import Peer
-from mvllm.executor.message_queue.waiter import LOOK_SECONDS, Waiter
+from mvllm.executor.message_queue.waiter import POLL_SECONDS, Waiter
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class RemoteSender:
         self._server_key, server_secret = zmq.curve_keypair()
         self._reader_keys = zmq.curve_keypair()
         self._context = zmq.Context()
-        self._door = _Doorkeeper(self._context, z85.decode(self._reader_keys[0]))
+        self._door = _ZapAuthenticator(self._context, z85.decode(self._reader_keys[0]))
         self._socket = self._context.socket(zmq.ROUTER)
         for option, value in (
             (zmq.CURVE_SERVER, 1),
@@ -113,13 +113,13 @@ class RemoteSender:
         assert self._waiter is not None, "use_stop was not called"
         waiting_for = f"room for message {sequence} at remote readers"
         while True:
-            self._take_reports()
+            self._read_reports()
             self._raise_if_dead(waiting_for)
             behind = self._behind(sequence - self._num_slots)
             if not behind:
                 return
             now = time.monotonic()
-            until = now + LOOK_SECONDS if deadline is None else min(deadline, now + LOOK_SECONDS)
+            until = now + POLL_SECONDS if deadline is None else min(deadline, now + POLL_SECONDS)
             if not self._waiter.wait(until, waiting_for):
                 self._ping(behind)
                 if deadline is not None and time.monotonic() >= deadline:
@@ -165,7 +165,7 @@ class RemoteSender:
             if self._reports[index].is_connected:
                 self._send_to(index, [zmq.Frame(b"")])
 
-    def _take_reports(self) -> None:
+    def _read_reports(self) -> None:
         while True:
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -249,7 +249,7 @@ class RemoteSource:
     def has_message(self) -> bool:
         if self._frames is None:
             self._frames = self._receive_any()
-        if self._frames is None and self._take_events():
+        if self._frames is None and self._read_events():
             self._frames = self._receive_any()  # what came before the connection broke
             if self._frames is None:
                 raise self._broken()
@@ -300,7 +300,7 @@ class RemoteSource:
                 raise QueueCorruptError(f"Queue {self.name}: message {self.sequence} was due, message {found} came.")
             return views[1:]
 
-    def _take_events(self) -> bool:
+    def _read_events(self) -> bool:
         """Looks at what happened to the connection; returns whether it is gone."""
         while True:
             try:
@@ -343,7 +343,7 @@ class _Report:
         self.activity = body[_REPORT.size :].decode(errors="replace")
 
 
-class _Doorkeeper(threading.Thread):
+class _ZapAuthenticator(threading.Thread):
     """Answers ZeroMQ's question whether a key may come in. Asleep except while somebody connects."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], accepted: bytes) -> None:

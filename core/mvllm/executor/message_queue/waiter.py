@@ -14,7 +14,7 @@ from mvllm.executor.message_queue.errors import QueueStoppedError
 from mvllm.executor.message_queue.notifier import StopSignal
 from mvllm.executor.message_queue.peers import Peer
 
-LOOK_SECONDS = 0.2  # how often a peer without a descriptor is looked up while waiting
+POLL_SECONDS = 0.2  # how often a peer without a descriptor is looked up while waiting
 
 
 def deadline_after(timeout: float | None) -> float | None:
@@ -42,7 +42,7 @@ class Waiter:
         if stop is not None:
             self._poll.register(stop.fd, select.POLLIN)
         for peer in peers:
-            peer.observe(self._unsettle)
+            peer.observe(self._invalidate)
 
     def add(self, fd: int) -> None:
         """Counts `fd` among the data."""
@@ -70,7 +70,7 @@ class Waiter:
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
             dead = [peer for peer in self._peers if peer.is_dead and not peer.is_dropped]
             self._is_settled = known and not dead
-            limits = [seconds for seconds in (remaining, None if known else LOOK_SECONDS) if seconds is not None]
+            limits = [seconds for seconds in (remaining, None if known else POLL_SECONDS) if seconds is not None]
             events = self._poll.poll(0 if dead else min(limits) * 1e3 if limits else None)
             data, stopped = self._sort(fd for fd, _ in events)
             if data:
@@ -86,7 +86,7 @@ class Waiter:
             if not events and remaining is not None and remaining == min(limits):
                 return []
 
-    def _unsettle(self) -> None:
+    def _invalidate(self) -> None:
         self._is_settled = False
 
     def _sort(self, fds: Iterable[int]) -> tuple[list[int], bool]:

@@ -16,7 +16,7 @@ import struct
 import time
 from dataclasses import dataclass
 
-from mvllm.executor.process.process_utils import unnamed_file
+from mvllm.executor.process.process_utils import anonymous_file
 
 _LINE = struct.Struct("=Qdq40s")
 assert _LINE.size == 64
@@ -53,7 +53,7 @@ class Activity:
         return self.text == IDLE
 
 
-class StatusBoard:
+class ActivityTable:
     """The shared page.
 
     Args:
@@ -65,9 +65,9 @@ class StatusBoard:
         self._map = mmap.mmap(fd, os.fstat(fd).st_size)
 
     @classmethod
-    def create(cls, num_ranks: int) -> StatusBoard:
+    def create(cls, num_ranks: int) -> ActivityTable:
         """A board on which every rank is starting."""
-        fd = unnamed_file("status")
+        fd = anonymous_file("status")
         os.write(fd, bytes(max(mmap.PAGESIZE, num_ranks * _LINE.size)))  # claimed now, or an error now
         board = cls(fd)
         for rank in range(num_ranks):

@@ -16,11 +16,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mvllm.executor.process.activity_table import StatusBoard
+from mvllm.executor.process.activity_table import ActivityTable
 from mvllm.executor.worker_group import WorkerGroup
-from mvllm.executor.process.child_process_handle import ProcessStart, WorkerHandle
+from mvllm.executor.process.child_process_handle import ChildStartArgs, ChildProcessHandle
 
-_LOOK_SECONDS = 0.1  # how often processes are looked at where there are no process descriptors
+_POLL_SECONDS = 0.1  # how often processes are looked at where there are no process descriptors
 _GRACE_SECONDS = 2.0  # for workers that were told to stop
 _BUSY_GRACE_SECONDS = 0.5  # for those that were busy with something long and may never look
 _PIPE_SECONDS = 0.3  # after its death pipe was closed
@@ -32,10 +32,10 @@ _KILL_SECONDS = 5.0  # after SIGKILL, which only a process stuck in the kernel o
 class Launch:
     """One process to start: what it is told, its environment, the descriptors it inherits, and its kind."""
 
-    start: ProcessStart
+    start: ChildStartArgs
     env: Mapping[str, str]
     fds: Sequence[int]
-    kind: type[WorkerHandle] = WorkerHandle
+    kind: type[ChildProcessHandle] = ChildProcessHandle
 
 
 class ProcessGroup(WorkerGroup):
@@ -46,9 +46,9 @@ class ProcessGroup(WorkerGroup):
         board: Where workers say what they do.
     """
 
-    def __init__(self, launches: Sequence[Launch], board: StatusBoard) -> None:
+    def __init__(self, launches: Sequence[Launch], board: ActivityTable) -> None:
         super().__init__()
-        self._workers: list[WorkerHandle] = []
+        self._workers: list[ChildProcessHandle] = []
         self._launches = launches
         self._board = board
         self._launched = False
@@ -59,7 +59,7 @@ class ProcessGroup(WorkerGroup):
         self._thread = threading.Thread(target=self._run, name="worker-monitor", daemon=True)
 
     @property
-    def workers(self) -> Sequence[WorkerHandle]:
+    def workers(self) -> Sequence[ChildProcessHandle]:
         return self._workers
 
     def launch(self) -> None:
@@ -78,7 +78,7 @@ class ProcessGroup(WorkerGroup):
         """
         if os.getpid() != self._pid:  # a fork of the engine's process: the workers are not its own
             return
-        self.expect_ends()
+        self.expect_exits()
         self.stop.set()
         with self._end_lock:
             if self._ended or not self._thread.ident:
@@ -99,7 +99,7 @@ class ProcessGroup(WorkerGroup):
                 self._wait_ended(_KILL_SECONDS)
                 self._ended = True
 
-    def is_watched_here(self) -> bool:
+    def is_monitor_thread(self) -> bool:
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
@@ -140,13 +140,13 @@ class ProcessGroup(WorkerGroup):
                 if worker.pidfd >= 0:
                     poll.register(worker.pidfd, select.POLLIN)
             blind = any(worker.pidfd < 0 for worker in running)
-            ready = {fd for fd, _ in poll.poll(_LOOK_SECONDS * 1e3 if blind else None)}
+            ready = {fd for fd, _ in poll.poll(_POLL_SECONDS * 1e3 if blind else None)}
             for fd in ready & waiting.keys():
-                self._take_handshake(waiting.pop(fd))
+                self._receive_handshake(waiting.pop(fd))
             if blind or ready - waiting.keys():
-                self._take_deaths(running)
+                self._reap_workers(running)
 
-    def _take_handshake(self, worker: WorkerHandle) -> None:
+    def _receive_handshake(self, worker: ChildProcessHandle) -> None:
         handshake = worker.receive_handshake()
         if handshake is None:  # closed: its death follows
             return
@@ -157,7 +157,7 @@ class ProcessGroup(WorkerGroup):
             worker.is_ready = True
             self._changed.notify_all()
 
-    def _take_deaths(self, running: Sequence[WorkerHandle]) -> None:
+    def _reap_workers(self, running: Sequence[ChildProcessHandle]) -> None:
         with self._changed:
             dead = [worker for worker in running if worker.reap()]
             self._changed.notify_all()
@@ -170,7 +170,7 @@ class ProcessGroup(WorkerGroup):
         if not self._ending:
             self.fail_of_deaths(dead)
 
-    def _running(self) -> list[WorkerHandle]:
+    def _running(self) -> list[ChildProcessHandle]:
         return [worker for worker in self.workers if worker.is_running]
 
     def _wait_ended(self, timeout: float) -> None:

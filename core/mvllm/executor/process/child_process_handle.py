@@ -16,25 +16,25 @@ import msgspec
 from mvllm.errors import WorkerDiedError, WorkerStuckError
 from mvllm.executor.process.handshake import receive_handshake, send_message
 from mvllm.executor.process.process_utils import STACK_SIGNAL, StackFile, is_stopped, open_pidfd
-from mvllm.executor.process.activity_table import STARTING, Activity, StatusBoard
+from mvllm.executor.process.activity_table import STARTING, Activity, ActivityTable
 
 
-class RemoteFailure(Protocol):
+class SerializedFailure(Protocol):
     """An exception that has travelled."""
 
     def to_exception(self) -> Exception:
         """The exception, as it is raised here."""
 
 
-class HandshakeLike(Protocol):
+class StartReply(Protocol):
     """An answer to being started."""
 
     @property
-    def failure(self) -> RemoteFailure | None:
+    def failure(self) -> SerializedFailure | None:
         """Why it could not start, or None."""
 
 
-class ProcessStart(Protocol):
+class ChildStartArgs(Protocol):
     """What a process is told first, as far as the one who starts it must know. A msgspec struct."""
 
     @property
@@ -54,7 +54,7 @@ class ProcessStart(Protocol):
         """Where it finds modules."""
 
 
-class WorkerHandle:
+class ChildProcessHandle:
     """A running (or ended) worker process. Made with `launch`.
 
     Attributes:
@@ -67,7 +67,7 @@ class WorkerHandle:
     module: ClassVar[str] = "mvllm.executor.worker_main"
 
     def __init__(
-        self, start: ProcessStart, process: subprocess.Popen[bytes], control: socket.socket, board: StatusBoard
+        self, start: ChildStartArgs, process: subprocess.Popen[bytes], control: socket.socket, board: ActivityTable
     ) -> None:
         self.name = start.name
         self.rank = start.rank
@@ -81,7 +81,7 @@ class WorkerHandle:
         self.pidfd = open_pidfd(process.pid)
 
     @classmethod
-    def launch(cls, start: ProcessStart, env: Mapping[str, str], pass_fds: Sequence[int], board: StatusBoard) -> Self:
+    def launch(cls, start: ChildStartArgs, env: Mapping[str, str], pass_fds: Sequence[int], board: ActivityTable) -> Self:
         """Starts the process. The calling thread must live as long as the worker: the kernel ties the two together.
 
         Args:
@@ -126,7 +126,7 @@ class WorkerHandle:
     def __str__(self) -> str:
         return f"{self.name} (rank {self.rank}, pid {self.pid})"
 
-    def receive_handshake(self) -> HandshakeLike | None:
+    def receive_handshake(self) -> StartReply | None:
         """Its answer to being started; None when it ended without one. Call when `control` is readable."""
         return receive_handshake(self.control)
 
@@ -168,18 +168,18 @@ class WorkerHandle:
     def death(self) -> Exception:
         """The error that says how it ended and what it was doing."""
         assert self.exit_code is not None
-        message, activity = self.describe_death(), str(self.activity)
+        message, activity = self.describe_exit(), str(self.activity)
         return WorkerDiedError(message, rank=self.rank, pid=self.pid, activity=activity, exit_code=self.exit_code)
 
     def stuck(self, message: str) -> Exception:
         """The error for its not having done in time what `message` says."""
         return WorkerStuckError(message, rank=self.rank, pid=self.pid, activity=str(self.activity))
 
-    def describe_death(self) -> str:
+    def describe_exit(self) -> str:
         """How it ended and what it was doing, with its stack if it left one."""
         assert self.exit_code is not None
         activity = self.activity
-        reason, stack = self._stacks.last_words()
+        reason, stack = self._stacks.crash_report()
         message = f"{self} {_describe_exit(self.exit_code)} {activity.during()}{f': {reason}' if reason else '.'}"
         if stack:
             message += f"\nIts stack:\n{stack.rstrip()}"

@@ -12,23 +12,23 @@ from typing import Protocol, TypeVar
 
 from mvllm.executor.process.handshake import receive_message
 from mvllm.executor.process.process_utils import (
-    adopt_parent,
+    configure_child_process,
     die_with_parent,
-    keep_standard_streams,
+    ensure_standard_streams,
     leave,
     set_process_name,
     watch_parent,
 )
-from mvllm.executor.process.activity_table import StatusBoard
+from mvllm.executor.process.activity_table import ActivityTable
 
 
-class StartMessage(Protocol):
+class ChildStartMessage(Protocol):
     """What the first message says, whatever the process is to be."""
 
     @property
     def name(self) -> str: ...
     @property
-    def board_fd(self) -> int: ...
+    def activity_fd(self) -> int: ...
     @property
     def stack_fd(self) -> int: ...
     @property
@@ -39,10 +39,10 @@ class StartMessage(Protocol):
     def log_level(self) -> str: ...
 
 
-Start = TypeVar("Start", bound=StartMessage)
+Start = TypeVar("Start", bound=ChildStartMessage)
 
 
-def begin(kind: type[Start]) -> tuple[Start, socket.socket, StatusBoard]:
+def begin(kind: type[Start]) -> tuple[Start, socket.socket, ActivityTable]:
     """Makes this interpreter the child that its arguments and the first message on the control socket describe.
 
     Ends the process where the parent has ended or given up before it said what is wanted.
@@ -50,7 +50,7 @@ def begin(kind: type[Start]) -> tuple[Start, socket.socket, StatusBoard]:
     Returns:
         The message, the control socket, and the board where the process says what it is doing.
     """
-    keep_standard_streams()
+    ensure_standard_streams()
     for number in (signal.SIGINT, signal.SIGHUP):  # the parent decides what Ctrl-C and a closed terminal mean
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -63,5 +63,5 @@ def begin(kind: type[Start]) -> tuple[Start, socket.socket, StatusBoard]:
     except (EOFError, ConnectionError):
         leave(1)
     watch_parent(control)
-    adopt_parent(start.name, start.sys_path, start.python_path, start.stack_fd, start.log_level)
-    return start, control, StatusBoard(start.board_fd)
+    configure_child_process(start.name, start.sys_path, start.python_path, start.stack_fd, start.log_level)
+    return start, control, ActivityTable(start.activity_fd)

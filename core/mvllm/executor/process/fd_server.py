@@ -1,6 +1,6 @@
 """Open files for processes of this machine that are not our children, for those who know a token.
 
-    engine    door = DescriptorDoor({0: Parcel(message, fds), ...})   listens; door.address travels some other way
+    engine    door = FileDescriptorServer({0: MessageWithFds(message, fds), ...})   listens; door.address travels some other way
     worker    message, fds, control = fetch_descriptors(address, 0, kind)       the files are its own now
     engine    connection = door.connection(0)                         who came; the socket stays open between the two
 
@@ -39,14 +39,14 @@ _TOKEN_BYTES = 32
 _KEY = struct.Struct("=I")
 _REQUEST_BYTES = _TOKEN_BYTES + _KEY.size
 _CREDENTIALS = struct.Struct("=iII")  # Linux' struct ucred: pid, uid, gid
-_LOOK_SECONDS = 0.2
-_PATIENCE_SECONDS = 10.0
+_POLL_SECONDS = 0.2
+_CONNECTION_TIMEOUT_SECONDS = 10.0
 _REFUSED = "it did not know the token, or asked for what is not there"
-_MOST_VISITORS = 64  # who have not said yet what they want
-_MOST_FDS = 250  # the kernel takes 253 at once
+_MAX_PENDING_CONNECTIONS = 64  # who have not said yet what they want
+_MAX_FDS = 250  # the kernel takes 253 at once
 
 
-class DoorAddress(msgspec.Struct, frozen=True):
+class FileDescriptorServerAddress(msgspec.Struct, frozen=True):
     """Where a door is, and what opens it. A secret."""
 
     path: str
@@ -54,7 +54,7 @@ class DoorAddress(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Parcel:
+class MessageWithFds:
     """What one process gets: a message that names descriptors, and those descriptors."""
 
     message: msgspec.Struct
@@ -63,7 +63,7 @@ class Parcel:
 
 @dataclass(frozen=True)
 class Connection:
-    """A process that has got its parcel.
+    """A process that has got its message_with_fds.
 
     Attributes:
         socket: Closed when either side has ended.
@@ -74,15 +74,15 @@ class Connection:
     pid: int | None
 
 
-class DescriptorDoor:
-    """Gives each parcel out once.
+class FileDescriptorServer:
+    """Gives each message_with_fds out once.
 
     Args:
-        parcels: By key. The descriptors have to stay open until `close`.
+        messages: By key. The descriptors have to stay open until `close`.
     """
 
-    def __init__(self, parcels: Mapping[int, Parcel]) -> None:
-        self._parcels = dict(parcels)
+    def __init__(self, messages: Mapping[int, MessageWithFds]) -> None:
+        self._messages = dict(messages)
         self._connections: dict[int, Connection] = {}
         self._folder: str | None = None
         if HAS_ABSTRACT_SOCKETS:
@@ -90,17 +90,17 @@ class DescriptorDoor:
         else:
             self._folder = tempfile.mkdtemp(prefix="mvllm-")  # only its owner may enter
             path = str(Path(self._folder) / "door")
-        self.address = DoorAddress(path, secrets.token_bytes(_TOKEN_BYTES))
+        self.address = FileDescriptorServerAddress(path, secrets.token_bytes(_TOKEN_BYTES))
         self._is_closed = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(_kernels_name(path))
-        self._listener.listen(len(parcels) + _MOST_VISITORS)
+        self._listener.bind(_socket_address(path))
+        self._listener.listen(len(messages) + _MAX_PENDING_CONNECTIONS)
         self._listener.setblocking(False)
         self._thread = threading.Thread(target=self._serve, name="descriptor-door", daemon=True)
         self._thread.start()
 
     def connection(self, key: int) -> Connection:
-        """The process that has got the parcel `key`. Ask when it has said so; its connection is the caller's."""
+        """The process that has got the message_with_fds `key`. Ask when it has said so; its connection is the caller's."""
         return self._connections.pop(key)
 
     def close(self) -> None:
@@ -116,16 +116,16 @@ class DescriptorDoor:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _serve(self) -> None:
-        """Nobody is waited for: a visitor who says nothing, or half of something, keeps no other from coming in."""
-        visitors: dict[int, _Visitor] = {}
+        """Nobody is waited for: a pending_connection who says nothing, or half of something, keeps no other from coming in."""
+        pending_connections: dict[int, _PendingConnection] = {}
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
-        while self._parcels and not self._is_closed:
-            ready = {fd for fd, _ in poll.poll(_LOOK_SECONDS * 1e3)}
-            for fd, visitor in list(visitors.items()):
-                if (fd in ready and self._has_done_with(visitor)) or time.monotonic() > visitor.deadline:
+        while self._messages and not self._is_closed:
+            ready = {fd for fd, _ in poll.poll(_POLL_SECONDS * 1e3)}
+            for fd, pending_connection in list(pending_connections.items()):
+                if (fd in ready and self._serve_connection(pending_connection)) or time.monotonic() > pending_connection.deadline:
                     poll.unregister(fd)
-                    visitors.pop(fd).leave()
+                    pending_connections.pop(fd).leave()
             if self._listener.fileno() in ready:
                 try:
                     peer, _ = self._listener.accept()
@@ -133,48 +133,48 @@ class DescriptorDoor:
                     continue
                 except OSError as e:
                     logger.warning("A process came for its open files and cannot be let in yet: %s", e)
-                    time.sleep(_LOOK_SECONDS)
+                    time.sleep(_POLL_SECONDS)
                     continue
-                visitors[peer.fileno()] = _Visitor(peer)
+                pending_connections[peer.fileno()] = _PendingConnection(peer)
                 poll.register(peer, select.POLLIN)
-                while len(visitors) > _MOST_VISITORS:  # the one who has said nothing for longest
-                    fd = next(iter(visitors))
+                while len(pending_connections) > _MAX_PENDING_CONNECTIONS:  # the one who has said nothing for longest
+                    fd = next(iter(pending_connections))
                     poll.unregister(fd)
-                    visitors.pop(fd).leave()
-        for visitor in visitors.values():
-            visitor.leave()
+                    pending_connections.pop(fd).leave()
+        for pending_connection in pending_connections.values():
+            pending_connection.leave()
 
-    def _has_done_with(self, visitor: _Visitor) -> bool:
-        """Hears what the visitor says, and hands over when that was all of it; returns whether the visit is over."""
+    def _serve_connection(self, pending_connection: _PendingConnection) -> bool:
+        """Hears what the pending_connection says, and hands over when that was all of it; returns whether the visit is over."""
         try:
-            request = visitor.hear()
+            request = pending_connection.hear()
             if request is None:
                 return False
-            self._hand_over(visitor, request)
+            self._send_descriptors(pending_connection, request)
         except (OSError, EOFError) as e:
             logger.warning("A process came for its open files and did not get them: %s", e)
         return True
 
-    def _hand_over(self, visitor: _Visitor, request: bytes) -> None:
+    def _send_descriptors(self, pending_connection: _PendingConnection, request: bytes) -> None:
         token, (key,) = request[:_TOKEN_BYTES], _KEY.unpack(request[_TOKEN_BYTES:].ljust(_KEY.size, b"\0"))
-        if not hmac.compare_digest(token, self.address.token) or key not in self._parcels:
+        if not hmac.compare_digest(token, self.address.token) or key not in self._messages:
             raise ConnectionError(_REFUSED)
-        parcel, peer = self._parcels[key], visitor.socket
-        peer.settimeout(_PATIENCE_SECONDS)
-        # The worker may say that it has its parcel as soon as this is sent, so the connection is noted first.
+        message_with_fds, peer = self._messages[key], pending_connection.socket
+        peer.settimeout(_CONNECTION_TIMEOUT_SECONDS)
+        # The worker may say that it has its message_with_fds as soon as this is sent, so the connection is noted first.
         self._connections[key] = Connection(peer, _pid_of(peer))
         try:
-            socket.send_fds(peer, [b"\0"], list(parcel.fds))
-            send_frame(peer, msgspec.msgpack.encode([list(parcel.fds), parcel.message]))
+            socket.send_fds(peer, [b"\0"], list(message_with_fds.fds))
+            send_frame(peer, msgspec.msgpack.encode([list(message_with_fds.fds), message_with_fds.message]))
         except OSError:
             del self._connections[key]
             raise
         peer.settimeout(None)
-        visitor.stays = True
-        del self._parcels[key]
+        pending_connection.stays = True
+        del self._messages[key]
 
 
-class _Visitor:
+class _PendingConnection:
     """Who has come, and what was heard of the request so far.
 
     Attributes:
@@ -184,7 +184,7 @@ class _Visitor:
 
     def __init__(self, peer: socket.socket) -> None:
         self.socket = peer
-        self.deadline = time.monotonic() + _PATIENCE_SECONDS
+        self.deadline = time.monotonic() + _CONNECTION_TIMEOUT_SECONDS
         self.stays = False
         self._heard = b""
         peer.setblocking(False)
@@ -213,8 +213,8 @@ class _Visitor:
             self.socket.close()
 
 
-def fetch_descriptors(address: DoorAddress, key: int, kind: type[T]) -> tuple[T, dict[int, int], socket.socket]:
-    """Fetches a parcel.
+def fetch_descriptors(address: FileDescriptorServerAddress, key: int, kind: type[T]) -> tuple[T, dict[int, int], socket.socket]:
+    """Fetches a message_with_fds.
 
     Args:
         key: Which one.
@@ -229,10 +229,10 @@ def fetch_descriptors(address: DoorAddress, key: int, kind: type[T]) -> tuple[T,
     """
     door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        door.settimeout(_PATIENCE_SECONDS)
-        _connect(door, _kernels_name(address.path))
+        door.settimeout(_CONNECTION_TIMEOUT_SECONDS)
+        _connect(door, _socket_address(address.path))
         send_frame(door, address.token + _KEY.pack(key))
-        begin, fds, _, _ = socket.recv_fds(door, 1, _MOST_FDS)
+        begin, fds, _, _ = socket.recv_fds(door, 1, _MAX_FDS)
         for fd in fds:
             os.set_inheritable(fd, False)
         if not begin:
@@ -247,7 +247,7 @@ def fetch_descriptors(address: DoorAddress, key: int, kind: type[T]) -> tuple[T,
 
 def _connect(door: socket.socket, name: str) -> None:
     """Connects; the kernel does not wait by itself while too many others stand in line."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + _CONNECTION_TIMEOUT_SECONDS
     while True:
         try:
             return door.connect(name)
@@ -257,7 +257,7 @@ def _connect(door: socket.socket, name: str) -> None:
             time.sleep(0.01)
 
 
-def _kernels_name(path: str) -> str:
+def _socket_address(path: str) -> str:
     return f"\0{path[1:]}" if path.startswith("@") else path
 
 

@@ -1,6 +1,6 @@
 """How a worker process is told what it is, and how it says that it is ready.
 
-One socket pair per worker carries three things: down, one WorkerStart; up, one Handshake; and, by staying open, the
+One socket pair per worker carries three things: down, one WorkerStartArgs; up, one Handshake; and, by staying open, the
 fact that the other side lives. Messages are msgpack behind a 4-byte length.
 """
 
@@ -15,7 +15,7 @@ import msgspec
 
 from mvllm.executor.message_queue.handles import ReaderHandle, WriterHandle
 from mvllm.executor.rpc_messages import WorkerFailure, describe_failure
-from mvllm.executor.process.activity_table import StatusBoard
+from mvllm.executor.process.activity_table import ActivityTable
 from mvllm.platform.topology import WorkerContext
 
 FRAME_LENGTH = struct.Struct("=I")
@@ -24,7 +24,7 @@ FRAME_LENGTH = struct.Struct("=I")
 T = TypeVar("T")
 
 
-class WorkerStart(msgspec.Struct, frozen=True):
+class WorkerStartArgs(msgspec.Struct, frozen=True):
     """Everything a worker process needs to know.
 
     Attributes:
@@ -33,7 +33,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
         platform: The platform's name; the plugin is found again by it.
         config: The engine's configuration, see config_codec.
         requests, replies: Its ends of rpc_broadcast_mq and worker_response_mq.
-        board_fd: The status board.
+        activity_fd: The status board.
         stack_fd: Where its stacks go when it crashes or hangs.
         sys_path: Where the parent finds modules.
         python_path: The parent's own PYTHONPATH, which the launch had to replace.
@@ -46,7 +46,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
     config: bytes
     requests: ReaderHandle
     replies: WriterHandle
-    board_fd: int
+    activity_fd: int
     stack_fd: int
     sys_path: list[str]
     python_path: str | None
@@ -64,7 +64,7 @@ class Handshake(msgspec.Struct, frozen=True):
     failure: WorkerFailure | None = None
 
     @classmethod
-    def of_error(cls, error: BaseException, name: str, rank: int, board: StatusBoard) -> Handshake:
+    def of_error(cls, error: BaseException, name: str, rank: int, board: ActivityTable) -> Handshake:
         """Of a worker of this process that cannot go on because of `error`."""
         activity = str(board.read(rank))
         return cls(describe_failure(error, rank=rank, pid=os.getpid(), name=name, activity=activity))

@@ -16,7 +16,7 @@ from typing import IO, TypeVar
 
 import msgspec
 
-from mvllm.executor.process.process_utils import search_path
+from mvllm.executor.process.process_utils import module_search_path
 
 _T = TypeVar("_T")
 
@@ -28,12 +28,12 @@ def start_pipe_process(module: str) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,  # a crash of native code would print what a user has sent
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(search_path())},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(module_search_path())},
         start_new_session=True,  # Ctrl-C is the parent's business
     )
 
 
-def end_pipe_process(process: subprocess.Popen[bytes]) -> None:
+def kill_pipe_process(process: subprocess.Popen[bytes]) -> None:
     """Kills the process and closes its pipes."""
     process.kill()
     process.wait()

@@ -27,7 +27,7 @@ from mvllm.logging import configure_logging
 STACK_SIGNAL = signal.SIGUSR1
 """Makes a worker write the stacks of all its threads, even from inside native code."""
 
-_LAST_WORDS = "It gave up: "
+_CRASH_REPORT_PREFIX = "It gave up: "
 _HAS_MEMFD = hasattr(os, "memfd_create")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -68,9 +68,9 @@ def dump_stacks_to(fd: int) -> None:
     faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True, chain=False)
 
 
-def write_last_words(fd: int, error: BaseException) -> None:
+def write_crash_report(fd: int, error: BaseException) -> None:
     """Leaves in the stack file why this process ends by itself; its parent tells the caller."""
-    head = f"{_LAST_WORDS}{type(error).__qualname__}: {error}".replace("\n", " ")
+    head = f"{_CRASH_REPORT_PREFIX}{type(error).__qualname__}: {error}".replace("\n", " ")
     trace = "".join(traceback.format_exception(error))
     os.write(fd, f"{head}\n{trace}".encode(errors="backslashreplace"))
 
@@ -92,12 +92,12 @@ class StackFile:
         """What was written and not returned by `after` yet."""
         return self._read().decode(errors="replace")
 
-    def last_words(self) -> tuple[str, str]:
+    def crash_report(self) -> tuple[str, str]:
         """Why the process ended, by its own account, in one line; and its stack. Either may be empty."""
         text = self.text()
-        if not text.startswith(_LAST_WORDS):
+        if not text.startswith(_CRASH_REPORT_PREFIX):
             return "", text
-        head, _, stack = text.removeprefix(_LAST_WORDS).partition("\n")
+        head, _, stack = text.removeprefix(_CRASH_REPORT_PREFIX).partition("\n")
         return head, stack
 
     def after(self, ask: Callable[[], None]) -> str:
@@ -152,7 +152,7 @@ def set_process_name(name: str) -> None:
             ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
-def keep_standard_streams() -> None:
+def ensure_standard_streams() -> None:
     """Has descriptors 0, 1 and 2 lead somewhere, where whoever started this process has closed them.
 
     Otherwise they are the numbers of the next three files that are opened, and whatever prints prints there.
@@ -175,7 +175,7 @@ def limit_memory(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (room, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def search_path() -> list[str]:
+def module_search_path() -> list[str]:
     """Where this process finds modules, for a process that is started by it."""
     found = []
     for entry in sys.path:
@@ -185,7 +185,7 @@ def search_path() -> list[str]:
     return found
 
 
-def adopt_parent(name: str, sys_path: Sequence[str], python_path: str | None, stack_fd: int, log_level: str) -> None:
+def configure_child_process(name: str, sys_path: Sequence[str], python_path: str | None, stack_fd: int, log_level: str) -> None:
     """Makes this interpreter like its parent: module search path, logging, and stacks where they are looked for.
 
     Args:
@@ -230,7 +230,7 @@ def _open_stream(stream: TextIO | None) -> TextIO:
     return stream if stream is not None else open(os.devnull, "w")
 
 
-def unnamed_file(name: str) -> int:
+def anonymous_file(name: str) -> int:
     """A descriptor of an empty file that only its descriptors lead to: it is gone with the last of them.
 
     Args:
@@ -268,7 +268,7 @@ class PrefixedStream:
 
 
 @contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """No garbage is collected meanwhile: imports make hundreds of thousands of objects that live for ever, and looking
     through them again and again is a sixth of their time.
     """

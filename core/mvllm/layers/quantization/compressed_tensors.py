@@ -101,9 +101,9 @@ class CompressedTensors(QuantizationMethod):
                 f"is not supported in compressed-tensors. {REMEDY}"
             )
         from mvllm.layers.quantization.packed_matrix import PackedMatrix
-        from mvllm.layers.quantization.packing_formats import IntegersPacking, WordsPacking
+        from mvllm.layers.quantization.packing_formats import IntQuantizedPacking, PackQuantizedPacking
 
-        return PackedMatrix(ctx, layout, WordsPacking() if format.packing == WORDS else IntegersPacking(), format)
+        return PackedMatrix(ctx, layout, PackQuantizedPacking() if format.packing == WORDS else IntQuantizedPacking(), format)
 
     def ignores(self, name: str) -> bool:
         """The shapes, which are known, groups that are as expected, and scales of inputs of FP8."""

@@ -58,7 +58,7 @@ class GPTQ(QuantizationMethod):
             packing=packing,
         )
         return cls(
-            _without_useless_order(format),
+            _drop_irrelevant_act_order(format),
             head=choice(settings, ("lm_head",), (True, False), default=False),
             only=_names_in_blocks(settings, "modules_in_block_to_quantize"),
             floats=names(settings, "modules_to_not_convert"),
@@ -91,7 +91,7 @@ class GPTQ(QuantizationMethod):
         return None if self.only and not is_head and not name.endswith(self.only) else self.format
 
 
-def _without_useless_order(format: PackedFormat) -> PackedFormat:
+def _drop_irrelevant_act_order(format: PackedFormat) -> PackedFormat:
     """One scale per row does not care in which order the columns were quantized."""
     return format if format.group_size is not None else dataclasses.replace(format, order_tensor=None)
 
@@ -113,7 +113,7 @@ def _dynamic(settings: HFConfig, format: PackedFormat) -> tuple[tuple[re.Pattern
 
 def _changed(changes: HFConfig, format: PackedFormat) -> PackedFormat:
     orders = choice(changes, ("desc_act",), (True, False), default=format.order_tensor is not None)
-    return _without_useless_order(
+    return _drop_irrelevant_act_order(
         dataclasses.replace(
             format,
             bits=choice(changes, ("bits",), (4, 8), default=format.bits),

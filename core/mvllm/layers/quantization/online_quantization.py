@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mvllm.layers.context import BuildContext
-    from mvllm.layers.quantization.rtn_matrix import RoundedMatrix
+    from mvllm.layers.quantization.rtn_matrix import RTNMatrix
 
 
-class OnLoad(QuantizationMethod):
+class OnlineQuantization(QuantizationMethod):
     """Rounds weights to the nearest integers.
 
     Attributes:
@@ -31,27 +31,27 @@ class OnLoad(QuantizationMethod):
     format: ClassVar[IntegerFormat]
 
     @classmethod
-    def of(cls, settings: HFConfig) -> OnLoad:
+    def of(cls, settings: HFConfig) -> OnlineQuantization:
         return cls()
 
     def matrix(
         self, ctx: BuildContext, layout: MatrixLayout, tied_to: nn.Parameter | None = None
-    ) -> RoundedMatrix | None:
-        from mvllm.layers.quantization.rtn_matrix import RoundedMatrix
+    ) -> RTNMatrix | None:
+        from mvllm.layers.quantization.rtn_matrix import RTNMatrix
 
         format = self.format
         if layout.is_head:
             format = IntegerFormat(8, int8_activations=format.int8_activations)
-        return RoundedMatrix(ctx, layout, format, tied_to)
+        return RTNMatrix(ctx, layout, format, tied_to)
 
 
-class Int8(OnLoad):
+class Int8(OnlineQuantization):
     """8-bit weights and inputs."""
 
     format = IntegerFormat(8, int8_activations=True)
 
 
-class Int4(OnLoad):
+class Int4(OnlineQuantization):
     """4-bit weights in groups, 8-bit inputs."""
 
     format = IntegerFormat(4, 32, symmetric=False, int8_activations=True)

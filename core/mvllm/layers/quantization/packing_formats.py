@@ -67,7 +67,7 @@ class GPTQPacking(Packing):
         return torch.where(zeros == largest, -share.middle, zeros + 1).to(torch.int8)
 
 
-class IntegersPacking(Packing):
+class IntQuantizedPacking(Packing):
     """compressed-tensors `int-quantized`: `weight` is int8 [out, in], with scales and zero points [out, groups]."""
 
     def tensors(self, share: Share, *, symmetric: bool) -> Mapping[str, Stored]:
@@ -88,7 +88,7 @@ class IntegersPacking(Packing):
         return read.get("weight_zero_point")
 
 
-class WordsPacking(Packing):
+class PackQuantizedPacking(Packing):
     """compressed-tensors `pack-quantized`: `weight_packed` [out, in] along inputs, zero points along outputs."""
 
     def tensors(self, share: Share, *, symmetric: bool) -> Mapping[str, Stored]:

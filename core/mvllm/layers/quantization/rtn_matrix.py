@@ -18,7 +18,7 @@ _BLOCK, _LARGEST_FACTOR = 256, 8
 _ELEMENTS_AT_ONCE = 1 << 20  # rounded at one time: the float32 copies of these are all the memory that rounding takes
 
 
-class RoundedMatrix(IntegerMatrix):
+class RTNMatrix(IntegerMatrix):
     """Stages the layer's floats on the host, in the compute dtype.
 
     Args:
@@ -102,12 +102,12 @@ def _kept(scales: torch.Tensor, group_size: int) -> torch.Tensor:
     kept = torch.empty_like(scales)
     for start in range(0, scales.shape[1], _BLOCK // group_size):
         block = scales[:, start : start + _BLOCK // group_size]
-        unit = _upwards_to_bfloat16(block.amax(dim=1, keepdim=True) / _LARGEST_FACTOR)
+        unit = _round_up_to_bfloat16(block.amax(dim=1, keepdim=True) / _LARGEST_FACTOR)
         unit = unit.where(unit != 0, 1.0)
         kept[:, start : start + block.shape[1]] = (block / unit).ceil().clamp(1, _LARGEST_FACTOR) * unit
     return kept
 
 
-def _upwards_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
+def _round_up_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
     near = x.bfloat16()
     return torch.where(near < x, torch.nextafter(near, torch.full_like(near, torch.inf)), near).float()

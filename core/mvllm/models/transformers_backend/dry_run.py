@@ -43,12 +43,12 @@ _RUNNING_SUMS = (torch.ops.aten.cumsum.default, torch.ops.aten.cumprod.default)
 _VIEWS = {"alias", "detach", "expand", "select", "slice", "squeeze", "unsqueeze", "view", "_unsafe_view"}
 
 
-class NotServable(Exception):
+class UnsupportedModelError(Exception):
     """The model does something that a paged KV cache cannot serve; the message says what."""
 
 
 @dataclass(frozen=True)
-class AttentionFacts:
+class AttentionParameters:
     """What one attention module asks for, on this rank.
 
     Attributes:
@@ -83,7 +83,7 @@ class DryRun:
 
     def __init__(self, num_tokens: int, max_len: int) -> None:
         self.num_tokens, self._max_len = num_tokens, max_len
-        self.attention: dict[nn.Module, AttentionFacts] = {}
+        self.attention: dict[nn.Module, AttentionParameters] = {}
         self._rules: dict[int, MaskRule] = {}
         self._windows: dict[int, int | None] = {}
         self._masks: list[torch.Tensor] = []  # kept, so that no other gets the id of one
@@ -123,24 +123,24 @@ class DryRun:
     ) -> torch.Tensor:
         """Writes down one call of attention; gives a result of the right shape [1, T, heads, value_size]."""
         if module in self.attention:
-            raise NotServable("it calls the attention of a layer more than once")
+            raise UnsupportedModelError("it calls the attention of a layer more than once")
         if not query.shape[2] == key.shape[2] == value.shape[2] == self.num_tokens or query.shape[0] != 1:
-            raise NotServable("its attention is not of each token over those before it")
+            raise UnsupportedModelError("its attention is not of each token over those before it")
         if mask is None:
-            raise NotServable("it has attention without a mask, over tokens that come later as well")
+            raise UnsupportedModelError("it has attention without a mask, over tokens that come later as well")
         if id(mask) not in self._rules:
-            raise NotServable("it makes attention masks of its own")
+            raise UnsupportedModelError("it makes attention masks of its own")
         strange = sorted(
             name
             for name, given in extras.items()
             if name not in _NEUTRAL | {"softcap", "s_aux"} and given is not None and given is not False
         )
         if strange:
-            raise NotServable(f"it gives its attention what is not understood here ({', '.join(strange)})")
+            raise UnsupportedModelError(f"it gives its attention what is not understood here ({', '.join(strange)})")
         cap = extras.get("softcap")
         if key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
-            raise NotServable("its heads of query, key and value do not fit together")
-        self.attention[module] = AttentionFacts(
+            raise UnsupportedModelError("its heads of query, key and value do not fit together")
+        self.attention[module] = AttentionParameters(
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
             head_size=query.shape[3],
@@ -179,13 +179,13 @@ class Watch(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
         if name in ("convolution", "_convolution"):
-            raise NotServable("it has convolutions, which keep more than keys and values between steps")
+            raise UnsupportedModelError("it has convolutions, which keep more than keys and values between steps")
         if function in _MATRIX_PRODUCTS and args[_MATRIX_PRODUCTS[function]].shape[-1] == self._num_tokens:
-            raise NotServable("it combines tokens outside of its attention")
+            raise UnsupportedModelError("it combines tokens outside of its attention")
         if function in _RUNNING_SUMS and args[0].is_floating_point() and args[0].shape[args[1]] == self._num_tokens:
-            raise NotServable("it sums over tokens outside of its attention")
+            raise UnsupportedModelError("it sums over tokens outside of its attention")
         if name == "arange" and result.numel() == self._num_tokens:
-            raise NotServable("it counts positions by itself, from the beginning of each step")
+            raise UnsupportedModelError("it counts positions by itself, from the beginning of each step")
         if name not in _VIEWS:
             self.reads_positions = self.reads_positions or any(
                 isinstance(arg, torch.Tensor) and arg.untyped_storage()._cdata == self._positions for arg in args
@@ -197,7 +197,7 @@ def window_of(rule: MaskRule, max_len: int) -> int | None:
     """How many tokens a token sees, itself included, by a rule for masks; None for all before it.
 
     Raises:
-        NotServable: It is neither causal attention nor that within a sliding window.
+        UnsupportedModelError: It is neither causal attention nor that within a sliding window.
     """
     keys, none = torch.arange(max_len), torch.zeros((), dtype=torch.long)
 
@@ -206,14 +206,14 @@ def window_of(rule: MaskRule, max_len: int) -> int | None:
         seen = torch.broadcast_to(seen, keys.shape)
         first = int(seen.to(torch.int8).argmax())
         if not torch.equal(seen, (keys >= first) & (keys <= query)):
-            raise NotServable("its attention masks are neither causal nor those of a sliding window")
+            raise UnsupportedModelError("its attention masks are neither causal nor those of a sliding window")
         return first
 
     last = max_len - 1
     window = last + 1 - first_seen(last)
     for query in sorted({0, 1, 2, max_len // 3, max_len // 2, last - 1, last}):
         if 0 <= query <= last and first_seen(query) != max(0, query + 1 - window):
-            raise NotServable("its attention masks are neither causal nor those of a sliding window")
+            raise UnsupportedModelError("its attention masks are neither causal nor those of a sliding window")
     return None if window >= max_len else window
 
 
@@ -257,4 +257,4 @@ def _sinks(module: nn.Module, given: torch.Tensor | None) -> str | None:
     for name, parameter in module.named_parameters(recurse=False):
         if parameter is given:
             return name
-    raise NotServable("its attention sinks are not a weight of the layer")
+    raise UnsupportedModelError("its attention sinks are not a weight of the layer")

@@ -17,10 +17,10 @@ from mvllm.layers.context import Share
 from mvllm.layers.linear import share
 from mvllm.logging import get_logger
 from mvllm.models.transformers_backend.supported_classes import model_class
-from mvllm.models.transformers_backend.tp_plan import Cut, CutPlan
-from mvllm.models.transformers_backend.dry_run import NAME, AttentionFacts, DryRun, NotServable, Watch, register
+from mvllm.models.transformers_backend.tp_plan import Cut, TPPlan
+from mvllm.models.transformers_backend.dry_run import NAME, AttentionParameters, DryRun, UnsupportedModelError, Watch, register
 from mvllm.models.transformers_backend.weight_conversion import Renaming
-from mvllm.models.transformers_backend.replacement_modules import DryLinear, Given, Probe, ProbeCalled
+from mvllm.models.transformers_backend.replacement_modules import RecordingLinear, Given, Probe, ModuleCalled
 
 # What says nothing about the model: how it is stored, which code runs it, and what calls of it return.
 _NOT_MODEL_SETTINGS = (
@@ -155,7 +155,7 @@ class Skeleton:
         try:
             with torch.inference_mode():
                 causal(input_ids=torch.zeros((1, 1), dtype=torch.int32, device="meta"), use_cache=False)
-        except ProbeCalled as called:
+        except ModuleCalled as called:
             return called.name
         except Exception as e:  # noqa: BLE001  (told by the run without data, which meets it again)
             logger.debug("%s: the head does not call its layers: %s: %s", self._where, type(e).__name__, e)
@@ -163,11 +163,11 @@ class Skeleton:
             causal._modules[prefix] = base
         return str(prefix)
 
-    def _cuts(self) -> CutPlan:
+    def _cuts(self) -> TPPlan:
         """The plan for the layers; how the head is shared, our own head knows."""
         plan = getattr(self.causal, "_tp_plan", None) or {}
         layers = {name: style for name, style in plan.items() if name.startswith(f"{self.layers_name}.")}
-        return CutPlan(layers, self._tp.world_size, self._config.architecture)
+        return TPPlan(layers, self._tp.world_size, self._config.architecture)
 
     def _replace_linear(self) -> None:
         for name, module in list(self.causal.named_modules()):
@@ -185,17 +185,17 @@ class Skeleton:
                         "linear layer. Use tensor_parallel_size=1."
                     )
 
-    def _dry_linear(self, name: str, linear: nn.Linear) -> DryLinear:
+    def _dry_linear(self, name: str, linear: nn.Linear) -> RecordingLinear:
         cut, in_width, out_width = self.cuts.of(name), linear.in_features, linear.out_features
-        if cut in (Cut.OUTPUTS, Cut.OUTPUTS_GATHERED):
+        if cut in (Cut.OUTPUTS, Cut.COLWISE_GATHERED):
             band = share(out_width, self._shares, f"output features of {name}")
-            out_width = out_width if cut is Cut.OUTPUTS_GATHERED else band.stop - band.start
-        elif cut in (Cut.INPUTS, Cut.INPUTS_SPLIT):
+            out_width = out_width if cut is Cut.COLWISE_GATHERED else band.stop - band.start
+        elif cut in (Cut.INPUTS, Cut.ROWWISE_SPLIT_INPUT):
             band = share(in_width, self._shares, f"input features of {name}")
-            in_width = in_width if cut is Cut.INPUTS_SPLIT else band.stop - band.start
-        return DryLinear(linear, in_width, out_width)
+            in_width = in_width if cut is Cut.ROWWISE_SPLIT_INPUT else band.stop - band.start
+        return RecordingLinear(linear, in_width, out_width)
 
-    def _run_dry(self) -> dict[nn.Module, AttentionFacts]:
+    def _run_dry(self) -> dict[nn.Module, AttentionParameters]:
         taken = {size for p in self.causal.parameters() for size in p.shape} | {self._config.max_model_len}
         num_tokens = next(number for number in _NUMBERS_OF_TOKENS if number not in taken)
         run = DryRun(num_tokens, self._config.max_model_len)
@@ -213,16 +213,16 @@ class Skeleton:
                 set_module(self.causal, self.layers_name, given)
                 given.hidden = hidden
                 logits = self.causal(input_ids=inputs, attention_mask=ones, use_cache=False).logits
-        except NotServable as e:
-            raise self._not_servable(str(e)) from e
+        except UnsupportedModelError as e:
+            raise self._unsupported(str(e)) from e
         except MvllmError:
             raise
         except Exception as e:
             if "meta tensor" in str(e):  # of torch's: somebody wanted to know a number
-                raise self._not_servable(
+                raise self._unsupported(
                     "what it computes depends on the values of its tensors, not shapes alone"
                 ) from e
-            raise self._not_servable(f"a run without data fails ({type(e).__name__}: {e})") from e
+            raise self._unsupported(f"a run without data fails ({type(e).__name__}: {e})") from e
         width = self.causal.get_submodule(self.head_name).in_features
         if tuple(hidden.shape) != (1, num_tokens, width) or logits.shape[:2] != (1, num_tokens):
             raise self.refusal("its results have unexpected shapes")
@@ -233,7 +233,7 @@ class Skeleton:
             raise self.refusal("it does not use the positions that it is given")
         return run.attention
 
-    def _not_servable(self, reason: str) -> MvllmError:
+    def _unsupported(self, reason: str) -> MvllmError:
         ranks = self._tp.world_size
         if ranks == 1:
             return self.refusal(reason)

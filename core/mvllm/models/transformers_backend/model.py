@@ -13,17 +13,17 @@ from mvllm.errors import ConfigError
 from mvllm.layers.attention import Attention
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.embedding import LMHead, VocabEmbedding
-from mvllm.layers.linear import ColumnParallelLinear, HeadShare, Linear, ReplicatedLinear, RowParallelLinear, share
+from mvllm.layers.linear import ColumnParallelLinear, HeadShard, Linear, ReplicatedLinear, RowParallelLinear, share
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.transformers_backend.tp_plan import Cut
 from mvllm.models.transformers_backend.meta_model import Skeleton, set_module
 from mvllm.models.transformers_backend.replacement_modules import (
-    DryLinear,
-    EmbeddingInPlace,
+    RecordingLinear,
+    EmbeddingReplacement,
     Given,
-    HeadInPlace,
-    LinearInPlace,
+    LMHeadReplacement,
+    LinearReplacement,
     Now,
     PagedAttention,
 )
@@ -67,14 +67,14 @@ class TransformersForCausalLM(CausalLM):
         self._aliases: set[str] = set()
         self.layers, self.head = skeleton.layers, skeleton.causal
         roots = ((f"{skeleton.layers_name}.", self.layers), ("", self.head))
-        _place_ends(skeleton, ctx)
+        _replace_embedding_and_head(skeleton, ctx)
         for prefix, root in roots:
-            _place_linear(skeleton, ctx, prefix, root)
+            _replace_linear_layers(skeleton, ctx, prefix, root)
         made: dict[int, nn.Parameter] = {}
         for prefix, root in roots:
             self._make_weights(skeleton, ctx, prefix, root, made)
             _make_buffers(skeleton, root, ctx.device)
-        self._place_attention(skeleton, ctx)
+        self._replace_attention(skeleton, ctx)
 
     def forward(
         self,
@@ -131,11 +131,11 @@ class TransformersForCausalLM(CausalLM):
         if skeleton.is_tied:
             self._aliases.add(f"{skeleton.head_name}.weight")
 
-    def _place_attention(self, skeleton: Skeleton, ctx: BuildContext) -> None:
+    def _replace_attention(self, skeleton: Skeleton, ctx: BuildContext) -> None:
         for module, facts in skeleton.attention.items():
             attention = Attention(
                 ctx,
-                HeadShare(facts.num_heads, facts.num_kv_heads, 0, 0),
+                HeadShard(facts.num_heads, facts.num_kv_heads, 0, 0),
                 max(facts.head_size, facts.value_size),
                 facts.scale,
                 sliding_window=facts.window,
@@ -145,7 +145,7 @@ class TransformersForCausalLM(CausalLM):
             module.paged_attention = PagedAttention(attention, facts, self._now)
 
 
-def _place_ends(skeleton: Skeleton, ctx: BuildContext) -> None:
+def _replace_embedding_and_head(skeleton: Skeleton, ctx: BuildContext) -> None:
     """Puts our token embedding and head where transformers' are plain ones."""
     causal, prefix = skeleton.causal, f"{skeleton.layers_name}."
     head: Any = causal.get_submodule(skeleton.head_name)  # its bias may be None
@@ -155,10 +155,10 @@ def _place_ends(skeleton: Skeleton, ctx: BuildContext) -> None:
     table = None
     if type(original) is nn.Embedding and not (skeleton.is_tied and head.bias is not None):
         table = VocabEmbedding(ctx, name, original.num_embeddings, original.embedding_dim)
-        set_module(skeleton.layers, name.removeprefix(prefix), EmbeddingInPlace(table))
+        set_module(skeleton.layers, name.removeprefix(prefix), EmbeddingReplacement(table))
     if head.bias is not None and not skeleton.is_tied:
         whole = ReplicatedLinear(ctx, skeleton.head_name, head.in_features, head.out_features, bias=True)
-        set_module(causal, skeleton.head_name, LinearInPlace(whole, head, ctx.tp))
+        set_module(causal, skeleton.head_name, LinearReplacement(whole, head, ctx.tp))
     elif head.bias is None and not (skeleton.is_tied and table is None):
         where = name if skeleton.is_tied else skeleton.head_name
         placed = LMHead(
@@ -169,12 +169,12 @@ def _place_ends(skeleton: Skeleton, ctx: BuildContext) -> None:
             tied=skeleton.is_tied,
             tied_to=table if skeleton.is_tied else None,
         )
-        set_module(causal, skeleton.head_name, HeadInPlace(placed))
+        set_module(causal, skeleton.head_name, LMHeadReplacement(placed))
 
 
-def _place_linear(skeleton: Skeleton, ctx: BuildContext, prefix: str, root: nn.Module) -> None:
+def _replace_linear_layers(skeleton: Skeleton, ctx: BuildContext, prefix: str, root: nn.Module) -> None:
     """Puts our linear layers in the places of transformers', where these are called and nothing else."""
-    for local, dry in [(name, m) for name, m in root.named_modules() if isinstance(m, DryLinear)]:
+    for local, dry in [(name, m) for name, m in root.named_modules() if isinstance(m, RecordingLinear)]:
         name, original, cut = prefix + local, dry.original, skeleton.cuts.of(prefix + local)
         if dry.is_called and not dry.is_read and original.weight.dtype == ctx.dtype:
             set_module(root, local, _linear(ctx, name, original, cut))
@@ -187,17 +187,17 @@ def _place_linear(skeleton: Skeleton, ctx: BuildContext, prefix: str, root: nn.M
             )
 
 
-def _linear(ctx: BuildContext, name: str, original: nn.Linear, cut: Cut) -> LinearInPlace:
+def _linear(ctx: BuildContext, name: str, original: nn.Linear, cut: Cut) -> LinearReplacement:
     size_in, size_out, bias = original.in_features, original.out_features, original.bias is not None
     linear: Linear
-    if cut in (Cut.OUTPUTS, Cut.OUTPUTS_GATHERED):
+    if cut in (Cut.OUTPUTS, Cut.COLWISE_GATHERED):
         linear = ColumnParallelLinear(ctx, [(name, size_out)], size_in, bias=bias)
-    elif cut in (Cut.INPUTS, Cut.INPUTS_SPLIT):
+    elif cut in (Cut.INPUTS, Cut.ROWWISE_SPLIT_INPUT):
         linear = RowParallelLinear(ctx, name, size_in, size_out, bias=bias)
     else:
         linear = ReplicatedLinear(ctx, name, size_in, size_out, bias=bias)
-    columns = share(size_in, ctx.shares, f"input features of {name}") if cut is Cut.INPUTS_SPLIT else None
-    return LinearInPlace(linear, original, ctx.tp, columns=columns, gathers=cut is Cut.OUTPUTS_GATHERED)
+    columns = share(size_in, ctx.shares, f"input features of {name}") if cut is Cut.ROWWISE_SPLIT_INPUT else None
+    return LinearReplacement(linear, original, ctx.tp, columns=columns, gathers=cut is Cut.COLWISE_GATHERED)
 
 
 def _targets(

@@ -14,10 +14,10 @@ from mvllm.layers.attention import Attention
 from mvllm.layers.context import ForwardStep
 from mvllm.layers.embedding import LMHead, VocabEmbedding
 from mvllm.layers.linear import Linear
-from mvllm.models.transformers_backend.dry_run import AttentionFacts, NotServable
+from mvllm.models.transformers_backend.dry_run import AttentionParameters, UnsupportedModelError
 
 
-class DryLinear(nn.Module):
+class RecordingLinear(nn.Module):
     """A linear layer in the dry run: widths, and who looks at it.
 
     Args:
@@ -57,12 +57,12 @@ class DryLinear(nn.Module):
         """A result of the right shape."""
         in_width, out_width = self._widths
         if x.shape[-1] != in_width:
-            raise NotServable(f"a linear layer of {in_width} inputs on this rank is given {x.shape[-1]}")
+            raise UnsupportedModelError(f"a linear layer of {in_width} inputs on this rank is given {x.shape[-1]}")
         self.is_called = True
         return x.new_empty(*x.shape[:-1], out_width)
 
 
-class LinearInPlace(nn.Module):
+class LinearReplacement(nn.Module):
     """A linear layer of ours where transformers had one of its own.
 
     Args:
@@ -98,7 +98,7 @@ class LinearInPlace(nn.Module):
         return found.view(*x.shape[:-1], found.shape[-1])
 
 
-class EmbeddingInPlace(nn.Module):
+class EmbeddingReplacement(nn.Module):
     """Our token embedding where transformers had one of its own."""
 
     def __init__(self, embedding: VocabEmbedding) -> None:
@@ -111,7 +111,7 @@ class EmbeddingInPlace(nn.Module):
         return found.unflatten(0, ids.shape)
 
 
-class HeadInPlace(nn.Module):
+class LMHeadReplacement(nn.Module):
     """Our head where transformers had one of its own."""
 
     def __init__(self, head: LMHead) -> None:
@@ -141,7 +141,7 @@ class PagedAttention(nn.Module):
         now: Where the step is found.
     """
 
-    def __init__(self, attention: Attention, facts: AttentionFacts, now: Now) -> None:
+    def __init__(self, attention: Attention, facts: AttentionParameters, now: Now) -> None:
         super().__init__()
         self.attention = attention
         self._facts, self._now = facts, now
@@ -164,12 +164,12 @@ class Given(nn.Module):
         super().__init__()
         self.hidden: torch.Tensor | None = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> LastStates:
+    def forward(self, *args: Any, **kwargs: Any) -> LastHiddenStateOutput:
         """Stands for what transformers' models give."""
-        return LastStates(self.hidden)
+        return LastHiddenStateOutput(self.hidden)
 
 
-class ProbeCalled(Exception):
+class ModuleCalled(Exception):
     """The part of a model that was called.
 
     Args:
@@ -186,7 +186,7 @@ class Probe(nn.Module):
 
     Args:
         original: What it stands for; attributes that are no modules are those of it.
-        name: For ProbeCalled.
+        name: For ModuleCalled.
     """
 
     def __init__(self, original: nn.Module, name: str) -> None:
@@ -202,10 +202,10 @@ class Probe(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Ends the run."""
-        raise ProbeCalled(self._name)
+        raise ModuleCalled(self._name)
 
 
-class LastStates:
+class LastHiddenStateOutput:
     """What transformers' models give, as far as making logits goes: there is nothing but the last hidden states.
 
     Args:

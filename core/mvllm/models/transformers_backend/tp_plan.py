@@ -19,18 +19,18 @@ class Cut(Enum):
 
     WHOLE = "whole"
     OUTPUTS = "outputs"
-    OUTPUTS_GATHERED = "outputs, gathered"
+    COLWISE_GATHERED = "outputs, gathered"
     INPUTS = "inputs"
-    INPUTS_SPLIT = "inputs, split"
+    ROWWISE_SPLIT_INPUT = "inputs, split"
 
 
 _STYLES = {
     "colwise": Cut.OUTPUTS,
-    "colwise_gather_output": Cut.OUTPUTS_GATHERED,
-    "colwise_rep": Cut.OUTPUTS_GATHERED,
+    "colwise_gather_output": Cut.COLWISE_GATHERED,
+    "colwise_rep": Cut.COLWISE_GATHERED,
     "rowwise": Cut.INPUTS,
-    "rowwise_split_input": Cut.INPUTS_SPLIT,
-    "rowwise_rep": Cut.INPUTS_SPLIT,
+    "rowwise_split_input": Cut.ROWWISE_SPLIT_INPUT,
+    "rowwise_rep": Cut.ROWWISE_SPLIT_INPUT,
     "replicate": Cut.WHOLE,
     "replicated_with_grad_allreduce": Cut.WHOLE,
     "mla_kv_a_proj": Cut.WHOLE,
@@ -39,7 +39,7 @@ _STYLES = {
 }
 
 
-class CutPlan:
+class TPPlan:
     """Cuts by the names of modules and parameters.
 
     Args:

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from mvllm.errors import PlatformError
-from mvllm.platform.checked_calls import ask_attention_backend
+from mvllm.platform.checked_calls import checked_attention_backend
 from mvllm.plugin_api import AttentionBackend, AttentionSpec, DeviceRuntime
 from mvllm.testing.attention_cases import Bench, expected, make_case, make_layout, make_spec, run, tolerance
 from mvllm.testing.attention_diagnosis import assert_near
 from mvllm.testing.tensor_assertions import assert_close, assert_equal
 from mvllm.testing.markers import clause, exhaustive, not_claimed
-from mvllm.testing.platform_under_test import Examinee
+from mvllm.testing.platform_under_test import PlatformUnderTest
 
 BATCHES: dict[str, list[tuple[int, int]]] = {
     "one prompt": [(0, 37)],
@@ -43,19 +43,19 @@ def simple_spec(dtype: str, **fields: Any) -> AttentionSpec:
     return make_spec(2, 2, 64, dtype, **fields)
 
 
-def backend_for(subject: Examinee, spec: AttentionSpec) -> AttentionBackend:
-    backend = ask_attention_backend(subject.platform, spec)
+def backend_for(subject: PlatformUnderTest, spec: AttentionSpec) -> AttentionBackend:
+    backend = checked_attention_backend(subject.platform, spec)
     reasons = type(backend).validate(spec)
     assert reasons == [], f"attention_backend takes {spec}, and validate says: {reasons}"
     return backend
 
 
-def claimed(subject: Examinee, features: dict[str, Any]) -> dict[str, Any]:
+def claimed(subject: PlatformUnderTest, features: dict[str, Any]) -> dict[str, Any]:
     """Those of the features that the platform claims."""
     return {name: value for name, value in features.items() if getattr(subject.capabilities, name)}
 
 
-def requests_of(subject: Examinee, batch: str) -> list[tuple[int, int]]:
+def requests_of(subject: PlatformUnderTest, batch: str) -> list[tuple[int, int]]:
     """The batch; without its chunks where attention may not begin from earlier blocks (decodes always do)."""
     requests = BATCHES[batch]
     if subject.capabilities.chunked_prefill or subject.capabilities.prefix_caching:
@@ -65,7 +65,7 @@ def requests_of(subject: Examinee, batch: str) -> list[tuple[int, int]]:
 
 
 def assert_exact(
-    subject: Examinee,
+    subject: PlatformUnderTest,
     runtime: DeviceRuntime,
     spec: AttentionSpec,
     requests: list[tuple[int, int]],
@@ -82,13 +82,13 @@ def assert_exact(
 
 @clause("ATT-03")
 @pytest.mark.parametrize("batch", grid(FEW | CHUNKED))
-def test_every_kind_of_step(subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, batch: str) -> None:
+def test_every_kind_of_step(subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, batch: str) -> None:
     assert_exact(subject, bound_device, simple_spec(claimed_dtype), requests_of(subject, batch))
 
 
 @clause("ATT-03")
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=exhaustive) for seed in range(6)])
-def test_random_steps(subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, seed: int) -> None:
+def test_random_steps(subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     chunked = subject.capabilities.chunked_prefill or subject.capabilities.prefix_caching
     requests = []
@@ -101,7 +101,7 @@ def test_random_steps(subject: Examinee, bound_device: DeviceRuntime, claimed_dt
 
 @clause("ATT-01")
 def test_a_request_sees_blocks_that_another_request_of_the_same_step_writes(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
     if not subject.capabilities.prefix_caching:
         not_claimed("prefix_caching")
@@ -128,7 +128,7 @@ def test_a_request_sees_blocks_that_another_request_of_the_same_step_writes(
 @clause("ATT-02")
 @pytest.mark.parametrize("batch", grid(FEW))
 def test_a_query_sees_its_own_past_and_nothing_of_its_future(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, batch: str
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, batch: str
 ) -> None:
     spec = simple_spec(claimed_dtype)
     backend = backend_for(subject, spec)
@@ -149,7 +149,7 @@ def test_a_query_sees_its_own_past_and_nothing_of_its_future(
 @pytest.mark.parametrize("window", [pytest.param(w, marks=() if w in (5, 33) else exhaustive) for w in WINDOWS])
 @pytest.mark.parametrize("batch", grid(FEW))
 def test_a_window_hides_what_lies_before_it(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, batch: str, window: int
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, batch: str, window: int
 ) -> None:
     spec = simple_spec(claimed_dtype, sliding_window=window)
     assert_exact(subject, bound_device, spec, requests_of(subject, batch))
@@ -157,32 +157,32 @@ def test_a_window_hides_what_lies_before_it(
 
 @clause("ATT-08")
 @pytest.mark.parametrize("batch", grid(FEW))
-def test_soft_cap(subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, batch: str) -> None:
+def test_soft_cap(subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, batch: str) -> None:
     assert_exact(subject, bound_device, make_spec(dtype=claimed_dtype, soft_cap=1.5), requests_of(subject, batch))
 
 
 @clause("ATT-09")
 @pytest.mark.parametrize("batch", grid(FEW))
-def test_sinks(subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, batch: str) -> None:
+def test_sinks(subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, batch: str) -> None:
     assert_exact(subject, bound_device, make_spec(dtype=claimed_dtype, sinks=True), requests_of(subject, batch))
 
 
 @clause("ATT-08", refusal=True)
-def test_soft_cap_that_is_not_claimed_is_refused(subject: Examinee, bound_device: DeviceRuntime) -> None:
+def test_soft_cap_that_is_not_claimed_is_refused(subject: PlatformUnderTest, bound_device: DeviceRuntime) -> None:
     with pytest.raises(PlatformError, match="soft_cap"):
-        ask_attention_backend(subject.platform, make_spec(dtype=subject.capabilities.dtypes[0], soft_cap=4.0))
+        checked_attention_backend(subject.platform, make_spec(dtype=subject.capabilities.dtypes[0], soft_cap=4.0))
 
 
 @clause("ATT-09", refusal=True)
-def test_sinks_that_are_not_claimed_are_refused(subject: Examinee, bound_device: DeviceRuntime) -> None:
+def test_sinks_that_are_not_claimed_are_refused(subject: PlatformUnderTest, bound_device: DeviceRuntime) -> None:
     with pytest.raises(PlatformError, match="sinks"):
-        ask_attention_backend(subject.platform, make_spec(dtype=subject.capabilities.dtypes[0], sinks=True))
+        checked_attention_backend(subject.platform, make_spec(dtype=subject.capabilities.dtypes[0], sinks=True))
 
 
 @clause("ATT-02", needs="sliding_window", refusal=True)
-def test_a_window_that_is_not_claimed_is_refused(subject: Examinee, bound_device: DeviceRuntime) -> None:
+def test_a_window_that_is_not_claimed_is_refused(subject: PlatformUnderTest, bound_device: DeviceRuntime) -> None:
     with pytest.raises(PlatformError, match="sliding_window"):
-        ask_attention_backend(subject.platform, make_spec(dtype=subject.capabilities.dtypes[0], sliding_window=8))
+        checked_attention_backend(subject.platform, make_spec(dtype=subject.capabilities.dtypes[0], sliding_window=8))
 
 
 # ---------------------------------------------------------------------------------------------------------- every shape
@@ -191,7 +191,7 @@ def test_a_window_that_is_not_claimed_is_refused(subject: Examinee, bound_device
 @clause("ATT-04")
 @pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"{heads[0]}x{heads[1]}")
 def test_query_heads_share_key_value_heads(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, heads: tuple[int, int]
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, heads: tuple[int, int]
 ) -> None:
     spec = make_spec(*heads, 64, claimed_dtype)
     assert_exact(subject, bound_device, spec, requests_of(subject, "prompts and decodes"))
@@ -200,7 +200,7 @@ def test_query_heads_share_key_value_heads(
 @clause("ATT-04")
 @pytest.mark.parametrize("batch", grid({"everything, in any order"}))
 def test_heads_are_shared_in_every_kind_of_step(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, batch: str
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, batch: str
 ) -> None:
     features = claimed(subject, {"sliding_window": 20})
     assert_exact(subject, bound_device, make_spec(4, 2, 64, claimed_dtype, **features), requests_of(subject, batch))
@@ -209,14 +209,14 @@ def test_heads_are_shared_in_every_kind_of_step(
 @clause("ATT-07")
 @pytest.mark.parametrize("head_size", [pytest.param(s, marks=() if s in (64, 128) else exhaustive) for s in HEAD_SIZES])
 def test_every_head_size_up_to_the_largest(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, head_size: int
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, head_size: int
 ) -> None:
     largest = subject.capabilities.max_head_size
     if largest is not None and head_size > largest:
         not_claimed(f"heads of more than {largest} elements")
     spec = make_spec(4, 2, head_size, claimed_dtype)
     try:
-        ask_attention_backend(subject.platform, spec)
+        checked_attention_backend(subject.platform, spec)
     except PlatformError as e:
         assert head_size not in (64, 128), f"heads of {head_size} are in every second model: {e}"
         not_claimed(f"heads of {head_size} elements: {e}")
@@ -224,13 +224,13 @@ def test_every_head_size_up_to_the_largest(
 
 
 @clause("ATT-07")
-def test_the_largest_head_that_is_claimed(subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str) -> None:
+def test_the_largest_head_that_is_claimed(subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str) -> None:
     head_size = subject.capabilities.max_head_size or 512
     assert_exact(subject, bound_device, make_spec(4, 2, head_size, claimed_dtype), requests_of(subject, "one prompt"))
 
 
 @clause("ATT-07")
-def test_every_block_size_that_is_offered(subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str) -> None:
+def test_every_block_size_that_is_offered(subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str) -> None:
     spec = make_spec(dtype=claimed_dtype)
     for block_size in backend_for(subject, spec).kv_layout().block_sizes[:12]:
         assert_exact(
@@ -240,13 +240,13 @@ def test_every_block_size_that_is_offered(subject: Examinee, bound_device: Devic
 
 @clause("ATT-07")
 def test_every_storage_dtype_that_is_claimed(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
     tried = 0
     for kv_dtype in subject.capabilities.kv_dtypes:
         spec = make_spec(dtype=claimed_dtype, kv_dtype=kv_dtype)
         try:
-            ask_attention_backend(subject.platform, spec)
+            checked_attention_backend(subject.platform, spec)
         except PlatformError:
             assert kv_dtype != claimed_dtype
             continue
@@ -263,7 +263,7 @@ def test_every_storage_dtype_that_is_claimed(
 )
 @pytest.mark.parametrize("in_keys", [False, True], ids=["apart", "in-keys"])
 def test_values_of_another_size_than_the_keys(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, sizes: tuple[int, int], in_keys: bool
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, sizes: tuple[int, int], in_keys: bool
 ) -> None:
     if in_keys and sizes[1] > sizes[0]:
         pytest.skip("a part is not larger than the whole")
@@ -283,7 +283,7 @@ def test_values_of_another_size_than_the_keys(
 
 @clause("ATT-12")
 def test_values_in_keys_take_no_memory_of_their_own(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
     apart, within = (
         backend_for(subject, make_spec(4, 1, 576, claimed_dtype, value_head_size=512, values_in_keys=in_keys))
@@ -293,18 +293,18 @@ def test_values_in_keys_take_no_memory_of_their_own(
 
 
 @clause("ATT-12", refusal=True)
-def test_mla_that_is_not_claimed_is_refused(subject: Examinee, bound_device: DeviceRuntime) -> None:
+def test_mla_that_is_not_claimed_is_refused(subject: PlatformUnderTest, bound_device: DeviceRuntime) -> None:
     dtype = subject.capabilities.dtypes[0]
     for fields in ({"value_head_size": 32}, {"value_head_size": 32, "values_in_keys": True}, {"values_in_keys": True}):
         with pytest.raises(PlatformError, match="mla"):
-            ask_attention_backend(subject.platform, make_spec(4, 1, 64, dtype, **fields))
+            checked_attention_backend(subject.platform, make_spec(4, 1, 64, dtype, **fields))
 
 
 # -------------------------------------------------------------------------------------------- refusals, padding, ghosts
 
 
 @clause("ATT-05")
-def test_a_spec_that_cannot_be_is_refused_with_the_reasons(subject: Examinee, bound_device: DeviceRuntime) -> None:
+def test_a_spec_that_cannot_be_is_refused_with_the_reasons(subject: PlatformUnderTest, bound_device: DeviceRuntime) -> None:
     dtype = subject.capabilities.dtypes[0]
     impossibles = [make_spec(5, 2, 64, dtype), make_spec(4, 2, 64, dtype, kv_dtype="complex64")]
     if subject.capabilities.mla:
@@ -313,13 +313,13 @@ def test_a_spec_that_cannot_be_is_refused_with_the_reasons(subject: Examinee, bo
         reasons = type(backend_for(subject, make_spec(dtype=dtype))).validate(impossible)
         assert reasons and "" not in [reason.strip() for reason in reasons], f"validate({impossible}) says {reasons}"
         with pytest.raises(PlatformError) as caught:
-            ask_attention_backend(subject.platform, impossible)
+            checked_attention_backend(subject.platform, impossible)
         missing = [reason for reason in reasons if reason not in str(caught.value)]
         assert missing != reasons, f"the refusal {caught.value} has none of the reasons that validate gives: {reasons}"
 
 
 @clause("ATT-05")
-def test_validate_is_pure(subject: Examinee, bound_device: DeviceRuntime) -> None:
+def test_validate_is_pure(subject: PlatformUnderTest, bound_device: DeviceRuntime) -> None:
     spec = make_spec(dtype=subject.capabilities.dtypes[0])
     cls = type(backend_for(subject, spec))
     assert cls.validate(spec) == cls.validate(spec) == []
@@ -328,7 +328,7 @@ def test_validate_is_pure(subject: Examinee, bound_device: DeviceRuntime) -> Non
 @clause("ATT-06")
 @pytest.mark.parametrize("poison", [0.0, float("nan")], ids=["clean", "poisoned"])
 def test_padding_changes_nothing_and_is_finite(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, poison: float
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, poison: float
 ) -> None:
     spec = make_spec(dtype=claimed_dtype)
     backend = backend_for(subject, spec)
@@ -343,7 +343,7 @@ def test_padding_changes_nothing_and_is_finite(
 @clause("ATT-10")
 @pytest.mark.parametrize("batch", grid(FEW))
 def test_what_earlier_tenants_left_is_not_seen(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, batch: str
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, batch: str
 ) -> None:
     spec = make_spec(dtype=claimed_dtype)
     backend = backend_for(subject, spec)
@@ -354,7 +354,7 @@ def test_what_earlier_tenants_left_is_not_seen(
 
 @clause("ATT-11")
 def test_a_result_does_not_depend_on_what_else_is_in_the_step(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
     spec = make_spec(dtype=claimed_dtype)
     backend = backend_for(subject, spec)

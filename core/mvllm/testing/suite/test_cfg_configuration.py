@@ -11,7 +11,7 @@ import pytest
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import replace_field
-from mvllm.engine.core.config_resolution import settle_config
+from mvllm.engine.core.config_resolution import resolve_config
 from mvllm.errors import ConfigError, PlatformError
 from mvllm.platform import plugin_groups
 from mvllm.platform.installable import installable_executors
@@ -29,7 +29,7 @@ from mvllm.plugin_api import (
 from mvllm.testing.subprocess_checks import open_devices
 from mvllm.testing.markers import clause, exhaustive
 from mvllm.testing.rank_launcher import parallel_config
-from mvllm.testing.platform_under_test import Examinee
+from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.worker.worker_wrapper import WorkerWrapper
 
 EXECUTORS = {"uni", "mp", "external_launcher", *installable_executors(), *plugin_groups.offered(plugin_groups.EXECUTORS)}
@@ -46,7 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def frontend(subject: Examinee) -> Iterator[Platform]:
+def frontend(subject: PlatformUnderTest) -> Iterator[Platform]:
     """The platform, in the phase in which it is asked for plans."""
     with enter_phase(Phase.FRONTEND):
         yield subject.platform
@@ -101,7 +101,7 @@ def test_changes_have_reasons_and_can_be_applied(frontend: Platform, settings: s
 
 @clause("CFG-02")
 def test_the_plain_configuration_is_accepted(frontend: Platform) -> None:
-    settled = settle_config(make_config(), frontend)
+    settled = resolve_config(make_config(), frontend)
     assert settled.model.dtype in frontend.capabilities.dtypes
     assert settled.cache.memory_utilization is not None
 
@@ -114,7 +114,7 @@ def test_a_dtype_that_is_not_offered_is_refused_with_what_is(frontend: Platform)
     if isinstance(answer, Refusals):
         assert_refusals(answer)
     with pytest.raises(ConfigError, match="float8_e8m0fnu"):
-        settle_config(config, frontend)
+        resolve_config(config, frontend)
 
 
 def assert_refusals(answer: Refusals) -> None:
@@ -195,13 +195,13 @@ def test_diagnostics_have_stable_ids_and_remedies(frontend: Platform) -> None:
 
 @clause("CFG-04", "E2E-04", needs="prefix_caching", refusal=True)
 def test_prefix_caching_that_is_not_claimed_is_switched_off(frontend: Platform) -> None:
-    assert settle_config(make_config(enable_prefix_caching=True), frontend).cache.enable_prefix_caching is False
+    assert resolve_config(make_config(enable_prefix_caching=True), frontend).cache.enable_prefix_caching is False
 
 
 @clause("CFG-04", "E2E-05", needs="chunked_prefill", refusal=True)
 def test_chunked_prefill_that_is_not_claimed_is_switched_off(frontend: Platform) -> None:
     asked = make_config(enable_chunked_prefill=True, max_num_seqs=4, max_num_batched_tokens=16)
-    settled = settle_config(asked, frontend)
+    settled = resolve_config(asked, frontend)
     assert settled.scheduler.enable_chunked_prefill is False
     assert settled.scheduler.max_num_batched_tokens >= settled.model.max_model_len, "a step must hold every prompt"
 
@@ -211,7 +211,7 @@ def test_a_model_with_a_window_that_is_not_claimed_is_refused(frontend: Platform
     config = make_config()
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, sliding_window=16))
     with pytest.raises(ConfigError, match="sliding window"):
-        settle_config(config, frontend)
+        resolve_config(config, frontend)
 
 
 @clause("CFG-04")
@@ -221,10 +221,10 @@ def test_a_head_larger_than_the_largest_is_refused(frontend: Platform) -> None:
     head_size = 1024 if largest is None else largest + 1
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, head_size=head_size))
     if largest is None:
-        assert settle_config(config, frontend).model.head_size == head_size
+        assert resolve_config(config, frontend).model.head_size == head_size
         return
     with pytest.raises(ConfigError, match=str(largest)):
-        settle_config(config, frontend)
+        resolve_config(config, frontend)
 
 
 @clause("CFG-04")
@@ -232,21 +232,21 @@ def test_a_cache_dtype_that_is_not_stored_is_refused(frontend: Platform) -> None
     config = make_config()
     config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, dtype="float8_e8m0fnu"))
     with pytest.raises(ConfigError, match="float8_e8m0fnu"):
-        settle_config(config, frontend)
+        resolve_config(config, frontend)
 
 
 @clause("CFG-04", needs="torch_device", refusal=True)
-def test_without_torch_tensors_the_platform_brings_a_worker_of_its_own(subject: Examinee) -> None:
+def test_without_torch_tensors_the_platform_brings_a_worker_of_its_own(subject: PlatformUnderTest) -> None:
     with enter_phase(Phase.WORKER):
         assert subject.platform.worker_class() is not None
 
 
 @clause("CFG-04", needs="torch_device")
-def test_a_worker_class_that_is_named_can_be_loaded(subject: Examinee) -> None:
+def test_a_worker_class_that_is_named_can_be_loaded(subject: PlatformUnderTest) -> None:
     from mvllm.plugin_api import WorkerContext
 
     try:
-        WorkerWrapper(settle_config(make_config(), subject.platform), subject.platform, WorkerContext())
+        WorkerWrapper(resolve_config(make_config(), subject.platform), subject.platform, WorkerContext())
     except PlatformError as e:
         pytest.fail(str(e), pytrace=False)
 
@@ -254,10 +254,10 @@ def test_a_worker_class_that_is_named_can_be_loaded(subject: Examinee) -> None:
 @clause("COM-03", "COM-04", needs="collectives:all_reduce", refusal=True)
 def test_tensor_parallelism_without_its_collectives_is_refused(frontend: Platform) -> None:
     with pytest.raises(ConfigError, match="all_reduce"):
-        settle_config(make_config(tensor_parallel_size=2), frontend)
+        resolve_config(make_config(tensor_parallel_size=2), frontend)
 
 
 @clause("COM-07", needs="collectives:send_recv", refusal=True)
 def test_pipelines_without_send_and_recv_are_refused(frontend: Platform) -> None:
     with pytest.raises(ConfigError, match="send_recv"):
-        settle_config(make_config(pipeline_parallel_size=2), frontend)
+        resolve_config(make_config(pipeline_parallel_size=2), frontend)

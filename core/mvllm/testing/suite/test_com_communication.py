@@ -7,13 +7,13 @@ import pytest
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.plugin_api import DeviceRuntime
 from mvllm.testing.markers import clause, exhaustive, not_claimed, not_run
-from mvllm.testing.rank_launcher import RankResult, collectives_of, parallel_config, topology_of, why_not_ranks
-from mvllm.testing.platform_under_test import Examinee
+from mvllm.testing.rank_launcher import RankResult, run_collectives, parallel_config, topology_of, why_not_ranks
+from mvllm.testing.platform_under_test import PlatformUnderTest
 
 WORLDS = [2, pytest.param(4, marks=exhaustive)]
 
 
-def ranks_of(subject: Examinee, world_size: int) -> tuple[RankResult, ...]:
+def ranks_of(subject: PlatformUnderTest, world_size: int) -> tuple[RankResult, ...]:
     """What the ranks of a world found."""
     topology = topology_of(subject, parallel_config(tensor=world_size))
     if topology.num_workers != world_size:
@@ -22,7 +22,7 @@ def ranks_of(subject: Examinee, world_size: int) -> tuple[RankResult, ...]:
         not_claimed("collectives")
     if why := why_not_ranks(subject, world_size):
         not_run(why)
-    return collectives_of(subject.name, world_size)
+    return run_collectives(subject.name, world_size)
 
 
 def assert_done(results: tuple[RankResult, ...], what: str) -> None:
@@ -37,7 +37,7 @@ def assert_ended(results: tuple[RankResult, ...]) -> None:
 
 @clause("COM-01")
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_the_ranks_find_each_other_and_agree_who_is_who(subject: Examinee, world_size: int) -> None:
+def test_the_ranks_find_each_other_and_agree_who_is_who(subject: PlatformUnderTest, world_size: int) -> None:
     results = ranks_of(subject, world_size)
     for step in ("bind", "join"):
         assert_done(results, step)
@@ -45,7 +45,7 @@ def test_the_ranks_find_each_other_and_agree_who_is_who(subject: Examinee, world
 
 @clause("COM-01")
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_calls_made_in_the_same_order_meet(subject: Examinee, world_size: int) -> None:
+def test_calls_made_in_the_same_order_meet(subject: PlatformUnderTest, world_size: int) -> None:
     """Every collective that is claimed, one after the other, in every dtype and shape; nobody hangs."""
     results = ranks_of(subject, world_size)
     assert_ended(results)
@@ -56,7 +56,7 @@ def test_calls_made_in_the_same_order_meet(subject: Examinee, world_size: int) -
 @clause("COM-02")
 @pytest.mark.parametrize("what", ["all_reduce", "all_gather", "broadcast"])
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_results_are_the_same_bits_on_all_ranks(subject: Examinee, world_size: int, what: str) -> None:
+def test_results_are_the_same_bits_on_all_ranks(subject: PlatformUnderTest, world_size: int, what: str) -> None:
     if what not in subject.capabilities.collectives:
         not_claimed(what)
     """Whether they are the right ones is for the clause of each operation to say."""
@@ -68,62 +68,62 @@ def test_results_are_the_same_bits_on_all_ranks(subject: Examinee, world_size: i
 
 @clause("COM-03")
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_all_reduce(subject: Examinee, world_size: int) -> None:
+def test_all_reduce(subject: PlatformUnderTest, world_size: int) -> None:
     assert_done(ranks_of(subject, world_size), "all_reduce")
 
 
 @clause("COM-04")
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_all_gather(subject: Examinee, world_size: int) -> None:
+def test_all_gather(subject: PlatformUnderTest, world_size: int) -> None:
     assert_done(ranks_of(subject, world_size), "all_gather")
 
 
 @clause("COM-05")
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_reduce_scatter(subject: Examinee, world_size: int) -> None:
+def test_reduce_scatter(subject: PlatformUnderTest, world_size: int) -> None:
     assert_done(ranks_of(subject, world_size), "reduce_scatter")
 
 
 @clause("COM-06")
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_broadcast(subject: Examinee, world_size: int) -> None:
+def test_broadcast(subject: PlatformUnderTest, world_size: int) -> None:
     assert_done(ranks_of(subject, world_size), "broadcast")
 
 
 @clause("COM-07")
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_send_and_recv(subject: Examinee, world_size: int) -> None:
+def test_send_and_recv(subject: PlatformUnderTest, world_size: int) -> None:
     assert_done(ranks_of(subject, world_size), "send_recv")
 
 
 @clause("COM-08")
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_gather(subject: Examinee, world_size: int) -> None:
+def test_gather(subject: PlatformUnderTest, world_size: int) -> None:
     assert_done(ranks_of(subject, world_size), "gather")
 
 
 @clause("COM-09")
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_all_to_all(subject: Examinee, world_size: int) -> None:
+def test_all_to_all(subject: PlatformUnderTest, world_size: int) -> None:
     assert_done(ranks_of(subject, world_size), "all_to_all")
 
 
 @clause("COM-10")
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_barrier(subject: Examinee, world_size: int) -> None:
+def test_barrier(subject: PlatformUnderTest, world_size: int) -> None:
     assert_done(ranks_of(subject, world_size), "barrier")
 
 
 @clause("COM-11")
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_a_group_may_be_left_twice(subject: Examinee, world_size: int) -> None:
+def test_a_group_may_be_left_twice(subject: PlatformUnderTest, world_size: int) -> None:
     results = ranks_of(subject, world_size)
     assert_done(results, "close")
     assert_ended(results)
 
 
 @clause("COM-01")
-def test_a_rank_on_its_own_asks_the_platform_for_nothing(subject: Examinee, bound_device: DeviceRuntime) -> None:
+def test_a_rank_on_its_own_asks_the_platform_for_nothing(subject: PlatformUnderTest, bound_device: DeviceRuntime) -> None:
     import torch
 
     alone = GroupCoordinator.single("tp")

@@ -14,7 +14,7 @@ from mvllm.plugin_api import DeviceRuntime, MemoryInfo, WorkerContext
 from mvllm.testing.tensor_assertions import assert_equal
 from mvllm.testing.markers import clause, exhaustive, not_run
 from mvllm.testing.rank_launcher import parallel_config, run_ranks, topology_of, why_not_ranks
-from mvllm.testing.platform_under_test import Examinee
+from mvllm.testing.platform_under_test import PlatformUnderTest
 
 CARRIED = [torch.int32, torch.int64, torch.uint8, torch.bool]
 """Dtypes that core itself moves, besides the compute dtypes."""
@@ -31,13 +31,13 @@ def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 @clause("DEV-01")
-def test_a_worker_binds_its_device(subject: Examinee) -> None:
+def test_a_worker_binds_its_device(subject: PlatformUnderTest) -> None:
     [result] = run_ranks(subject, 1, ["bind", "join", "close"])
     assert not result.error_of("bind"), result.error_of("bind")
 
 
 @clause("DEV-01")
-def test_each_local_rank_binds_a_device_of_its_own(subject: Examinee) -> None:
+def test_each_local_rank_binds_a_device_of_its_own(subject: PlatformUnderTest) -> None:
     topology = topology_of(subject, parallel_config(tensor=2))
     if topology.num_workers < 2:
         not_run("one worker drives the devices of all ranks")
@@ -122,7 +122,7 @@ def test_a_host_copy_may_be_waited_for_twice(bound_device: DeviceRuntime) -> Non
 
 
 @clause("DEV-03")
-def test_shutdown_may_be_called_twice(subject: Examinee, free_device: None) -> None:
+def test_shutdown_may_be_called_twice(subject: PlatformUnderTest, free_device: None) -> None:
     with enter_phase(Phase.WORKER):
         runtime = subject.platform.init_device(WorkerContext())
         runtime.shutdown()
@@ -241,7 +241,7 @@ def test_an_allocation_that_does_not_fit_is_a_memory_error(bound_device: DeviceR
 
 
 @clause("MEM-02")
-def test_a_cache_that_does_not_fit_is_a_memory_error(subject: Examinee, bound_device: DeviceRuntime) -> None:
+def test_a_cache_that_does_not_fit_is_a_memory_error(subject: PlatformUnderTest, bound_device: DeviceRuntime) -> None:
     from mvllm.testing.attention_cases import make_spec
 
     backend = subject.platform.attention_backend(make_spec(dtype=subject.capabilities.dtypes[0]))

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from mvllm.errors import ConfigError
-from mvllm.platform.checked_calls import ask_attention_backend
+from mvllm.platform.checked_calls import checked_attention_backend
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.testing.attention_cases import make_spec
 from mvllm.testing.markers import clause, exhaustive, not_claimed, not_run
 from mvllm.testing.plugin import DeviceHolder
 from mvllm.testing.rank_launcher import parallel_config, topology_of, why_not_ranks
-from mvllm.testing.platform_under_test import Examinee
+from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.zoo import FAMILIES, MAX_LEN, NUM_TOKENS, Zoo, assert_tokens, engine, generate, main_dtype, tie_of
 
 PLAIN = [family for family in FAMILIES if "-" not in family]
@@ -24,7 +24,7 @@ def some(*kept: str) -> list[Any]:
     return [pytest.param(family, marks=() if family in kept else exhaustive) for family in PLAIN]
 
 
-def check(subject: Examinee, zoo: Zoo, family: str, dtype: str | None = None, **settings: Any) -> None:
+def check(subject: PlatformUnderTest, zoo: Zoo, family: str, dtype: str | None = None, **settings: Any) -> None:
     """One engine, all prompts in one batch, then one alone."""
     expected = zoo.oracle(family)
     dtype = dtype or main_dtype(subject.capabilities)
@@ -38,23 +38,23 @@ def check(subject: Examinee, zoo: Zoo, family: str, dtype: str | None = None, **
 
 @clause("E2E-01")
 @pytest.mark.parametrize("family", some("llama"))
-def test_one_worker_generates_the_oracles_tokens(subject: Examinee, free_device: None, zoo: Zoo, family: str) -> None:
+def test_one_worker_generates_the_oracles_tokens(subject: PlatformUnderTest, free_device: None, zoo: Zoo, family: str) -> None:
     check(subject, zoo, family)
 
 
 @clause("E2E-01")
 def test_every_claimed_dtype_generates_the_oracles_tokens_up_to_ties(
-    subject: Examinee, free_device: None, zoo: Zoo, claimed_dtype: str
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo, claimed_dtype: str
 ) -> None:
     check(subject, zoo, "llama", claimed_dtype)
 
 
 @clause("E2E-01", needs="sliding_window")
-def test_a_model_with_a_window_generates_the_oracles_tokens(subject: Examinee, free_device: None, zoo: Zoo) -> None:
+def test_a_model_with_a_window_generates_the_oracles_tokens(subject: PlatformUnderTest, free_device: None, zoo: Zoo) -> None:
     check(subject, zoo, "mistral-window")
 
 
-def check_parallel(subject: Examinee, zoo: Zoo, family: str, tensor: int, pipeline: int) -> None:
+def check_parallel(subject: PlatformUnderTest, zoo: Zoo, family: str, tensor: int, pipeline: int) -> None:
     """Two ranks; or, where the platform does not allow them, that the engine says so."""
     topology = topology_of(subject, parallel_config(tensor, pipeline))
     sizes: dict[str, Any] = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
@@ -78,19 +78,19 @@ def check_parallel(subject: Examinee, zoo: Zoo, family: str, tensor: int, pipeli
 @clause("E2E-02")
 @pytest.mark.parametrize("family", some("llama"))
 def test_two_tensor_parallel_workers_generate_the_same(
-    subject: Examinee, free_device: None, zoo: Zoo, family: str
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo, family: str
 ) -> None:
     check_parallel(subject, zoo, family, 2, 1)
 
 
 @clause("E2E-03")
 @pytest.mark.parametrize("family", some("gpt2"))
-def test_two_pipeline_stages_generate_the_same(subject: Examinee, free_device: None, zoo: Zoo, family: str) -> None:
+def test_two_pipeline_stages_generate_the_same(subject: PlatformUnderTest, free_device: None, zoo: Zoo, family: str) -> None:
     check_parallel(subject, zoo, family, 1, 2)
 
 
 @clause("E2E-04")
-def test_a_cached_prefix_changes_no_token(subject: Examinee, free_device: None, zoo: Zoo) -> None:
+def test_a_cached_prefix_changes_no_token(subject: PlatformUnderTest, free_device: None, zoo: Zoo) -> None:
     tie = tie_of(subject.capabilities, main_dtype(subject.capabilities))
     with engine(subject, zoo.checkpoint("llama")) as llm:
         size = llm.llm_engine.cache_summary.block_size
@@ -106,13 +106,13 @@ def test_a_cached_prefix_changes_no_token(subject: Examinee, free_device: None, 
 
 @clause("E2E-05")
 @pytest.mark.parametrize("family", some("llama"))
-def test_chunks_of_a_prompt_change_no_token(subject: Examinee, free_device: None, zoo: Zoo, family: str) -> None:
+def test_chunks_of_a_prompt_change_no_token(subject: PlatformUnderTest, free_device: None, zoo: Zoo, family: str) -> None:
     check(subject, zoo, family, max_num_seqs=8, max_num_batched_tokens=11)
 
 
 @clause("E2E-06")
 def test_a_request_that_was_preempted_changes_no_token(
-    subject: Examinee, device_holder: DeviceHolder, free_device: None, zoo: Zoo
+    subject: PlatformUnderTest, device_holder: DeviceHolder, free_device: None, zoo: Zoo
 ) -> None:
     tie = tie_of(subject.capabilities, main_dtype(subject.capabilities))
     small = {"block_size": size} if (size := smallest_block(subject, device_holder)) else {}
@@ -132,13 +132,13 @@ def test_a_request_that_was_preempted_changes_no_token(
         assert stats is not None and stats.num_preemptions > 0, "nothing was preempted: the test missed its point"
 
 
-def smallest_block(subject: Examinee, device_holder: DeviceHolder) -> int | None:
+def smallest_block(subject: PlatformUnderTest, device_holder: DeviceHolder) -> int | None:
     """The smallest block of at least 8 tokens that attention takes; None where only the platform's worker knows."""
     if not subject.capabilities.torch_device or subject.platform.worker_class() is not None:
         return None
     device_holder.open()
     with enter_phase(Phase.WORKER):
-        backend = ask_attention_backend(subject.platform, make_spec(dtype=main_dtype(subject.capabilities)))
+        backend = checked_attention_backend(subject.platform, make_spec(dtype=main_dtype(subject.capabilities)))
         sizes = backend.kv_layout().block_sizes
     device_holder.close()
     return min((size for size in sizes if size >= 8), default=None)

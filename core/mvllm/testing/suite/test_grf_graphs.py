@@ -8,10 +8,10 @@ from mvllm.ops.dtypes import torch_dtype
 from mvllm.plugin_api import CompileBackend, DeviceRuntime, GraphBackend
 from mvllm.testing.tensor_assertions import assert_equal
 from mvllm.testing.markers import clause
-from mvllm.testing.platform_under_test import Examinee
+from mvllm.testing.platform_under_test import PlatformUnderTest
 
 
-def graphs_of(subject: Examinee, runtime: DeviceRuntime) -> GraphBackend:
+def graphs_of(subject: PlatformUnderTest, runtime: DeviceRuntime) -> GraphBackend:
     graphs = subject.platform.graphs(runtime.device)
     assert isinstance(graphs, GraphBackend), "graphs is claimed, so Platform.graphs returns a GraphBackend"
     return graphs
@@ -19,7 +19,7 @@ def graphs_of(subject: Examinee, runtime: DeviceRuntime) -> GraphBackend:
 
 @clause("GRF-01")
 def test_a_replay_reads_the_inputs_anew_and_leaves_results_in_place(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
     graphs = graphs_of(subject, bound_device)
     dtype = torch_dtype(claimed_dtype)
@@ -43,7 +43,7 @@ def test_a_replay_reads_the_inputs_anew_and_leaves_results_in_place(
 
 
 @clause("GRF-01")
-def test_two_captures_do_not_disturb_each_other(subject: Examinee, bound_device: DeviceRuntime) -> None:
+def test_two_captures_do_not_disturb_each_other(subject: PlatformUnderTest, bound_device: DeviceRuntime) -> None:
     graphs = graphs_of(subject, bound_device)
     x = bound_device.to_device(torch.zeros(16))
     doubled, squared = bound_device.to_device(torch.zeros(16)), bound_device.to_device(torch.zeros(16))
@@ -60,7 +60,7 @@ def test_two_captures_do_not_disturb_each_other(subject: Examinee, bound_device:
 
 
 @clause("GRF-02")
-def test_captured_graphs_are_counted(subject: Examinee, bound_device: DeviceRuntime) -> None:
+def test_captured_graphs_are_counted(subject: PlatformUnderTest, bound_device: DeviceRuntime) -> None:
     graphs = graphs_of(subject, bound_device)
     before = graphs.memory_bytes()
     x = bound_device.to_device(torch.zeros(1 << 20))
@@ -71,7 +71,7 @@ def test_captured_graphs_are_counted(subject: Examinee, bound_device: DeviceRunt
 
 @clause("GRF-03")
 def test_a_compiled_function_gives_what_the_function_gives(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
     compiler = subject.platform.compiler()
     assert isinstance(compiler, CompileBackend), "compile is claimed, so Platform.compiler returns a CompileBackend"
@@ -91,10 +91,10 @@ def test_a_compiled_function_gives_what_the_function_gives(
 
 
 @clause("GRF-01", "GRF-02", refusal=True)
-def test_without_the_claim_there_are_no_graphs(subject: Examinee, bound_device: DeviceRuntime) -> None:
+def test_without_the_claim_there_are_no_graphs(subject: PlatformUnderTest, bound_device: DeviceRuntime) -> None:
     assert subject.platform.graphs(bound_device.device) is None
 
 
 @clause("GRF-03", refusal=True)
-def test_without_the_claim_there_is_no_compiler(subject: Examinee, bound_device: DeviceRuntime) -> None:
+def test_without_the_claim_there_is_no_compiler(subject: PlatformUnderTest, bound_device: DeviceRuntime) -> None:
     assert subject.platform.compiler() is None

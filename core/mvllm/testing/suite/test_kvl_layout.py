@@ -11,21 +11,21 @@ import torch
 
 from mvllm.errors import PlatformError
 from mvllm.ops.dtypes import torch_dtype
-from mvllm.platform.checked_calls import ask_attention_backend
+from mvllm.platform.checked_calls import checked_attention_backend
 from mvllm.platform.tensor_caches import tensors_of
 from mvllm.plugin_api import AttentionBackend, DeviceRuntime
 from mvllm.testing.attention_cases import Bench, make_case, make_layout, make_spec, run, stored, tolerance
 from mvllm.testing.attention_diagnosis import assert_near
 from mvllm.testing.tensor_assertions import assert_close, assert_equal
 from mvllm.testing.markers import clause
-from mvllm.testing.platform_under_test import Examinee
+from mvllm.testing.platform_under_test import PlatformUnderTest
 
 NUM_BLOCKS = 6
 
 
-def bench_of(subject: Examinee, runtime: DeviceRuntime, dtype: str, num_blocks: int = NUM_BLOCKS) -> Bench:
+def bench_of(subject: PlatformUnderTest, runtime: DeviceRuntime, dtype: str, num_blocks: int = NUM_BLOCKS) -> Bench:
     # One query head for each key/value head: how several share one is a matter of attention (ATT-04).
-    backend = ask_attention_backend(subject.platform, make_spec(2, 2, 64, dtype))
+    backend = checked_attention_backend(subject.platform, make_spec(2, 2, 64, dtype))
     return Bench(backend, runtime, num_blocks, backend.kv_layout().block_sizes[0])
 
 
@@ -65,9 +65,9 @@ def random_kv(backend: AttentionBackend, tokens: int, seed: int = 0) -> tuple[to
 
 @clause("KVL-01")
 def test_a_layout_names_block_sizes_and_bytes(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
-    backend = ask_attention_backend(subject.platform, make_spec(dtype=claimed_dtype))
+    backend = checked_attention_backend(subject.platform, make_spec(dtype=claimed_dtype))
     layout = backend.kv_layout()
     assert layout == backend.kv_layout(), "kv_layout is pure"
     assert layout.block_sizes and all(type(size) is int and size > 0 for size in layout.block_sizes)
@@ -79,7 +79,7 @@ def test_a_layout_names_block_sizes_and_bytes(
 
 @clause("KVL-02")
 def test_a_cache_takes_the_bytes_that_the_layout_says(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
     specs = [make_spec(dtype=claimed_dtype)]
     specs += [make_spec(dtype=claimed_dtype, kv_dtype=kv_dtype) for kv_dtype in subject.capabilities.kv_dtypes]
@@ -87,7 +87,7 @@ def test_a_cache_takes_the_bytes_that_the_layout_says(
         specs += [replace(spec, num_kv_heads=1, value_head_size=48, values_in_keys=True) for spec in specs]
     for spec in specs:
         try:
-            backend = ask_attention_backend(subject.platform, spec)
+            backend = checked_attention_backend(subject.platform, spec)
         except PlatformError:
             assert spec.kv_dtype != claimed_dtype  # which dtypes go together is the subject of ATT-07
             continue
@@ -98,7 +98,7 @@ def test_a_cache_takes_the_bytes_that_the_layout_says(
 
 
 @clause("KVL-02")
-def test_a_new_cache_is_finite(subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str) -> None:
+def test_a_new_cache_is_finite(subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str) -> None:
     for part in contents(bench_of(subject, bound_device, claimed_dtype)):
         places = (~torch.isfinite(part.float())).nonzero()[:1].tolist() if part.is_floating_point() else []
         assert not places, f"a new cache holds {part[tuple(places[0])]} at {places[0]} of {tuple(part.shape)}"
@@ -106,12 +106,12 @@ def test_a_new_cache_is_finite(subject: Examinee, bound_device: DeviceRuntime, c
 
 @clause("KVL-05")
 def test_each_slot_gives_back_the_value_it_was_given(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
     for kv_dtype in subject.capabilities.kv_dtypes:
         spec = make_spec(2, 2, 64, claimed_dtype, kv_dtype=kv_dtype)
         try:
-            backend = ask_attention_backend(subject.platform, spec)
+            backend = checked_attention_backend(subject.platform, spec)
         except Exception:  # noqa: BLE001  (which dtypes go together is the subject of ATT-07)
             assert kv_dtype != claimed_dtype
             continue
@@ -134,7 +134,7 @@ def test_each_slot_gives_back_the_value_it_was_given(
 
 @clause("KVL-05")
 def test_a_sequence_written_in_pieces_reads_as_one(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
     bench = bench_of(subject, bound_device, claimed_dtype)
     length, order = 2 * bench.block_size + 5, [4, 1, 3]
@@ -150,7 +150,7 @@ def test_a_sequence_written_in_pieces_reads_as_one(
 
 
 @clause("KVL-03")
-def test_slots_of_minus_one_store_nothing(subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str) -> None:
+def test_slots_of_minus_one_store_nothing(subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str) -> None:
     bench = bench_of(subject, bound_device, claimed_dtype)
     bench.fill(0.25)
     before = contents(bench)
@@ -170,7 +170,7 @@ def test_slots_of_minus_one_store_nothing(subject: Examinee, bound_device: Devic
 
 @clause("KVL-03")
 def test_a_write_touches_no_slot_that_it_was_not_given(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
     bench = bench_of(subject, bound_device, claimed_dtype)
     size = bench.block_size
@@ -194,7 +194,7 @@ def test_a_write_touches_no_slot_that_it_was_not_given(
 
 
 @clause("KVL-04")
-def test_blocks_are_copied_whole_and_alone(subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str) -> None:
+def test_blocks_are_copied_whole_and_alone(subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str) -> None:
     bench = bench_of(subject, bound_device, claimed_dtype)
     size = bench.block_size
     length = NUM_BLOCKS * size
@@ -210,9 +210,9 @@ def test_blocks_are_copied_whole_and_alone(subject: Examinee, bound_device: Devi
 
 @clause("KVL-04")
 def test_attention_over_copied_blocks_is_the_same(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
     spec = make_spec(2, 2, 64, claimed_dtype)
-    backend = ask_attention_backend(subject.platform, spec)
+    backend = checked_attention_backend(subject.platform, spec)
     case = make_case(spec, [(40, 1), (17, 1)], block_size=backend.kv_layout().block_sizes[0])
     assert_near(run(backend, bound_device, case, move_blocks=True), case)

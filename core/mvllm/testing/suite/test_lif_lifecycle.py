@@ -18,9 +18,9 @@ from mvllm.platform.discovery import load_attribute
 from mvllm.plugin_api import AttentionBackend, AttentionSpec
 from mvllm.testing.subprocess_checks import SIGN
 from mvllm.testing.markers import clause, not_claimed
-from mvllm.testing.leftover_processes import Footprint, footprint, wait_until
+from mvllm.testing.leftover_processes import ProcessSnapshot, process_snapshot, wait_until
 from mvllm.testing.rank_launcher import parallel_config, topology_of, why_not_ranks
-from mvllm.testing.platform_under_test import Examinee
+from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.zoo import Zoo, engine, generate, make_llm
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
@@ -28,13 +28,13 @@ LONG = {"max_tokens": 500}
 
 
 @pytest.fixture
-def trace() -> Iterator[Footprint]:
+def trace() -> Iterator[ProcessSnapshot]:
     """What is started meanwhile; whatever happens, nothing of it is left for the next test."""
-    with footprint() as found:
+    with process_snapshot() as found:
         yield found
 
 
-def worker_settings(subject: Examinee) -> dict[str, Any]:
+def worker_settings(subject: PlatformUnderTest) -> dict[str, Any]:
     """An engine with worker processes: two where two can be had, else one."""
     topology = topology_of(subject, parallel_config(2))
     collectives = {"all_reduce", "all_gather"} <= subject.capabilities.collectives
@@ -43,14 +43,14 @@ def worker_settings(subject: Examinee) -> dict[str, Any]:
     return one_worker(subject)
 
 
-def one_worker(subject: Examinee) -> dict[str, Any]:
+def one_worker(subject: PlatformUnderTest) -> dict[str, Any]:
     """An engine with one worker process."""
     if "mp" not in topology_of(subject, parallel_config()).executors:
         not_claimed("worker processes: the topology does not allow mp")
     return {"distributed_executor_backend": "mp"}
 
 
-def works(subject: Examinee, zoo: Zoo, expected: list[list[int]] | None = None) -> list[list[int]]:
+def works(subject: PlatformUnderTest, zoo: Zoo, expected: list[list[int]] | None = None) -> list[list[int]]:
     """What a new engine in this process generates."""
     with engine(subject, zoo.checkpoint("llama")) as llm:
         found = [list(output.outputs[0].token_ids) for output in generate(llm, PROMPTS)]
@@ -60,7 +60,7 @@ def works(subject: Examinee, zoo: Zoo, expected: list[list[int]] | None = None) 
 
 @clause("LIF-01")
 def test_a_killed_worker_is_named_and_nothing_is_left(
-    subject: Examinee, free_device: None, zoo: Zoo, trace: Footprint
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo, trace: ProcessSnapshot
 ) -> None:
     llm = make_llm(subject, zoo.checkpoint("llama"), **worker_settings(subject))
     with llm:
@@ -76,7 +76,7 @@ def test_a_killed_worker_is_named_and_nothing_is_left(
 
 @clause("LIF-02")
 def test_a_step_that_hangs_ends_the_engine_with_the_workers_name(
-    subject: Examinee, free_device: None, zoo: Zoo, trace: Footprint
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo, trace: ProcessSnapshot
 ) -> None:
     with make_llm(subject, zoo.checkpoint("llama"), step_timeout=4, **one_worker(subject)) as llm:
         generate(llm, PROMPTS)
@@ -90,7 +90,7 @@ def test_a_step_that_hangs_ends_the_engine_with_the_workers_name(
 
 @clause("LIF-03")
 def test_a_step_that_raises_ends_the_engine_and_not_the_process(
-    subject: Examinee, free_device: None, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = works(subject, zoo)
     with monkeypatch.context() as patch:
@@ -104,7 +104,7 @@ def test_a_step_that_raises_ends_the_engine_and_not_the_process(
     works(subject, zoo, expected)
 
 
-def break_third_step(subject: Examinee, patch: pytest.MonkeyPatch) -> Callable[[], None]:
+def break_third_step(subject: PlatformUnderTest, patch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Makes a step raise between what is stored and what is read: in attention, or in the platform's worker.
 
     Returns:
@@ -150,7 +150,7 @@ def break_third_step(subject: Examinee, patch: pytest.MonkeyPatch) -> Callable[[
 
 @clause("LIF-04")
 def test_a_cache_that_does_not_fit_is_refused_and_the_next_engine_works(
-    subject: Examinee, free_device: None, zoo: Zoo
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo
 ) -> None:
     expected = works(subject, zoo)
     longest = 2**20
@@ -169,7 +169,7 @@ def test_a_cache_that_does_not_fit_is_refused_and_the_next_engine_works(
 
 @clause("LIF-05")
 def test_an_engine_with_worker_processes_leaves_nothing_however_often_it_is_closed(
-    subject: Examinee, free_device: None, zoo: Zoo, trace: Footprint
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo, trace: ProcessSnapshot
 ) -> None:
     llm = make_llm(subject, zoo.checkpoint("llama"), **worker_settings(subject))
     generate(llm, PROMPTS)
@@ -181,7 +181,7 @@ def test_an_engine_with_worker_processes_leaves_nothing_however_often_it_is_clos
 
 @clause("LIF-05")
 def test_an_engine_in_this_process_may_be_closed_twice(
-    subject: Examinee, free_device: None, zoo: Zoo, trace: Footprint
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo, trace: ProcessSnapshot
 ) -> None:
     topology = topology_of(subject, parallel_config())
     if "uni" not in topology.executors:
@@ -194,7 +194,7 @@ def test_an_engine_in_this_process_may_be_closed_twice(
 
 
 @clause("LIF-06")
-def test_workers_end_with_their_caller(subject: Examinee, free_device: None, zoo: Zoo, trace: Footprint) -> None:
+def test_workers_end_with_their_caller(subject: PlatformUnderTest, free_device: None, zoo: Zoo, trace: ProcessSnapshot) -> None:
     order = {"name": subject.name, "folder": str(zoo.checkpoint("llama")), **worker_settings(subject)}
     caller = subprocess.Popen(
         [sys.executable, "-m", "mvllm.testing._engine_process", json.dumps(order)],
@@ -226,7 +226,7 @@ def test_workers_end_with_their_caller(subject: Examinee, free_device: None, zoo
 @clause("LIF-07")
 @pytest.mark.parametrize("level", [1, 2])
 def test_awake_again_an_engine_gives_the_same_tokens(
-    subject: Examinee, free_device: None, zoo: Zoo, level: int
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo, level: int
 ) -> None:
     path = subject.platform.worker_class()
     if path is not None and not hasattr(load_attribute(path), "sleep"):

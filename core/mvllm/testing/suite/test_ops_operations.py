@@ -16,18 +16,18 @@ from mvllm.plugin_api import DeviceRuntime, Float8Weight, OpCase, OpProvider, Qu
 from mvllm.testing.tensor_assertions import assert_equal
 from mvllm.testing.markers import clause, not_claimed
 from mvllm.testing.op_cases import exact, tolerance, trials
-from mvllm.testing.op_call import OpTrial
-from mvllm.testing.platform_under_test import Examinee
+from mvllm.testing.op_call import OpCall
+from mvllm.testing.platform_under_test import PlatformUnderTest
 
 OPS = sorted(SCHEMAS)
 
 
-def providers_of(subject: Examinee, op: str) -> list[OpProvider]:
+def providers_of(subject: PlatformUnderTest, op: str) -> list[OpProvider]:
     found = [provider for provider in subject.platform.ops() if provider.op == op]
     return found or not_claimed(f"{op}: the reference runs")
 
 
-def taken(provider: OpProvider, dtype: str) -> list[OpTrial]:
+def taken(provider: OpProvider, dtype: str) -> list[OpCall]:
     """The trials that the provider supports."""
     return [t for t in trials(provider.op, dtype) if not provider.supports(OpCase(provider.op, dtype, t.facts))]
 
@@ -65,7 +65,7 @@ def as_parameter(weight: Any) -> Any:
     return torch.nn.Parameter(weight, requires_grad=False) if isinstance(weight, torch.Tensor) else weight
 
 
-def call(runtime: DeviceRuntime, provider: OpProvider, trial: OpTrial) -> tuple[list[torch.Tensor], list[Any]]:
+def call(runtime: DeviceRuntime, provider: OpProvider, trial: OpCall) -> tuple[list[torch.Tensor], list[Any]]:
     """What the provider gives, on the host, and the arguments it was called with."""
     arguments = move(runtime, trial.make())
     if provider.prepare is not None and trial.weight is not None:
@@ -80,7 +80,7 @@ def call(runtime: DeviceRuntime, provider: OpProvider, trial: OpTrial) -> tuple[
 
 
 @clause("OPS-01")
-def test_every_provider_replaces_an_operation_that_there_is(subject: Examinee, bound_device: DeviceRuntime) -> None:
+def test_every_provider_replaces_an_operation_that_there_is(subject: PlatformUnderTest, bound_device: DeviceRuntime) -> None:
     providers = list(subject.platform.ops())
     others = [type(provider).__name__ for provider in providers if not isinstance(provider, OpProvider)]
     assert not others, f"ops() returns OpProviders, and here {', '.join(others)}"
@@ -99,7 +99,7 @@ def test_every_provider_replaces_an_operation_that_there_is(subject: Examinee, b
 @clause("OPS-01")
 @pytest.mark.parametrize("op", OPS)
 def test_a_provider_gives_what_the_reference_gives(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, op: str
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, op: str
 ) -> None:
     tried = 0
     for provider in providers_of(subject, op):
@@ -122,7 +122,7 @@ def test_a_provider_gives_what_the_reference_gives(
 
 @clause("OPS-01")
 def test_rows_of_a_prepared_weight_are_those_of_the_weight(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
     tried = 0
     for provider in providers_of(subject, "linear"):
@@ -147,7 +147,7 @@ def test_rows_of_a_prepared_weight_are_those_of_the_weight(
 @clause("OPS-02")
 @pytest.mark.parametrize("op", OPS)
 def test_supports_answers_with_reasons_for_whatever_it_is_asked(
-    subject: Examinee, bound_device: DeviceRuntime, op: str
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, op: str
 ) -> None:
     dtypes = [*subject.capabilities.dtypes, "float64"]
     for provider in providers_of(subject, op):
@@ -161,7 +161,7 @@ def test_supports_answers_with_reasons_for_whatever_it_is_asked(
 
 @clause("OPS-02")
 @pytest.mark.parametrize("op", OPS)
-def test_the_reference_runs_what_no_provider_supports(subject: Examinee, bound_device: DeviceRuntime, op: str) -> None:
+def test_the_reference_runs_what_no_provider_supports(subject: PlatformUnderTest, bound_device: DeviceRuntime, op: str) -> None:
     table = OpTable.resolve(subject.platform.ops())
     for trial in trials(op, "float64"):
         refused = all(
@@ -175,7 +175,7 @@ def test_the_reference_runs_what_no_provider_supports(subject: Examinee, bound_d
 @clause("OPS-02")
 @pytest.mark.parametrize("op", OPS)
 def test_references_run_on_the_device(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, op: str
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, op: str
 ) -> None:
     for trial in trials(op, claimed_dtype):
         arguments = move(bound_device, trial.make())
@@ -190,7 +190,7 @@ def test_references_run_on_the_device(
 @clause("OPS-03")
 @pytest.mark.parametrize("op", OPS)
 def test_a_provider_leaves_its_arguments_alone(
-    subject: Examinee, bound_device: DeviceRuntime, claimed_dtype: str, op: str
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, op: str
 ) -> None:
     schema = SCHEMAS[op]
     tried = 0

@@ -13,28 +13,28 @@ import pytest
 from mvllm.errors import MvllmError
 from mvllm.platform.choose import choose_platform
 from mvllm.platform.discovery import check_contract, find_sources
-from mvllm.testing.subprocess_checks import ask_child
+from mvllm.testing.subprocess_checks import run_in_subprocess
 from mvllm.testing.markers import clause
-from mvllm.testing.platform_under_test import Examinee
+from mvllm.testing.platform_under_test import PlatformUnderTest
 
 IMPORT_CPU_SECONDS = 2.0
 """Processor time that the entry point's module may take beyond `mvllm.plugin_api`. An ordinary one takes 0.01."""
 
-FRONT_DOOR = "mvllm.plugin_api"
+PLUGIN_API = "mvllm.plugin_api"
 OWN_TESTS = "mvllm.testing"
 
 
-def look_at(examinee: Examinee, **order: Any) -> dict[str, Any]:
+def look_at(platform_under_test: PlatformUnderTest, **order: Any) -> dict[str, Any]:
     """The plugin, seen from a fresh process."""
-    assert examinee.candidate is not None, f"no installed distribution offers a platform {examinee.name!r}"
-    module = examinee.candidate.source.entry_point.partition(":")[0]
+    assert platform_under_test.candidate is not None, f"no installed distribution offers a platform {platform_under_test.name!r}"
+    module = platform_under_test.candidate.source.entry_point.partition(":")[0]
     whole = {"module": module, "bind_after_fork": False, **order}
-    return ask_child("mvllm.testing._probe_process", whole, environment=examinee.environment)
+    return run_in_subprocess("mvllm.testing._probe_process", whole, environment=platform_under_test.environment)
 
 
 @pytest.fixture(scope="module")
-def facts(examinee: Examinee) -> dict[str, Any]:
-    return look_at(examinee)
+def facts(platform_under_test: PlatformUnderTest) -> dict[str, Any]:
+    return look_at(platform_under_test)
 
 
 @clause("PLG-01")
@@ -49,45 +49,45 @@ def test_importing_the_entry_point_takes_hardly_any_time(facts: dict[str, Any]) 
 
 
 @clause("PLG-02")
-def test_the_plugin_calls_itself_what_its_entry_point_is_called(examinee: Examinee, facts: dict[str, Any]) -> None:
+def test_the_plugin_calls_itself_what_its_entry_point_is_called(platform_under_test: PlatformUnderTest, facts: dict[str, Any]) -> None:
     assert facts["is_spec"], "mvllm_platform() must return a PlatformSpec"
-    assert facts["name"] == examinee.name
+    assert facts["name"] == platform_under_test.name
 
 
 @clause("PLG-03")
-def test_the_package_imports_only_the_front_door(examinee: Examinee) -> None:
-    files = list(sources_of(examinee))
+def test_the_package_imports_only_the_plugin_api(platform_under_test: PlatformUnderTest) -> None:
+    files = list(sources_of(platform_under_test))
     assert files, "no source of the plugin was found"
     found = {f"{file.name}:{line}: {name}" for file in files for line, name in imports_of(file) if not allowed(name)}
-    assert not found, f"a plugin imports {FRONT_DOOR} and nothing else of mvllm: {sorted(found)}"
+    assert not found, f"a plugin imports {PLUGIN_API} and nothing else of mvllm: {sorted(found)}"
 
 
 @clause("PLG-04")
-def test_one_distribution_claims_the_name(examinee: Examinee) -> None:
-    owners = {f"{s.distribution} {s.version}" for s in find_sources() if s.name == examinee.name}
-    assert len(owners) == 1, f"the name {examinee.name!r} is claimed by {sorted(owners) or 'nobody'}"
+def test_one_distribution_claims_the_name(platform_under_test: PlatformUnderTest) -> None:
+    owners = {f"{s.distribution} {s.version}" for s in find_sources() if s.name == platform_under_test.name}
+    assert len(owners) == 1, f"the name {platform_under_test.name!r} is claimed by {sorted(owners) or 'nobody'}"
 
 
 @clause("PLG-04")
-def test_core_speaks_the_plugins_contract(examinee: Examinee) -> None:
-    candidate = examinee.candidate
+def test_core_speaks_the_plugins_contract(platform_under_test: PlatformUnderTest) -> None:
+    candidate = platform_under_test.candidate
     assert candidate is not None and candidate.spec is not None, candidate and candidate.failure
     check_contract(candidate.spec, candidate.source)
 
 
 @clause("PLG-04")
-def test_the_platform_can_be_chosen_by_its_name(examinee: Examinee) -> None:
+def test_the_platform_can_be_chosen_by_its_name(platform_under_test: PlatformUnderTest) -> None:
     try:
-        chosen = choose_platform(examinee.name, available_only=not examinee.without_device)
+        chosen = choose_platform(platform_under_test.name, available_only=not platform_under_test.without_device)
     except MvllmError as e:
         pytest.fail(str(e), pytrace=False)
-    assert chosen.platform.spec.name == chosen.source.name == examinee.name
+    assert chosen.platform.spec.name == chosen.source.name == platform_under_test.name
 
 
-def sources_of(examinee: Examinee) -> Iterator[Path]:
+def sources_of(platform_under_test: PlatformUnderTest) -> Iterator[Path]:
     """The Python files of the package that the entry point lies in."""
-    assert examinee.candidate is not None
-    source = examinee.candidate.source
+    assert platform_under_test.candidate is not None
+    source = platform_under_test.candidate.source
     module = source.entry_point.partition(":")[0]
     parents = module.split(".")
     for depth in range(1, len(parents) + 1):
@@ -116,5 +116,5 @@ def imports_of(file: Path) -> Iterator[tuple[int, str]]:
 def allowed(name: str) -> bool:
     """Whether an import is none of mvllm's insides."""
     inside = name == "mvllm" or name.startswith("mvllm.")
-    doors = (FRONT_DOOR, OWN_TESTS)
+    doors = (PLUGIN_API, OWN_TESTS)
     return not inside or any(name == door or name.startswith(door + ".") for door in doors)

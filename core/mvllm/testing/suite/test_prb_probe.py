@@ -8,7 +8,7 @@ import pytest
 
 from mvllm.testing.markers import clause, not_run
 from mvllm.testing.report import WITHOUT_DEVICE
-from mvllm.testing.platform_under_test import Examinee
+from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.suite.test_plg_plugin import look_at
 
 PROBE_CPU_SECONDS = 1.0
@@ -16,11 +16,11 @@ PROBE_CPU_SECONDS = 1.0
 
 
 @pytest.fixture(scope="module")
-def probed(examinee: Examinee) -> dict[str, Any]:
-    capabilities = examinee.capabilities
-    claimed = not examinee.error and capabilities.fork_safe and capabilities.torch_device
-    claimed = claimed and not examinee.without_device
-    return look_at(examinee, bind_after_fork=claimed)
+def probed(platform_under_test: PlatformUnderTest) -> dict[str, Any]:
+    capabilities = platform_under_test.capabilities
+    claimed = not platform_under_test.error and capabilities.fork_safe and capabilities.torch_device
+    claimed = claimed and not platform_under_test.without_device
+    return look_at(platform_under_test, bind_after_fork=claimed)
 
 
 @clause("PRB-01")
@@ -48,8 +48,8 @@ def test_a_process_that_has_probed_can_be_forked_and_the_child_can_probe(probed:
 
 
 @clause("PRB-02", needs="fork_safe")
-def test_the_child_of_a_process_that_has_probed_can_use_the_device(examinee: Examinee, probed: dict[str, Any]) -> None:
-    if examinee.without_device:
+def test_the_child_of_a_process_that_has_probed_can_use_the_device(platform_under_test: PlatformUnderTest, probed: dict[str, Any]) -> None:
+    if platform_under_test.without_device:
         not_run(WITHOUT_DEVICE)
     assert probed.get("bind_after_fork", "") == ""
 

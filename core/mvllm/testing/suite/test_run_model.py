@@ -10,7 +10,7 @@ import pytest
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.core.kv_cache_sizing import size_kv_cache
-from mvllm.engine.core.config_resolution import settle_config
+from mvllm.engine.core.config_resolution import resolve_config
 from mvllm.messages.requests import PositionLogprobs
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
@@ -18,7 +18,7 @@ from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import DeviceRuntime, KVCacheNeeds, WorkerContext
 from mvllm.testing.markers import clause, exhaustive
 from mvllm.testing.plugin import DeviceHolder
-from mvllm.testing.platform_under_test import Examinee
+from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.zoo import FAMILIES, LOGPROB_TOLERANCE, Zoo, main_dtype
 from mvllm.worker.worker_wrapper import WorkerWrapper
 
@@ -27,7 +27,7 @@ LIMITS = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 128
 
 
 @contextmanager
-def worker(subject: Examinee, folder: Path, dtype: str) -> Iterator[tuple[WorkerWrapper, int, int]]:
+def worker(subject: PlatformUnderTest, folder: Path, dtype: str) -> Iterator[tuple[WorkerWrapper, int, int]]:
     """A worker that has gone through its start, with its number of blocks and their size."""
     args = EngineArgs.from_kwargs(
         model=str(folder),
@@ -37,7 +37,7 @@ def worker(subject: Examinee, folder: Path, dtype: str) -> Iterator[tuple[Worker
         use_tqdm_on_load=False,
         **LIMITS,
     )
-    config = settle_config(args.create_engine_config(), subject.platform)
+    config = resolve_config(args.create_engine_config(), subject.platform)
     wrapper = WorkerWrapper(config, subject.platform, WorkerContext())
     try:
         wrapper.call("init_device")
@@ -97,14 +97,14 @@ def assert_logprobs(zoo: Zoo, family: str, prompts: list[list[int]], output: Mod
     "family", [pytest.param(f, marks=() if f in ("llama", "gpt2") else exhaustive) for f in FAMILIES if "-" not in f]
 )
 def test_a_model_of_each_family_gives_the_oracles_log_probabilities(
-    subject: Examinee, free_device: None, zoo: Zoo, claimed_dtype: str, family: str
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo, claimed_dtype: str, family: str
 ) -> None:
     check_family(subject, zoo, claimed_dtype, family)
 
 
 @clause("RUN-01", needs="sliding_window")
 def test_a_model_with_a_sliding_window_does_too(
-    subject: Examinee, free_device: None, zoo: Zoo, claimed_dtype: str
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo, claimed_dtype: str
 ) -> None:
     check_family(subject, zoo, claimed_dtype, "mistral-window")
 
@@ -118,7 +118,7 @@ def output_of(wrapper: WorkerWrapper, plan: SchedulerOutput) -> ModelRunnerOutpu
     return output
 
 
-def check_family(subject: Examinee, zoo: Zoo, dtype: str, family: str) -> None:
+def check_family(subject: PlatformUnderTest, zoo: Zoo, dtype: str, family: str) -> None:
     prompts = zoo.oracle(family, LENGTHS).prompts
     with worker(subject, zoo.checkpoint(family), dtype) as (wrapper, _, block_size):
         output = output_of(wrapper, prompts_in_one_step(prompts, block_size))
@@ -127,7 +127,7 @@ def check_family(subject: Examinee, zoo: Zoo, dtype: str, family: str) -> None:
 
 
 @clause("RUN-02")
-def test_the_worker_goes_through_its_life_in_order(subject: Examinee, free_device: None, zoo: Zoo) -> None:
+def test_the_worker_goes_through_its_life_in_order(subject: PlatformUnderTest, free_device: None, zoo: Zoo) -> None:
     """Whatever class the platform names. It answers every step, is healthy, and may be ended twice."""
     with worker(subject, zoo.checkpoint("llama"), main_dtype(subject.capabilities)) as (wrapper, num_blocks, size):
         assert num_blocks > 0 and size > 0
@@ -140,7 +140,7 @@ def test_the_worker_goes_through_its_life_in_order(subject: Examinee, free_devic
 
 @clause("RUN-02", needs="torch_device")
 def test_profiling_leaves_no_more_than_the_device_has(
-    subject: Examinee, device_holder: DeviceHolder, free_device: None, zoo: Zoo
+    subject: PlatformUnderTest, device_holder: DeviceHolder, free_device: None, zoo: Zoo
 ) -> None:
     runtime: DeviceRuntime = device_holder.open()
     with enter_phase(Phase.WORKER):
@@ -150,7 +150,7 @@ def test_profiling_leaves_no_more_than_the_device_has(
     args = EngineArgs.from_kwargs(
         model=str(folder), platform=subject.name, skip_tokenizer_init=True, use_tqdm_on_load=False, **LIMITS
     )
-    config = settle_config(args.create_engine_config(), subject.platform)
+    config = resolve_config(args.create_engine_config(), subject.platform)
     wrapper = WorkerWrapper(config, subject.platform, WorkerContext())
     try:
         wrapper.call("init_device")

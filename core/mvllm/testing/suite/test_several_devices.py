@@ -14,32 +14,32 @@ from mvllm.executor.worker_topology import check_topology
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import LaunchTopology, PlatformError
 from mvllm.testing.markers import clause, not_claimed
-from mvllm.testing.rank_launcher import of_several_devices, parallel_config, why_not_devices
-from mvllm.testing.platform_under_test import Examinee
+from mvllm.testing.rank_launcher import run_on_multiple_devices, parallel_config, why_not_devices
+from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.zoo import Zoo
 
 
-def check(subject: Examinee, what: str, zoo: Zoo | None = None) -> None:
+def check(subject: PlatformUnderTest, what: str, zoo: Zoo | None = None) -> None:
     """Two devices try it."""
     if why := why_not_devices(subject, 2):
         not_claimed(why)
     checkpoint = None if zoo is None else zoo.checkpoint("llama")
-    error = of_several_devices(subject, what, checkpoint=checkpoint).error_of(what)
+    error = run_on_multiple_devices(subject, what, checkpoint=checkpoint).error_of(what)
     assert not error, error
 
 
 @clause("DEV-09")
-def test_tensors_are_spread_over_the_devices(subject: Examinee) -> None:
+def test_tensors_are_spread_over_the_devices(subject: PlatformUnderTest) -> None:
     check(subject, "place")
 
 
 @clause("MEM-05")
-def test_the_memory_of_all_devices_counts(subject: Examinee) -> None:
+def test_the_memory_of_all_devices_counts(subject: PlatformUnderTest) -> None:
     if why := why_not_devices(subject, 2):
         not_claimed(why)
     totals = []
     for count in (1, 2):
-        result = of_several_devices(subject, "total", count)
+        result = run_on_multiple_devices(subject, "total", count)
         assert not result.error_of("total"), result.error_of("total")
         totals.append(int(result.answers["total"]["total"]))
     one, two = totals
@@ -50,17 +50,17 @@ def test_the_memory_of_all_devices_counts(subject: Examinee) -> None:
 
 
 @clause("KVL-06")
-def test_the_cache_is_spread_over_the_devices(subject: Examinee) -> None:
+def test_the_cache_is_spread_over_the_devices(subject: PlatformUnderTest) -> None:
     check(subject, "cache")
 
 
 @clause("RUN-03")
-def test_weights_are_spread_over_the_devices(subject: Examinee, free_device: None, zoo: Zoo) -> None:
+def test_weights_are_spread_over_the_devices(subject: PlatformUnderTest, free_device: None, zoo: Zoo) -> None:
     check(subject, "weights", zoo)
 
 
 @clause("DEV-09", "MEM-05", "KVL-06", "RUN-03", refusal=True)
-def test_a_worker_of_several_devices_that_are_not_claimed_is_refused(subject: Examinee) -> None:
+def test_a_worker_of_several_devices_that_are_not_claimed_is_refused(subject: PlatformUnderTest) -> None:
     if subject.platform.worker_class() is not None:
         not_claimed("it has a worker class of its own, which drives what it likes")
     config = EngineArgs.from_kwargs(model="demo").create_engine_config()

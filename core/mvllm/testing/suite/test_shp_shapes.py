@@ -12,7 +12,7 @@ from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import CompileBackend, DeviceRuntime, ShapePolicy
 from mvllm.testing.tensor_assertions import assert_equal
 from mvllm.testing.markers import clause, not_claimed
-from mvllm.testing.platform_under_test import Examinee
+from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.zoo import MAX_LEN, VOCAB_SIZE, Zoo, assert_tokens, engine, generate, main_dtype, tie_of
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs
 from mvllm.worker.worker import Worker
@@ -20,26 +20,26 @@ from mvllm.worker.worker import Worker
 DIMENSIONS = ("tokens", "requests", "pages")
 
 
-def shapes_of(subject: Examinee) -> ShapePolicy:
+def shapes_of(subject: PlatformUnderTest) -> ShapePolicy:
     with enter_phase(Phase.WORKER):
         return subject.platform.shapes()
 
 
 @clause("SHP-01")
-def test_shapes_are_pure(subject: Examinee) -> None:
+def test_shapes_are_pure(subject: PlatformUnderTest) -> None:
     assert isinstance(shapes_of(subject), ShapePolicy)
     assert shapes_of(subject) == shapes_of(subject)
 
 
 @clause("SHP-01", needs="static_shapes")
-def test_static_shapes_have_buckets_for_every_dimension(subject: Examinee) -> None:
+def test_static_shapes_have_buckets_for_every_dimension(subject: PlatformUnderTest) -> None:
     shapes = shapes_of(subject)
     assert [name for name in DIMENSIONS if not getattr(shapes, name)] == []
 
 
 @clause("SHP-02", needs="torch_device")
 def test_steps_have_sizes_among_the_buckets_and_nothing_is_compiled_after_warm_up(
-    subject: Examinee, free_device: None, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = shapes_of(subject)
     if subject.platform.worker_class() is not None:
@@ -54,7 +54,7 @@ def test_steps_have_sizes_among_the_buckets_and_nothing_is_compiled_after_warm_u
     def watched_build(self: StepInputBuilder, plan: object) -> StepInputs:
         inputs = build(self, plan)  # type: ignore[arg-type]
         seen["tokens"] |= {inputs.layout.num_tokens, len(inputs.token_ids), len(inputs.positions)}
-        seen["requests"] |= {inputs.layout.num_requests, len(inputs.layout.seq_lens_device), len(inputs.logits_at)}
+        seen["requests"] |= {inputs.layout.num_requests, len(inputs.layout.seq_lens_device), len(inputs.logits_indices)}
         seen["pages"].add(int(inputs.layout.block_table_device.shape[1]))
         return inputs
 
@@ -88,7 +88,7 @@ def test_steps_have_sizes_among_the_buckets_and_nothing_is_compiled_after_warm_u
 
 @clause("SHP-03", needs="static_shapes")
 def test_no_request_that_only_samples_compiles_anything(
-    subject: Examinee, free_device: None, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if subject.platform.worker_class() is not None:
         not_claimed("core's worker")

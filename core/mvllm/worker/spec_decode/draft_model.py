@@ -27,7 +27,7 @@ from mvllm.layers.context import ForwardStep
 from mvllm.platform.attention import AttentionMetadata
 from mvllm.sampling.sampler import Sampler
 from mvllm.worker.kv_cache_layers import Plans
-from mvllm.worker.input_batch import RowTable
+from mvllm.worker.input_batch import InputBatch
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class DraftModelProposer:
         draft: DraftModel,
         target: ModelConfig,
         *,
-        rows: RowTable,
+        rows: InputBatch,
         block_size: int,
         inputs: StepInputBuilder,
         plans: Plans,
@@ -144,7 +144,7 @@ class DraftModelProposer:
         self._inputs.staging.end_step()
         if not len(sampling):
             return hidden
-        logits = self._model.compute_logits(hidden.index_select(0, inputs.logits_at))[: len(sampling)]
+        logits = self._model.compute_logits(hidden.index_select(0, inputs.logits_indices))[: len(sampling)]
         missing = self._vocab_size - logits.shape[1]
         return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, : self._vocab_size]
 

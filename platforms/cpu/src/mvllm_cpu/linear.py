@@ -126,7 +126,7 @@ class Linear:
             to = data.data_ptr() + self._packed_size(first, in_features, code) * data.itemsize
             self._pack(rows.data_ptr(), rows.stride(0), to, len(rows), in_features, code)
             if is_large:
-                memory.let_go(rows)
+                memory.release_pages(rows)
         return PackedWeight(data, out_features, in_features)
 
     def linear(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:

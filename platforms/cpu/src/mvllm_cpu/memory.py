@@ -84,13 +84,13 @@ def map_pages(size: int) -> tuple[mmap.mmap, int]:
     return region, begin
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Returns what the C library's allocator holds and nobody uses to the system, where it knows how to."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def let_go(tensor: torch.Tensor) -> None:
+def release_pages(tensor: torch.Tensor) -> None:
     """Returns the whole pages of a tensor's memory to the system; nobody may read it any more, or its neighbours in it.
 
     Args:
@@ -104,7 +104,7 @@ def let_go(tensor: torch.Tensor) -> None:
             ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
-def give_back_code() -> None:
+def release_code_pages() -> None:
     """Lets go of libraries' code: of what importing them has run, little is ever run again.
 
     What is run again comes back from the page cache. Only code that lies in memory as it lies in its file is let go:

@@ -86,20 +86,20 @@ class PagedCache(tuple[torch.Tensor, ...]):
 
     address: int
     _pointers: _Cache
-    _touch_no_more: Callable[[int], None] | None = None
+    _stop_touching: Callable[[int], None] | None = None
 
-    def touch_later(self, library: ctypes.CDLL) -> None:
+    def touch_in_background(self, library: ctypes.CDLL) -> None:
         """Has the library touch the memory while nobody computes: first use may take long (csrc/first_touch.cpp)."""
-        self._touch_no_more = library.mvllm_cpu_touch_no_more
+        self._stop_touching = library.mvllm_cpu_touch_no_more
         for part in self:
             if part.nbytes >= HUGE_PAGE:  # anything smaller is there
                 front = part[: TOUCHED_TOKENS // part.shape[-1]]
                 library.mvllm_cpu_touch_later(part.data_ptr(), front.nbytes, TOUCHED_BYTES)
 
     def __del__(self) -> None:
-        if self._touch_no_more is not None:
+        if self._stop_touching is not None:
             for part in self:
-                self._touch_no_more(part.data_ptr())
+                self._stop_touching(part.data_ptr())
 
     @classmethod
     def of(cls, stored: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> PagedCache:
@@ -216,7 +216,7 @@ class PagedAttention(AttentionBackend):
         stored = [zeros((*heads, size, block_size), self._kv_dtype) for size in self._sizes]
         scales = [zeros((*heads, block_size), torch.float32) for _ in self._sizes if self._scaled]
         cache = PagedCache.of(stored, scales)
-        cache.touch_later(self._library)
+        cache.touch_in_background(self._library)
         return cache
 
     def build_metadata(self, batch: BatchLayout) -> PagedMetadata:

@@ -102,7 +102,7 @@ class CPUPlatform(Platform):
             num_workers=num_workers,
             devices_per_worker=1,
             executors=("uni", *across) if num_workers == 1 else across,
-            env_per_worker=tuple(worker_environment.of_worker(share.threads) for share in shares),
+            env_per_worker=tuple(worker_environment.worker_variables_for_threads(share.threads) for share in shares),
             ray_resource="CPU",
         )
 

@@ -59,16 +59,16 @@ class Kernel:
             _here.calls.append((self, args))
 
 
-class WaitingKernel(Kernel):
+class BlockingKernel(Kernel):
     """A kernel that waits for other processes, and not for ever: it returns 1, or 0 where it wants to be called again.
 
     Args:
         library, name, argtypes: As Kernel's.
         ahead: Which parameter says where the weights lie that are read next; 0 there where nobody knows.
-        see_to: Called before each further call. Ends the matter with an exception where the others will not come.
+        check_peers: Called before each further call. Ends the matter with an exception where the others will not come.
 
     Attributes:
-        ahead, see_to: As given.
+        ahead, check_peers: As given.
     """
 
     _restype = ctypes.c_int
@@ -80,16 +80,16 @@ class WaitingKernel(Kernel):
         argtypes: tuple[Any, ...],
         *,
         ahead: int,
-        see_to: Callable[[], None],
+        check_peers: Callable[[], None],
     ) -> None:
         super().__init__(library, name, argtypes)
         self.ahead = ahead
-        self.see_to = see_to
+        self.check_peers = check_peers
 
     def __call__(self, *args: Any) -> None:
         """Calls the function until it is through."""
         while not self._function(*args):
-            self.see_to()
+            self.check_peers()
         self._note(args)
 
 

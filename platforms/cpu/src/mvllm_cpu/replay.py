@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mvllm.plugin_api import CompileBackend, get_logger
 from mvllm_cpu import recording
-from mvllm_cpu.recording import Call, WaitingKernel
+from mvllm_cpu.recording import Call, BlockingKernel
 
 logger = get_logger("mvllm.cpu.replay")
 
@@ -44,7 +44,7 @@ ALIGNMENT = 64
 ARENA, RESULT, FIRST_ARGUMENT = 0, 1, 2
 
 
-class _Cannot(Exception):
+class _NotReplayable(Exception):
     """Why a function's calls cannot be replayed."""
 
 
@@ -155,7 +155,7 @@ class Replay(CompileBackend):
             self._arena = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
         return -(-self._arena.data_ptr() // ALIGNMENT) * ALIGNMENT
 
-    def spoil_arena(self) -> None:
+    def poison_arena(self) -> None:
         """Fills the arena with NaNs of every dtype."""
         self._arena.fill_(0xFF)
 
@@ -202,15 +202,15 @@ class _Compiled:
         self._programs[key] = None
         try:
             if refusal is not None:
-                raise _Cannot(refusal)
+                raise _NotReplayable(refusal)
             program = _program(calls, watch.allocated, result, args)
             self._backend.arena(program.arena_bytes)
-            self._backend.spoil_arena()
+            self._backend.poison_arena()
             again = self._backend.run(program, _copies(before))
             if not torch.equal(result.view(torch.uint8), again.view(torch.uint8)):
                 self._function(*before)  # the keys and values that the recording has stored may be wrong too
-                raise _Cannot("its kernels are not all of its work: the recording gives another result")
-        except _Cannot as e:
+                raise _NotReplayable("its kernels are not all of its work: the recording gives another result")
+        except _NotReplayable as e:
             logger.debug("Steps of %s are not replayed: %s", key, e)
         else:
             self._programs[key] = program
@@ -243,12 +243,12 @@ def _program(calls: list[Call], allocated: list[torch.Tensor], result: Any, argu
     """Lays out the intermediate tensors of recorded calls, and names what changes from run to run.
 
     Raises:
-        _Cannot: With the reason.
+        _NotReplayable: With the reason.
     """
     if not isinstance(result, torch.Tensor) or not result.is_contiguous():
-        raise _Cannot("its result is not one contiguous tensor")
+        raise _NotReplayable("its result is not one contiguous tensor")
     if any(not isinstance(a, torch.Tensor | None) and not hasattr(a, "handle") for a in arguments):
-        raise _Cannot("its arguments are not all tensors and attention plans")
+        raise _NotReplayable("its arguments are not all tensors and attention plans")
     buffers = [_Buffer(t.data_ptr(), t.nbytes, len(calls), -1) for t in allocated if t.nbytes]
     inputs = [
         (_base_of(a), a.nbytes if isinstance(a, torch.Tensor) else 1, FIRST_ARGUMENT + i)
@@ -263,14 +263,14 @@ def _program(calls: list[Call], allocated: list[torch.Tensor], result: Any, argu
     unknown: list[int] = []  # slots that want to know which weights are read next
     for number, (called, args) in enumerate(calls):
         if called.entry < 0:
-            raise _Cannot(f"programs cannot call {called.name}")
+            raise _NotReplayable(f"programs cannot call {called.name}")
         numbers.append(called.entry)
         if called.weight is not None:
             for at in unknown:
                 slots[at] = args[called.weight]
             unknown.clear()
-        if isinstance(called, WaitingKernel):
-            waits[number] = called.see_to
+        if isinstance(called, BlockingKernel):
+            waits[number] = called.check_peers
             unknown.append(len(slots) + called.ahead)
         for kind, value in zip(called.argtypes, args, strict=True):
             if kind is ctypes.c_void_p and isinstance(value, int) and value:
@@ -280,7 +280,7 @@ def _program(calls: list[Call], allocated: list[torch.Tensor], result: Any, argu
 
     own = next((b for b in buffers if b.address == result.data_ptr()), None)
     if own is None or own.last < 0 or own.size != result.nbytes:
-        raise _Cannot("its result is not what one of its kernels has written")
+        raise _NotReplayable("its result is not what one of its kernels has written")
     arena_bytes = _lay_out([b for b in buffers if b is not own and b.last >= 0])
     patches = [
         (at, RESULT, offset)

@@ -60,8 +60,8 @@ class CPURuntime(DeviceRuntime):
         host_resources.reset_peak_resident_memory()
 
     def release_cached_memory(self) -> None:
-        workspace.of_process.release()
-        memory.give_back()
+        workspace.process_workspace.release()
+        memory.trim_heap()
 
     def is_out_of_memory(self, error: Exception) -> bool:
         """Torch's allocator for the host raises a plain RuntimeError."""
@@ -70,7 +70,7 @@ class CPURuntime(DeviceRuntime):
 
     def end_warm_up(self) -> None:
         self.release_cached_memory()  # what importing and loading have left
-        memory.give_back_code()
+        memory.release_code_pages()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         try:

@@ -94,7 +94,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
             return super().all_gather(tensor, dim)
         tensor = tensor.contiguous()
         while not self._meet(self._here, tensor.data_ptr(), tensor.nbytes):
-            self._see_to_late()
+            self._check_late_rank()
         parts = [
             torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=self._slot(rank)).view(
                 tensor.shape
@@ -110,7 +110,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
         self._memory = None
         super().close()
 
-    def _see_to_late(self) -> None:
+    def _check_late_rank(self) -> None:
         """Returns where the rank that has not come may still come.
 
         Raises:
@@ -147,12 +147,12 @@ class SharedMemoryCommunicator(TorchCommunicator):
         self._shared.memory = begin
         self._here = ctypes.byref(self._shared)
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._sum = recording.WaitingKernel(
+        self._sum = recording.BlockingKernel(
             library,
             "mvllm_cpu_shared_all_reduce",
             (pointer, pointer, number, ctypes.c_int32, pointer),
             ahead=4,
-            see_to=self._see_to_late,
+            check_peers=self._check_late_rank,
         )
         self._meet = library.mvllm_cpu_shared_meet
         self._meet.argtypes, self._meet.restype = (pointer, pointer, number), ctypes.c_int

@@ -11,7 +11,7 @@ import os
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 
-def of_worker(threads: int) -> dict[str, str]:
+def worker_variables_for_threads(threads: int) -> dict[str, str]:
     """The variables of a worker that computes with `threads` threads."""
     chosen = {"OMP_NUM_THREADS": str(threads)}
     if HUGE_PAGES not in os.environ:

@@ -145,7 +145,7 @@ def _whole_pages(size: int) -> int:
     return -(-size // HUGE_PAGE) * HUGE_PAGE
 
 
-of_process = Workspace()
+process_workspace = Workspace()
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -155,4 +155,4 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """
     if math.prod(shape) * dtype.itemsize < SMALLEST or recording.is_recording():
         return torch.empty(shape, dtype=dtype)
-    return of_process.empty(shape, dtype)
+    return process_workspace.empty(shape, dtype)

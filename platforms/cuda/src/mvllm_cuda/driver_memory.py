@@ -10,7 +10,7 @@ from mvllm_cuda.nvml import NvmlError, opened
 logger = get_logger("mvllm.cuda.books")
 
 
-class NvmlBooks:
+class NvmlDriverMemory:
     """A device's.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 
 from mvllm.plugin_api import PlatformError, get_logger
 from mvllm_cuda import visible
-from mvllm_cuda.driver_memory import NvmlBooks
+from mvllm_cuda.driver_memory import NvmlDriverMemory
 from mvllm_cuda.nvml import NvmlError, read_inventory
 from mvllm_cuda.probe import MIN_CAPABILITY, dotted
 from mvllm_torch_gpu.runtime import TorchGpuRuntime
@@ -30,8 +30,8 @@ class CudaRuntime(TorchGpuRuntime):
         variable = os.environ.get(visible.VARIABLE)
         return "" if variable is None else f"{visible.VARIABLE}={variable!r}"
 
-    def books(self, index: int) -> NvmlBooks:
-        return NvmlBooks(nvml_uuid(index))
+    def books(self, index: int) -> NvmlDriverMemory:
+        return NvmlDriverMemory(nvml_uuid(index))
 
     def refusal(self, properties: Any) -> str | None:
         found = (properties.major, properties.minor)

@@ -12,7 +12,7 @@ _OUTERMOST = 0xEFFFFFFC
 """Number that the kernel gives to its first namespace of processes, the one in which the driver counts."""
 
 
-class SysfsBooks:
+class SysfsDriverMemory:
     """A device's.
 
     Args:
@@ -33,12 +33,12 @@ class SysfsBooks:
 
     def held_by_this_process(self) -> int | None:
         """Bytes that this process holds; None where the driver knows it by another number (in a container)."""
-        if self._device is None or not driver_counts_as_we_do():
+        if self._device is None or not driver_shares_pid_namespace():
             return None
         return topology.bytes_of_process(self._device, os.getpid(), self._root)
 
 
-def driver_counts_as_we_do(namespace: Path = Path("/proc/self/ns/pid")) -> bool:
+def driver_shares_pid_namespace(namespace: Path = Path("/proc/self/ns/pid")) -> bool:
     """Whether the driver knows this process by the number that it knows itself by."""
     try:
         return namespace.stat().st_ino == _OUTERMOST

@@ -12,7 +12,7 @@ import torch
 
 from mvllm.plugin_api import PlatformError, get_logger
 from mvllm_rocm import targets, visible
-from mvllm_rocm.driver_memory import SysfsBooks
+from mvllm_rocm.driver_memory import SysfsDriverMemory
 from mvllm_rocm.topology import RocmDevice, TopologyError, read_inventory
 from mvllm_torch_gpu.runtime import TorchGpuRuntime
 
@@ -32,8 +32,8 @@ class RocmRuntime(TorchGpuRuntime):
     def shown(self) -> str:
         return visible.shown(os.environ)
 
-    def books(self, index: int) -> SysfsBooks:
-        return SysfsBooks(device_at(index))
+    def books(self, index: int) -> SysfsDriverMemory:
+        return SysfsDriverMemory(device_at(index))
 
     def refusal(self, properties: Any) -> str | None:
         target = str(properties.gcnArchName).partition(":")[0]

@@ -30,7 +30,7 @@ Clock = Callable[[Callable[[], Any]], float | None]
 
 
 @dataclass(frozen=True)
-class ChosenMetadata(PagedMetadata):
+class AutotunedMetadata(PagedMetadata):
     """A step's tables, and the plans of libraries that may compute it.
 
     Attributes:
@@ -40,7 +40,7 @@ class ChosenMetadata(PagedMetadata):
     plans: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
-class ChosenAttention(TritonAttention):
+class AutotunedAttention(TritonAttention):
     """See the module.
 
     Args:
@@ -73,7 +73,7 @@ class ChosenAttention(TritonAttention):
         # Blocks that it takes come first: the user wants it to compute.
         return replace(layout, block_sizes=tuple(sorted(layout.block_sizes, key=lambda size: size % 256 != 0)))
 
-    def build_metadata(self, batch: BatchLayout) -> ChosenMetadata:
+    def build_metadata(self, batch: BatchLayout) -> AutotunedMetadata:
         step = super().build_metadata(batch)
         chosen = self._chosen.get(_kind_of(step, step.num_tokens))
         device = step.slot_mapping.device
@@ -82,12 +82,12 @@ class ChosenAttention(TritonAttention):
             for name, library in self._libraries.items()
             if chosen in (None, name) and library.takes(step)
         }
-        return ChosenMetadata(**{**vars(step), "plans": plans})
+        return AutotunedMetadata(**{**vars(step), "plans": plans})
 
     def forward(
         self, query: torch.Tensor, kv: Cache, metadata: PagedMetadata, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        assert isinstance(metadata, ChosenMetadata)
+        assert isinstance(metadata, AutotunedMetadata)
         ways: dict[str, Callable[[], torch.Tensor]] = {
             name: partial(self._by_library, library, query, kv, metadata)
             for name, library in self._libraries.items()
@@ -102,7 +102,7 @@ class ChosenAttention(TritonAttention):
         return super().forward(query, kv, metadata, sinks)
 
     def _by_library(
-        self, library: AttentionLibrary, query: torch.Tensor, kv: Cache, metadata: ChosenMetadata
+        self, library: AttentionLibrary, query: torch.Tensor, kv: Cache, metadata: AutotunedMetadata
     ) -> torch.Tensor:
         query = query if query.stride(-1) == 1 else query.contiguous()
         return library.attend(query, kv[0], kv[1], metadata, metadata.plans[library.name]).flatten(1)
@@ -111,7 +111,7 @@ class ChosenAttention(TritonAttention):
         self,
         query: torch.Tensor,
         kv: Cache,
-        metadata: ChosenMetadata,
+        metadata: AutotunedMetadata,
         ways: dict[str, Callable[[], torch.Tensor]],
         kind: Hashable,
     ) -> str:

@@ -5,7 +5,7 @@ In torch's build for ROCm the backend of that name, with its variables, is RCCL.
 
 A decode step adds up a few kilobytes per layer, twice, and NCCL's ring or tree spends more time on its own steps than
 on the bytes. Devices that can map each other's memory do without: `custom_all_reduce.py`. Whoever computes a sum there is a
-`SmallSums`; what it does not take goes to NCCL.
+`SmallAllReduce`; what it does not take goes to NCCL.
 
 Not run on hardware.
 """
@@ -25,7 +25,7 @@ logger = get_logger("mvllm.torch_gpu.communicator")
 _ADVICE = "Set NCCL_DEBUG=INFO to see what NCCL tries; between machines, NCCL_SOCKET_IFNAME names the network to use."
 
 
-class SmallSums(Protocol):
+class SmallAllReduce(Protocol):
     """Another way to add up small tensors over the ranks of a group. All ranks call it alike."""
 
     def takes(self, tensor: torch.Tensor) -> bool:
@@ -96,7 +96,7 @@ class NcclCommunicator(DeviceCommunicator):
 
     Args:
         spec, device, timeout: As above.
-        direct_sums: Add small tensors without NCCL, where that works.
+        custom_all_reduce: Add small tensors without NCCL, where that works.
         backend: Torch's; another than NCCL is for tests.
     """
 
@@ -105,14 +105,14 @@ class NcclCommunicator(DeviceCommunicator):
         spec: GroupSpec,
         device: torch.device,
         *,
-        direct_sums: bool = False,
+        custom_all_reduce: bool = False,
         backend: str = "nccl",
         timeout: float = 600.0,
     ) -> None:
         super().__init__(spec, device, backend=backend, advice=_ADVICE, timeout=timeout)
-        self._small_sums: SmallSums | None = None
-        if direct_sums:
-            self._small_sums = self._agree_on(lambda: _direct(self, device))
+        self._small_sums: SmallAllReduce | None = None
+        if custom_all_reduce:
+            self._small_sums = self._create_if_all_ranks_can(lambda: _direct(self, device))
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._small_sums is not None and self._small_sums.takes(tensor):
@@ -125,9 +125,9 @@ class NcclCommunicator(DeviceCommunicator):
             self._small_sums = None
         super().close()
 
-    def _agree_on(self, make: Callable[[], SmallSums]) -> SmallSums | None:
+    def _create_if_all_ranks_can(self, make: Callable[[], SmallAllReduce]) -> SmallAllReduce | None:
         """What `make` makes, if it does so on every rank and adds up right on every rank; else None on all of them."""
-        found: SmallSums | None = None
+        found: SmallAllReduce | None = None
         try:
             found = make()
         except (RuntimeError, ImportError, PlatformError) as e:
@@ -135,14 +135,14 @@ class NcclCommunicator(DeviceCommunicator):
         everywhere = self._all(found is not None)
         if found is None:
             return None
-        if everywhere and self._adds_up(found):
+        if everywhere and self._sums_are_correct(found):
             return found
         if everywhere:
             logger.warning("Small sums go through NCCL: without it they come out another way.")
         found.close()
         return None
 
-    def _adds_up(self, sums: SmallSums) -> bool:
+    def _sums_are_correct(self, sums: SmallAllReduce) -> bool:
         """Whether `sums` gives what NCCL gives, and the same bits on all ranks. All ranks call it together."""
         own = torch.Generator(device="cpu").manual_seed(self.rank)
         for size in (8, 4096, 100_000):
@@ -167,9 +167,9 @@ class NcclCommunicator(DeviceCommunicator):
         return int(votes) == self.world_size
 
 
-def _direct(communicator: NcclCommunicator, device: torch.device) -> SmallSums:
-    from mvllm_torch_gpu.custom_all_reduce import DirectSums
+def _direct(communicator: NcclCommunicator, device: torch.device) -> SmallAllReduce:
+    from mvllm_torch_gpu.custom_all_reduce import CustomAllReduce
 
     group = communicator._group
     assert group is not None
-    return DirectSums(group, device)
+    return CustomAllReduce(group, device)

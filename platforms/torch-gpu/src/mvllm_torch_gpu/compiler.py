@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from mvllm.plugin_api import CompileBackend
-from mvllm_torch_gpu.decode_graphs import TABLE_TOKENS, CapturedSteps
+from mvllm_torch_gpu.decode_graphs import TABLE_TOKENS, DecodeGraphBackend
 from mvllm_torch_gpu.device_module import CUDA, DeviceModule
 from mvllm_torch_gpu.graphs import DeviceGraphs
 
 
-class Uncompiled(CompileBackend):
+class NoCompileBackend(CompileBackend):
     """Leaves functions as they are."""
 
     def compile(self, function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
@@ -34,12 +34,12 @@ def make_compiler(mode: str, module: DeviceModule = CUDA, *, table_tokens: int =
     Args:
         mode: The mode.
         module: What drives the device.
-        table_tokens: As CapturedSteps has it.
+        table_tokens: As DecodeGraphBackend has it.
     """
     if mode == "none":
-        return Uncompiled()
+        return NoCompileBackend()
     version = f"{mode}-{torch.__version__}"
-    return CapturedSteps(
+    return DecodeGraphBackend(
         lambda: DeviceGraphs(module.device(module.api.current_device()), module),
         version,
         fuse=fuse if mode == "inductor" else None,

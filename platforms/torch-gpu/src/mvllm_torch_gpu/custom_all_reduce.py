@@ -31,7 +31,7 @@ _ALIGNMENT = 16
 _MOST_RANKS = 8
 
 
-class DirectSums:
+class CustomAllReduce:
     """Sums of one group. All its ranks make one together.
 
     Args:

@@ -37,11 +37,11 @@ class Graphs(Protocol):
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """As in GraphBackend."""
 
-    def rehearsal(self) -> AbstractContextManager[None]:
+    def forbid_synchronization(self) -> AbstractContextManager[None]:
         """A context in which a step is run before it is captured; fails if it waits for the device."""
 
 
-class CapturedSteps(CompileBackend):
+class DecodeGraphBackend(CompileBackend):
     """Graphs of decode steps.
 
     Args:
@@ -160,7 +160,7 @@ class _Captured:
     def __init__(self, function: Callable[..., Any], graphs: Graphs, tables: Tables, args: tuple[Any, ...]) -> None:
         self._inputs = tuple(_room_for(arg, place, tables) for place, arg in enumerate(args))
         self._load(args)
-        with graphs.rehearsal():
+        with graphs.forbid_synchronization():
             rehearsed = function(*self._inputs)
         if not isinstance(rehearsed, torch.Tensor):
             raise PlatformError(f"The step gives a {type(rehearsed).__name__}, not a tensor.")

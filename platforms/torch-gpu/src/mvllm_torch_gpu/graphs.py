@@ -61,7 +61,7 @@ class DeviceGraphs(GraphBackend):
         return self._bytes
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def forbid_synchronization(self) -> Iterator[None]:
         """Work done in here fails if it waits for the device: that could not be captured.
 
         What it needs once (compiled kernels, libraries' workspaces) is there afterwards.

@@ -85,7 +85,7 @@ class Books(Protocol):
         """Bytes of it that this process holds; None where the driver cannot tell."""
 
 
-class NoBooks:
+class UnknownDriverMemory:
     """Those of a device that the driver does not show."""
 
     def free(self) -> None:
@@ -142,11 +142,11 @@ class DeviceMemory:
             peak_allocated=api.max_memory_allocated(self._device),
             reserved=reserved,
             outside=outside,
-            host_free=host_available() if self._unified else None,
+            host_free=available_host_memory() if self._unified else None,
         )
 
 
-def host_available(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
+def available_host_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
     """Bytes of the host's memory that programs can still have: what the system can give up, within our group."""
     found = 0
     for line in meminfo.read_text().splitlines():

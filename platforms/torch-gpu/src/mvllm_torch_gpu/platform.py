@@ -104,7 +104,7 @@ class TorchGpuPlatform(Platform):
     def plan(self, config: EngineConfig) -> Plan | Refusals:
         (
             self.settings.compile_mode(),
-            self.settings.direct_sums(),
+            self.settings.custom_all_reduce(),
             self.settings.attention(),
         )  # what means nothing is told now, not by a worker
         refusals = [
@@ -132,7 +132,7 @@ class TorchGpuPlatform(Platform):
     def communicator(self, group: GroupSpec, device: torch.device) -> Communicator:
         from mvllm_torch_gpu.communicator import NcclCommunicator
 
-        return NcclCommunicator(group, device, direct_sums=self.settings.direct_sums())
+        return NcclCommunicator(group, device, custom_all_reduce=self.settings.custom_all_reduce())
 
     def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
         none = f"The {self.title} platform has no attention for this model"
@@ -182,7 +182,7 @@ class TorchGpuPlatform(Platform):
         """
         from mvllm_torch_gpu.attention import TritonAttention
         from mvllm_torch_gpu.attention_libraries import LIBRARIES, libraries_for
-        from mvllm_torch_gpu.autotuned_attention import TRITON, ChosenAttention
+        from mvllm_torch_gpu.autotuned_attention import TRITON, AutotunedAttention
 
         asked = self.settings.attention()
         if asked == TRITON:
@@ -194,7 +194,7 @@ class TorchGpuPlatform(Platform):
             raise PlatformError(f"{variable}={asked}: {'; '.join(reasons)}. Unset {variable}, or set it to {TRITON}.")
         if not found:
             return TritonAttention(spec, float8=self.float8)
-        return ChosenAttention(spec, found, forced=forced, float8=self.float8)
+        return AutotunedAttention(spec, found, forced=forced, float8=self.float8)
 
     def ops(self) -> Sequence[OpProvider]:
         try:

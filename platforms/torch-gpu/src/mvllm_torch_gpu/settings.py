@@ -54,7 +54,7 @@ class Settings:
         """
         return _one_of(f"{self.prefix}_ATTENTION", self.attentions)
 
-    def direct_sums(self) -> bool:
+    def custom_all_reduce(self) -> bool:
         """Whether small sums go through memory that ranks map from each other.
 
         Raises:

@@ -48,7 +48,7 @@ class LazyRuntime(DeviceRuntime):
 
     def __init__(self, ctx: WorkerContext) -> None:
         try:
-            let_nan_pass()
+            find_nan_as_tpus_do()
             compile_cache.use()
             self.device = torch_xla.device()
             self._kind = xr.device_type()
@@ -134,7 +134,7 @@ class LazyRuntime(DeviceRuntime):
         return num_compilations()
 
 
-def let_nan_pass() -> None:
+def find_nan_as_tpus_do() -> None:
     """Has XLA's CPU device find a NaN where it looks for the largest element, as TPUs do. Before XLA starts."""
     if xla_devices.find().on_host and _NAN_FLAG not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_NAN_FLAG}=false".strip()

@@ -107,7 +107,7 @@ class TPUPlatform(Platform):
             num_devices = 1
         num_workers = parallel.world_size // num_devices
         variables = {} if runtime is None else dict(runtime.variables(found))
-        in_process = num_workers == 1 and (runtime is None or runtime.binds_here(num_devices))
+        in_process = num_workers == 1 and (runtime is None or runtime.runs_in_engine_process(num_devices))
         if num_devices > 1 and found.on_host:
             variables[xla_devices.NUM_CPUS_VARIABLE] = str(num_devices)
             in_process = in_process and len(found.names) == num_devices  # what XLA shows is settled once in a process

@@ -29,7 +29,7 @@ _HEADS = 2
 """The dimension of a KV cache's tensors that is cut."""
 
 
-class SpreadRuntime(LazyRuntime):
+class SpmdRuntime(LazyRuntime):
     """All devices that this process sees.
 
     Raises:
@@ -76,7 +76,7 @@ class SpreadRuntime(LazyRuntime):
         return [shard.cpu() for shard, _ in shards]
 
 
-class SpreadAttention(LazyAttention):
+class SpmdAttention(LazyAttention):
     """LazyAttention with a cache whose heads the devices share; each has all where their number does not divide.
 
     Args:

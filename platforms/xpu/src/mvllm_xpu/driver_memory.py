@@ -6,7 +6,7 @@ from mvllm_xpu import topology
 from mvllm_xpu.topology import XpuDevice
 
 
-class FdinfoBooks:
+class FdinfoDriverMemory:
     """A device's.
 
     Args:

@@ -13,7 +13,7 @@ import torch
 from mvllm.plugin_api import PlatformError, get_logger
 from mvllm_torch_gpu.runtime import TorchGpuRuntime
 from mvllm_xpu import chips, visible
-from mvllm_xpu.driver_memory import FdinfoBooks
+from mvllm_xpu.driver_memory import FdinfoDriverMemory
 from mvllm_xpu.device_module import XPU
 from mvllm_xpu.topology import TopologyError, XpuDevice, read_inventory
 
@@ -33,8 +33,8 @@ class XpuRuntime(TorchGpuRuntime):
     def shown(self) -> str:
         return visible.shown(os.environ)
 
-    def books(self, index: int) -> FdinfoBooks:
-        return FdinfoBooks(device_at(index))
+    def books(self, index: int) -> FdinfoDriverMemory:
+        return FdinfoDriverMemory(device_at(index))
 
     def refusal(self, properties: Any) -> str | None:
         chip = chips.of_id(int(getattr(properties, "device_id", 0)))  # older versions of torch do not tell

@@ -58,7 +58,7 @@ class PendingCopy(Strict):
         """The host tensor, once it is there."""
         self._runtime.check()
         tensor = self._copy.result()
-        self._runtime.settle_lent()
+        self._runtime.finish_lent_buffers()
         return tensor
 
 
@@ -195,7 +195,7 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
             raise api.PlatformError(f"A step after the warm-up needed a compilation: {shape} is a new shape.")
         self._compiled.add(shape)
 
-    def settle_lent(self) -> None:
+    def finish_lent_buffers(self) -> None:
         """Earlier copies to the device are done: until now their sources had to stay as they were."""
         for host, content in self._lent:
             if _bytes_of(host) != content:
@@ -205,7 +205,7 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
     def _end_step(self) -> None:
         torch.ops.mvllm_example_device.open(self._settings.devices, self._settings.memory)  # what a fault has taken
         self._batch = None
-        self.settle_lent()
+        self.finish_lent_buffers()
 
 
 def _bytes_of(host: torch.Tensor) -> bytes:

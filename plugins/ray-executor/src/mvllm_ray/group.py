@@ -27,7 +27,7 @@ from mvllm.extension_api import (
     Handshake,
     PeerDiedError,
     StackFile,
-    StatusBoard,
+    ActivityTable,
     StopSignal,
     WorkerDiedError,
     WorkerGroup,
@@ -38,7 +38,7 @@ from mvllm.extension_api import (
 from mvllm_ray.cluster import RayJob, ready, summary_of
 from mvllm_ray.worker import RayWorkerIdentity, RayWorkerReport
 
-_LOOK_SECONDS = 0.25  # how often Ray is asked
+_POLL_SECONDS = 0.25  # how often Ray is asked
 _ACCOUNT_SECONDS = 2.0  # how much later than a closed connection Ray may say what happened
 _GRACE_SECONDS = 2.0  # for workers that were told to stop
 _BUSY_GRACE_SECONDS = 0.5  # for those that were busy with something long and may never look
@@ -62,7 +62,7 @@ class RayWorkerHandle:
     """
 
     def __init__(
-        self, name: str, rank: int, identity: RayWorkerIdentity, actor: Any, stack_fd: int, board: StatusBoard
+        self, name: str, rank: int, identity: RayWorkerIdentity, actor: Any, stack_fd: int, board: ActivityTable
     ) -> None:
         self.name = name
         self.rank = rank
@@ -115,10 +115,10 @@ class RayWorkerHandle:
         return self._pidfd >= 0 and is_stopped(self.pid)
 
     def death(self) -> WorkerDiedError:
-        message, activity = self.describe_death(), str(self.activity)
+        message, activity = self.describe_exit(), str(self.activity)
         return WorkerDiedError(message, rank=self.rank, pid=self.pid, activity=activity, exit_code=None)
 
-    def describe_death(self) -> str:
+    def describe_exit(self) -> str:
         message = f"{self} was lost {self.activity.during()}. {self.account or 'Its process has ended.'}"
         if stack := self._stacks.text():
             message += f"\nIts stack:\n{stack.rstrip()}"
@@ -152,7 +152,7 @@ class RayWorkerGroup(WorkerGroup):
         board: Where near workers say what they do, and the executor what it asked far ones for.
     """
 
-    def __init__(self, job: RayJob, workers: Sequence[RayWorkerHandle], board: StatusBoard) -> None:
+    def __init__(self, job: RayJob, workers: Sequence[RayWorkerHandle], board: ActivityTable) -> None:
         super().__init__()
         self._job = job
         self._workers = workers
@@ -179,8 +179,8 @@ class RayWorkerGroup(WorkerGroup):
             self._watched[built] = worker
         self._monitor.start()
 
-    def cause_of(self, error: Exception) -> Exception:
-        found = super().cause_of(error)
+    def root_cause_of(self, error: Exception) -> Exception:
+        found = super().root_cause_of(error)
         if found is error and isinstance(error, PeerDiedError):
             # Ray does not know of it yet: then what the queue knows has to do.
             for worker in self._workers:
@@ -192,7 +192,7 @@ class RayWorkerGroup(WorkerGroup):
     def end(self, *, gracefully: bool = False) -> None:
         if os.getpid() != self._pid:  # a fork of the engine's process: the actors are not its own
             return
-        self.expect_ends()
+        self.expect_exits()
         self.stop.set()
         with self._end_lock:
             if self._ended:
@@ -218,7 +218,7 @@ class RayWorkerGroup(WorkerGroup):
                 self._wait_gone(_KILL_SECONDS)
                 self._ended = True
 
-    def is_watched_here(self) -> bool:
+    def is_monitor_thread(self) -> bool:
         return threading.current_thread() is self._monitor
 
     def close(self) -> None:
@@ -261,13 +261,13 @@ class RayWorkerGroup(WorkerGroup):
         for fd in near:
             poll.register(fd, select.POLLIN | select.POLLHUP)
         while not self._wake.is_set and self._watched:
-            gone = [near[fd] for fd, _ in poll.poll(_LOOK_SECONDS * 1e3) if fd in near]
+            gone = [near[fd] for fd, _ in poll.poll(_POLL_SECONDS * 1e3) if fd in near]
             for worker in gone:
                 assert worker.control is not None
                 poll.unregister(worker.control)
             lost = self._ask_ray()
             if (gone or lost) and not self._ending and self.failure is None:
-                self._take_deaths(lost, gone)
+                self._reap_workers(lost, gone)
 
     def _ask_ray(self) -> list[RayWorkerHandle]:
         """Takes what has come back since the last look; returns the workers that turned out to be lost."""
@@ -302,7 +302,7 @@ class RayWorkerGroup(WorkerGroup):
             worker.is_ready = True
             self._changed.notify_all()
 
-    def _take_deaths(self, lost: list[RayWorkerHandle], gone: list[RayWorkerHandle]) -> None:
+    def _reap_workers(self, lost: list[RayWorkerHandle], gone: list[RayWorkerHandle]) -> None:
         """Waits for Ray's account of what the kernel has told, and for those that die of the same cause."""
         deadline = time.monotonic() + _ACCOUNT_SECONDS
         gather_until = time.monotonic() + self.GATHER_SECONDS

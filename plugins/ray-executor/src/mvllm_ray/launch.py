@@ -20,23 +20,23 @@ import msgspec
 
 from mvllm.extension_api import (
     ConfigError,
-    DescriptorDoor,
+    FileDescriptorServer,
     EngineConfig,
-    EngineQueues,
+    RpcQueues,
     LaunchTopology,
     MessageReader,
     MessageWriter,
-    Parcel,
+    MessageWithFds,
     Platform,
     PlatformError,
     Reply,
-    StatusBoard,
+    ActivityTable,
     WorkerContext,
     devices_per_worker,
     encode_worker_configs,
     log_level,
-    search_path,
-    unnamed_file,
+    module_search_path,
+    anonymous_file,
     worker_names,
 )
 from mvllm_ray.cluster import RayJob
@@ -71,7 +71,7 @@ class LaunchedActors:
     group: RayWorkerGroup
     writer: MessageWriter
     readers: list[MessageReader[Reply]]
-    board: StatusBoard
+    board: ActivityTable
     far: tuple[int, ...]
 
 
@@ -89,11 +89,11 @@ def launch_actors(config: EngineConfig, platform: Platform, topology: LaunchTopo
         placed = _in_order(job, resource, limit)
         names = worker_names(config.parallel, len(placed))
         far = tuple(r for r, worker in enumerate(placed) if worker.identity.node_id != job.node_id)
-        board = StatusBoard.create(len(placed))
+        board = ActivityTable.create(len(placed))
         stack.callback(board.close)
         workers = []
         for rank, (name, at) in enumerate(zip(names, placed)):
-            stack_fd = -1 if rank in far else unnamed_file("stacks")
+            stack_fd = -1 if rank in far else anonymous_file("stacks")
             workers.append(RayWorkerHandle(name, rank, at.identity, at.actor, stack_fd, board))
         group = RayWorkerGroup(job, workers, board)
         stack.callback(group.close)
@@ -157,20 +157,20 @@ def _connect(
     placed: Sequence[_Placed],
     job: RayJob,
     group: RayWorkerGroup,
-    board: StatusBoard,
+    board: ActivityTable,
 ) -> tuple[MessageWriter, list[MessageReader[Reply]]]:
     """Tells every actor who it is, and gives it its ends of the queues; returns the executor's."""
     workers = group.workers
     far = [worker.rank for worker in workers if not worker.is_near]
     with contextlib.ExitStack() as stack:
-        queues = EngineQueues([worker.name for worker in workers], far, job.node_ip, config.parallel)
+        queues = RpcQueues([worker.name for worker in workers], far, job.node_ip, config.parallel)
         stack.callback(queues.close)  # the workers have what is theirs
-        parcels = {worker.rank: _parcel(worker, queues, board) for worker in workers if worker.is_near}
-        door = DescriptorDoor(parcels)
+        messages = {worker.rank: _parcel(worker, queues, board) for worker in workers if worker.is_near}
+        door = FileDescriptorServer(messages)
         stack.callback(door.close)
         starts = _starts(config, platform, topology, workers, placed, queues, door)
         refs = [w.actor.initialize.remote(msgspec.msgpack.encode(start)) for w, start in zip(workers, starts)]
-        near = dict(zip(parcels, queues.open_readers(group.stop)))
+        near = dict(zip(messages, queues.open_readers(group.stop)))
         ends = stack.enter_context(contextlib.ExitStack())  # ours, closed if the start fails
         for reader in near.values():
             ends.callback(reader.close)
@@ -192,10 +192,10 @@ def _connect(
         return writer, readers
 
 
-def _parcel(worker: RayWorkerHandle, queues: EngineQueues, board: StatusBoard) -> Parcel:
+def _parcel(worker: RayWorkerHandle, queues: RpcQueues, board: ActivityTable) -> MessageWithFds:
     requests, replies = queues.ends(worker.rank)
     ends = NearEnds(requests, replies, board.fd, worker.stack_fd)
-    return Parcel(ends, (*requests.fds, *replies.fds, board.fd, worker.stack_fd))
+    return MessageWithFds(ends, (*requests.fds, *replies.fds, board.fd, worker.stack_fd))
 
 
 def _starts(
@@ -204,8 +204,8 @@ def _starts(
     topology: LaunchTopology,
     workers: Sequence[RayWorkerHandle],
     placed: Sequence[_Placed],
-    queues: EngineQueues,
-    door: DescriptorDoor,
+    queues: RpcQueues,
+    door: FileDescriptorServer,
 ) -> list[RayWorkerStart]:
     encoded = encode_worker_configs(config, len(placed))
     host, port = placed[0].identity.node_ip, placed[0].identity.port
@@ -232,11 +232,11 @@ def _starts(
                 config=encoded[worker.rank],
                 environment=_environment(topology, worker.rank, at, placed),
                 defaults=defaults,
-                sys_path=search_path(),
+                sys_path=module_search_path(),
                 directory=os.getcwd(),
                 log_level=log_level(),
                 door=door.address if worker.is_near else None,
-                requests=None if worker.is_near else queues.far_end(worker.rank),
+                requests=None if worker.is_near else queues.remote_worker_handle(worker.rank),
                 is_spread=is_spread,
             )
         )

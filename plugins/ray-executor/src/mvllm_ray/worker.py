@@ -24,14 +24,14 @@ import ray
 import ray.util
 
 from mvllm.extension_api import (
-    DoorAddress,
-    FarResponses,
+    FileDescriptorServerAddress,
+    RemoteResponseQueue,
     Handshake,
     MessageWriter,
     QueueError,
     ReaderHandle,
     RemoteReaderHandle,
-    StatusBoard,
+    ActivityTable,
     WorkerContext,
     WorkerProc,
     WriterHandle,
@@ -39,7 +39,7 @@ from mvllm.extension_api import (
     dump_stacks_to,
     fetch_descriptors,
     label_output,
-    unnamed_file,
+    anonymous_file,
     watch_parent,
 )
 
@@ -67,7 +67,7 @@ class RayWorkerStart(msgspec.Struct, frozen=True):
     """Everything that an actor needs to know to become a worker.
 
     Attributes:
-        name, context, platform, config: As in WorkerStart.
+        name, context, platform, config: As in WorkerStartArgs.
         environment: Variables to set.
         defaults: Variables of the engine's process, to set where this one has none.
         sys_path, directory: Where the engine finds modules, and its working directory.
@@ -86,7 +86,7 @@ class RayWorkerStart(msgspec.Struct, frozen=True):
     sys_path: list[str]
     directory: str
     log_level: str
-    door: DoorAddress | None
+    door: FileDescriptorServerAddress | None
     requests: RemoteReaderHandle | None
     is_spread: bool
 
@@ -96,13 +96,13 @@ class NearEnds(msgspec.Struct, frozen=True):
 
     Attributes:
         requests, replies: Its ends of the queues.
-        board_fd: The status board.
+        activity_fd: The status board.
         stack_fd: Where its stacks go when it crashes or hangs.
     """
 
     requests: ReaderHandle
     replies: WriterHandle
-    board_fd: int
+    activity_fd: int
     stack_fd: int
 
 
@@ -171,7 +171,7 @@ class RayWorker:
         watch_parent(control)
         self._control = control  # its end is the news of our death
         dump_stacks_to(fds[ends.stack_fd])
-        self._board = StatusBoard(fds[ends.board_fd])
+        self._board = ActivityTable(fds[ends.activity_fd])
         self._requests: ReaderHandle | RemoteReaderHandle = ends.requests.with_fds(fds)
         self._replies = MessageWriter.attach(ends.replies.with_fds(fds))
         return msgspec.msgpack.encode(RayWorkerAnswer())
@@ -201,7 +201,7 @@ class RayWorker:
     def report(self) -> bytes:
         """Returns: RayWorkerReport."""
         activity = self._board.read(self._start.context.rank)
-        fd = unnamed_file("stacks")
+        fd = anonymous_file("stacks")
         try:
             faulthandler.dump_traceback(fd, all_threads=True)
             stacks = os.pread(fd, 64 << 10, 0).decode(errors="replace")
@@ -224,8 +224,8 @@ class RayWorker:
 
     def _open_far_ends(self, start: RayWorkerStart) -> bytes:
         assert start.requests is not None
-        responses = FarResponses(start.name, self._node_ip, decode_config(start.config).parallel)
-        self._board = StatusBoard.create(start.context.world_size)  # for its own errors; the executor keeps another
+        responses = RemoteResponseQueue(start.name, self._node_ip, decode_config(start.config).parallel)
+        self._board = ActivityTable.create(start.context.world_size)  # for its own errors; the executor keeps another
         self._requests = start.requests
         self._replies = responses.writer
         return msgspec.msgpack.encode(RayWorkerAnswer(replies=responses.handle))

@@ -10,8 +10,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from mvllm.entrypoints.parsers.output_parser import AnswerParser
-from mvllm.entrypoints.parsers.interface import ContentDelta, Parsed, ReasoningDelta, ToolCallDelta, collect
+from mvllm.entrypoints.parsers.output_parser import OutputParser
+from mvllm.entrypoints.parsers.interface import ContentDelta, ParsedOutput, ReasoningDelta, ToolCallDelta, collect
 from mvllm.entrypoints.parsers.registry import reasoning_parser, tool_parser
 
 TOOLS = ("hermes", "llama3_json", "mistral")
@@ -22,8 +22,8 @@ MARKERS = (
 )  # fmt: skip
 
 
-def make_parser(tools: str | None = None, reasoning: str | None = None) -> AnswerParser:
-    return AnswerParser(
+def make_parser(tools: str | None = None, reasoning: str | None = None) -> OutputParser:
+    return OutputParser(
         tools=tool_parser(tools)() if tools else None, reasoning=reasoning_parser(reasoning)() if reasoning else None
     )
 
@@ -47,11 +47,11 @@ def stream_deltas(parser, pieces: Sequence[str], prompt: str | None = None):
     return deltas
 
 
-def streamed(parser, pieces: Sequence[str], prompt: str | None = None) -> Parsed:
+def streamed(parser, pieces: Sequence[str], prompt: str | None = None) -> ParsedOutput:
     return collect(stream_deltas(parser, pieces, prompt))
 
 
-def without_ids(parsed: Parsed) -> tuple[Any, ...]:
+def without_ids(parsed: ParsedOutput) -> tuple[Any, ...]:
     return parsed.content, [(call.name, call.arguments) for call in parsed.tool_calls], parsed.reasoning
 
 

@@ -11,7 +11,7 @@ from mvllm.entrypoints.parsers.auto_detect import (
     REASONING_RULES,
     TOOL_RULES,
     Parsers,
-    choose_parsers,
+    resolve_parsers,
     detect,
     read_chat_template,
 )
@@ -91,13 +91,13 @@ def test_a_reasoning_parser_is_chosen_where_the_format_is_certain(template: str,
 def test_the_choice_is_logged_and_can_be_made_or_switched_off(tmp_path, caplog) -> None:
     (tmp_path / "chat_template.jinja").write_text(QWEN + QWEN3_THINKS, encoding="utf-8")
     with caplog.at_level(logging.INFO, logger="mvllm"):
-        assert choose_parsers("auto", "auto", None, tmp_path) == Parsers("hermes", "qwen3")
+        assert resolve_parsers("auto", "auto", None, tmp_path) == Parsers("hermes", "qwen3")
     tool, reasoning = caplog.messages
     assert "hermes" in tool and "--tool-call-parser none" in tool
     assert "qwen3" in reasoning and "--reasoning-parser none" in reasoning
-    assert choose_parsers("none", "none", None, tmp_path) == Parsers(None, None)
-    assert choose_parsers("mistral", "deepseek_r1", None, tmp_path) == Parsers("mistral", "deepseek_r1")
-    assert choose_parsers("auto", "auto", CHATML, tmp_path) == Parsers(None, None)  # it is used in place of that
+    assert resolve_parsers("none", "none", None, tmp_path) == Parsers(None, None)
+    assert resolve_parsers("mistral", "deepseek_r1", None, tmp_path) == Parsers("mistral", "deepseek_r1")
+    assert resolve_parsers("auto", "auto", CHATML, tmp_path) == Parsers(None, None)  # it is used in place of that
 
 
 def test_the_template_is_read_from_where_tokenizers_keep_it(tmp_path) -> None:

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mvllm.entrypoints.parsers.json_stream import JsonValue, unquote
+from mvllm.entrypoints.parsers.json_stream import JsonValueReader, unquote
 from tests.unit.entrypoints.parsers.parser_helpers import cut, cuts, json_values, layouts
 
 
 def read(pieces):
     """What was passed on, and what was left over."""
-    value, out = JsonValue(), []
+    value, out = JsonValueReader(), []
     rest = ""
     for piece in pieces:
         end = value.feed(piece, 0, out) if not (value.done or value.broken) else 0

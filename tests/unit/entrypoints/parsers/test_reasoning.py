@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mvllm.entrypoints.parsers.output_parser import AnswerParser
+from mvllm.entrypoints.parsers.output_parser import OutputParser
 from mvllm.entrypoints.parsers.interface import ContentDelta, ReasoningDelta, ToolCallDelta
 from mvllm.entrypoints.parsers.registry import reasoning_parser, tool_parser
 from tests.unit.entrypoints.parsers.parser_helpers import make_parser, stream_deltas, streamed, without_ids
@@ -83,9 +83,9 @@ TWO_CALLS = '<think>a</think>b<tool_call>{"name": "f"}</tool_call>c<tool_call>{"
 
 
 def test_thoughts_that_nobody_wants_and_calls_beyond_the_first_are_left_out():
-    parser = AnswerParser(tools=tool_parser("hermes")(), reasoning=reasoning_parser("qwen3")(), show_reasoning=False)
+    parser = OutputParser(tools=tool_parser("hermes")(), reasoning=reasoning_parser("qwen3")(), include_reasoning=False)
     assert without_ids(streamed(parser, TWO_CALLS)) == ("bc", [("f", "{}"), ("g", "{}")], None)
-    parser = AnswerParser(tools=tool_parser("hermes")(), reasoning=reasoning_parser("qwen3")(), one_call=True)
+    parser = OutputParser(tools=tool_parser("hermes")(), reasoning=reasoning_parser("qwen3")(), single_call=True)
     assert without_ids(parser.parse(TWO_CALLS)) == ("bc", [("f", "{}")], "a")
     assert without_ids(streamed(parser, TWO_CALLS)) == ("bc", [("f", "{}")], "a")
 

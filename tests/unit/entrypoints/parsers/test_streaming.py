@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mvllm.entrypoints.parsers.interface import ContentDelta, ReasoningDelta, collect
-from mvllm.entrypoints.parsers.tool_choice import read_tool_choice
+from mvllm.entrypoints.parsers.tool_choice import parse_tool_choice
 from tests.unit.entrypoints.parsers.parser_helpers import (
     REASONING,
     TOOLS,
@@ -64,7 +64,7 @@ def test_text_that_can_hold_no_call_is_content_as_it_is(tools, text):
 @settings(max_examples=50)
 @given(text=messy_text, at=cuts)
 def test_readers_of_constrained_text_bear_any_text_as_well(choice, text, at):
-    choice = read_tool_choice([{"type": "function", "function": {"name": "f"}}], choice)
+    choice = parse_tool_choice([{"type": "function", "function": {"name": "f"}}], choice)
 
     def read(pieces):
         stream = choice.stream()

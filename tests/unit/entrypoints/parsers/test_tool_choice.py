@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from mvllm.entrypoints.parsers.interface import ToolCall, collect
-from mvllm.entrypoints.parsers.tool_choice import read_tool_choice
+from mvllm.entrypoints.parsers.tool_choice import parse_tool_choice
 from mvllm.errors import RequestError
 
 
@@ -49,7 +49,7 @@ WEATHER = {"type": "function", "function": {"name": "weather"}}
     ],
 )
 def test_modes(tools, choice, mode):
-    read = read_tool_choice(tools, choice)
+    read = parse_tool_choice(tools, choice)
     assert (read.mode, read.is_constrained) == (mode, mode in ("required", "named"))
     assert (read.schema() is None) == (read.stream() is None) == (not read.is_constrained)
     assert list(read.tools) == (tools or [])
@@ -83,7 +83,7 @@ def test_modes(tools, choice, mode):
 )
 def test_what_is_not_in_the_apis_form_is_refused_by_name(tools, choice, words):
     with pytest.raises(RequestError, match=words) as caught:
-        read_tool_choice(tools, choice)
+        parse_tool_choice(tools, choice)
     assert caught.value.parameter in ("tools", "tool_choice")
 
 
@@ -108,7 +108,7 @@ BAD = [
 class TestSchema:
     def test_required_is_a_list_of_calls_of_the_tools(self):
         before = copy.deepcopy(TOOLS)
-        schema = read_tool_choice(TOOLS, "required").schema()
+        schema = parse_tool_choice(TOOLS, "required").schema()
         jsonschema.Draft202012Validator.check_schema(schema)
         validator = jsonschema.Draft202012Validator(schema)
         assert [value for value in GOOD if not validator.is_valid(value)] == []
@@ -116,20 +116,20 @@ class TestSchema:
         assert before == TOOLS
 
     def test_without_parallel_calls_it_is_one(self):
-        schema = read_tool_choice(TOOLS, "required", parallel=False).schema()
+        schema = parse_tool_choice(TOOLS, "required", parallel=False).schema()
         validator = jsonschema.Draft202012Validator(schema)
         assert [validator.is_valid(value) for value in GOOD] == [True, True, False]
 
     def test_named_is_the_functions_parameters(self):
-        assert read_tool_choice(TOOLS, WEATHER).schema() == {**CITY, "additionalProperties": False}
+        assert parse_tool_choice(TOOLS, WEATHER).schema() == {**CITY, "additionalProperties": False}
         now = {"type": "function", "function": {"name": "now"}}
         nothing = {"type": "object", "properties": {}, "additionalProperties": False}
-        assert read_tool_choice(TOOLS, now).schema() == nothing
+        assert parse_tool_choice(TOOLS, now).schema() == nothing
 
     @pytest.mark.parametrize("choice", ["required", WEATHER], ids=["required", "named"])
     def test_arguments_have_no_key_that_the_tool_does_not_have(self, choice):
         def takes(parameters, arguments, **more):
-            schema = read_tool_choice([tool("weather", parameters, **more)], choice).schema()
+            schema = parse_tool_choice([tool("weather", parameters, **more)], choice).schema()
             value = [{"name": "weather", "arguments": arguments}] if choice == "required" else arguments
             return jsonschema.Draft202012Validator(schema).is_valid(value)
 
@@ -142,13 +142,13 @@ class TestSchema:
         deep: dict = {"type": "string"}
         for _ in range(20_000):
             deep = {"items": deep}
-        assert read_tool_choice([tool("f", deep)], "required").schema()["$defs"]["0"]["items"]
+        assert parse_tool_choice([tool("f", deep)], "required").schema()["$defs"]["0"]["items"]
 
 
 class TestReading:
     @pytest.mark.parametrize("value", GOOD, ids=str)
     def test_required(self, value):
-        choice = read_tool_choice(TOOLS, "required")
+        choice = parse_tool_choice(TOOLS, "required")
         for pieces in ([json.dumps(value, indent=1)], json.dumps(value)):
             stream = choice.stream()
             parsed = collect([d for piece in pieces for d in stream.feed(piece)] + stream.finish())
@@ -156,7 +156,7 @@ class TestReading:
             assert (read, parsed.content) == (value, "") and choice.is_met_by(parsed.tool_calls)
 
     def test_named(self):
-        choice = read_tool_choice(TOOLS, WEATHER)
+        choice = parse_tool_choice(TOOLS, WEATHER)
         stream = choice.stream()
         parsed = collect([d for piece in '{"city": "Paris"}' for d in stream.feed(piece)] + stream.finish())
         [call] = parsed.tool_calls
@@ -164,7 +164,7 @@ class TestReading:
         assert choice.is_met_by(parsed.tool_calls)
 
     def test_named_and_cut_off(self):
-        stream = read_tool_choice(TOOLS, WEATHER).stream()
+        stream = parse_tool_choice(TOOLS, WEATHER).stream()
         [call] = collect(stream.feed('{"city": "Par') + stream.finish()).tool_calls
         assert call.arguments == '{"city": "Par'
 
@@ -189,4 +189,4 @@ class TestReading:
 )
 def test_an_answer_can_be_checked_afterwards(choice, parallel, names, met):
     calls = [ToolCall("call_1", name, "{}") for name in names]
-    assert read_tool_choice(TOOLS, choice, parallel=parallel).is_met_by(calls) is met
+    assert parse_tool_choice(TOOLS, choice, parallel=parallel).is_met_by(calls) is met

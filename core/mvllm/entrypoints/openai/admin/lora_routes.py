@@ -14,15 +14,15 @@ from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.common.server_sent_events import encode
 from mvllm.entrypoints.openai.server.middleware import require_admin
-from mvllm.entrypoints.openai.common.openapi import body_of
+from mvllm.entrypoints.openai.common.openapi import request_body_schema
 from mvllm.entrypoints.openai.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
-from mvllm.entrypoints.openai.common.serving_models import ServedModels
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.errors import ConfigError, RequestError
 
 
-class AdapterRoutes:
+class LoRARoutes:
     """The two routes.
 
     Args:
@@ -32,7 +32,7 @@ class AdapterRoutes:
         bodies: Reads bodies.
     """
 
-    def __init__(self, state: ServerState, models: ServedModels, settings: ServerSettings, bodies: BodyReader) -> None:
+    def __init__(self, state: ServerState, models: OpenAIServingModels, settings: ServerSettings, bodies: BodyReader) -> None:
         self._state = state
         self._models = models
         self._settings = settings
@@ -46,14 +46,14 @@ class AdapterRoutes:
             ("/v1/load_lora_adapter", self.load, LoadLoRAAdapterRequest, "Offer an adapter."),
             ("/v1/unload_lora_adapter", self.unload, UnloadLoRAAdapterRequest, "Offer it no more."),
         ):
-            router.add_api_route(path, endpoint, methods=["POST"], summary=summary, openapi_extra=body_of(kind))
+            router.add_api_route(path, endpoint, methods=["POST"], summary=summary, openapi_extra=request_body_schema(kind))
 
     async def load(self, request: Request) -> Response:
         """Loads an adapter, and offers it under a name."""
         engine = self._engine(request)
         asked = await self._bodies.decode(request, self._loads)
         name, path = _required(asked.lora_name, "lora_name"), _required(asked.lora_path, "lora_path")
-        await self._models.load_adapter(engine, name, path)
+        await self._models.load_lora_adapter(engine, name, path)
         return _json({"id": name, "object": "model", "root": path, "parent": self._models.name})
 
     async def unload(self, request: Request) -> Response:
@@ -61,12 +61,12 @@ class AdapterRoutes:
         engine = self._engine(request)
         asked = await self._bodies.decode(request, self._unloads)
         name = _required(asked.lora_name, "lora_name")
-        await self._models.unload_adapter(engine, name)
+        await self._models.unload_lora_adapter(engine, name)
         return _json({"id": name, "object": "model", "deleted": True})
 
     def _engine(self, request: Request) -> AsyncLLM:
         require_admin(request)
-        if not self._settings.adapters_at_runtime:
+        if not self._settings.runtime_lora_loading:
             raise APIError(
                 400,
                 "Each of several API servers would know only its own adapters: name them at the start "
@@ -76,7 +76,7 @@ class AdapterRoutes:
         return self._state.engine
 
 
-async def load_adapters_at_start(engine: AsyncLLM, models: ServedModels, settings: ServerSettings) -> None:
+async def load_static_loras(engine: AsyncLLM, models: OpenAIServingModels, settings: ServerSettings) -> None:
     """Loads the adapters that the settings name.
 
     Raises:
@@ -84,7 +84,7 @@ async def load_adapters_at_start(engine: AsyncLLM, models: ServedModels, setting
     """
     for name, path in settings.lora_modules:
         try:
-            await models.load_adapter(engine, name, path)
+            await models.load_lora_adapter(engine, name, path)
         except (APIError, RequestError) as e:
             raise ConfigError(f"--lora-modules {name}={path}: {e}") from e
 

@@ -11,36 +11,36 @@ import msgspec
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
 from mvllm.entrypoints.openai.common.serving_base import Call
-from mvllm.entrypoints.openai.common.errors import as_api_error
-from mvllm.entrypoints.openai.common.server_sent_events import DONE, ChunkFrame, encode, error_event
-from mvllm.entrypoints.openai.common.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from mvllm.entrypoints.openai.common.output_constraint import output_form
-from mvllm.entrypoints.openai.common.request_sampling_params import chat_params
+from mvllm.entrypoints.openai.common.errors import to_api_error
+from mvllm.entrypoints.openai.common.server_sent_events import DONE, ChunkEncoder, encode, error_event
+from mvllm.entrypoints.openai.common.logprobs import TokenFormatter, chat_logprobs, prompt_logprobs
+from mvllm.entrypoints.openai.common.output_constraint import output_constraint
+from mvllm.entrypoints.openai.common.request_sampling_params import chat_sampling_params
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest, TokenizeRequest
-from mvllm.entrypoints.openai.common.tokenizer_pool import MAX_TEMPLATE_LENGTH, TextWork
-from mvllm.entrypoints.parsers.output_parser import AnswerParser, AnswerStream
-from mvllm.entrypoints.parsers.interface import called_tools, collect
+from mvllm.entrypoints.openai.common.tokenizer_pool import MAX_TEMPLATE_LENGTH, TokenizerPool
+from mvllm.entrypoints.parsers.output_parser import OutputParser, OutputParserStream
+from mvllm.entrypoints.parsers.interface import finish_reason_with_tools, collect
 from mvllm.entrypoints.parsers.registry import reasoning_parser as find_reasoning_parser
 from mvllm.entrypoints.parsers.registry import tool_parser as find_tool_parser
 from mvllm.entrypoints.parsers.registry import tool_parser_names
-from mvllm.entrypoints.parsers.tool_choice import ToolChoice, read_tool_choice
+from mvllm.entrypoints.parsers.tool_choice import ToolChoice, parse_tool_choice
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType, TokensPrompt
 from mvllm.messages.structured_outputs import StructuredOutputsParams
 
-MAX_CUT_MESSAGES = 1 << 16
+MAX_TRUNCATED_MESSAGES = 1 << 16
 """Messages and calls of a conversation whose prompt is cut; another has fewer than the model takes tokens."""
 
 MAX_TOOLS = 4096
 MAX_TEMPLATE_VARIABLES = 256
 
 
-class ChatPrompts:
+class ChatPromptRenderer:
     """Turns conversations into prompts.
 
     Args:
         engine: What the prompts are for.
-        text_work: Where templates run.
+        tokenizer_pool: Where templates run.
         chat_template: Template in place of the tokenizer's own, from the server's settings.
         trust_request_chat_template: Whether requests may bring their own.
         tool_parser, reasoning_parser: Names of what takes the answers apart, if anything does.
@@ -52,7 +52,7 @@ class ChatPrompts:
     def __init__(
         self,
         engine: AsyncLLM,
-        text_work: TextWork,
+        tokenizer_pool: TokenizerPool,
         *,
         chat_template: str | None = None,
         trust_request_chat_template: bool = False,
@@ -62,7 +62,7 @@ class ChatPrompts:
         self.tool_parser = find_tool_parser(tool_parser) if tool_parser is not None else None
         self.reasoning_parser = find_reasoning_parser(reasoning_parser) if reasoning_parser is not None else None
         self.special_tokens = frozenset(map(engine.tokenizer.token_text, engine.tokenizer.special_ids))
-        self.text_work = text_work
+        self.tokenizer_pool = tokenizer_pool
         self._engine = engine
         self._chat_template = chat_template
         self._trust = trust_request_chat_template
@@ -85,15 +85,15 @@ class ChatPrompts:
             )
         if len(request.chat_template or "") > MAX_TEMPLATE_LENGTH:
             raise RequestError(f"chat_template may have {MAX_TEMPLATE_LENGTH} characters.", parameter="chat_template")
-        render = self.text_work.render_foreign if foreign else self.text_work.render
+        render = self.tokenizer_pool.render_with_request_template if foreign else self.tokenizer_pool.render
         text = await render(request.messages, self._settings(request))
-        return await self.text_work.run(lambda: self._tokenize(text, request))
+        return await self.tokenizer_pool.run(lambda: self._tokenize(text, request))
 
     def _check_length(self, request: ChatCompletionRequest | TokenizeRequest) -> None:
         """Refuses a conversation that fits no model of this length, before anything is done with its messages."""
         most = self._engine.model_config.max_model_len
         if getattr(request, "truncate_prompt_tokens", None) is not None:
-            most = max(most, MAX_CUT_MESSAGES)
+            most = max(most, MAX_TRUNCATED_MESSAGES)
         messages = request.messages or ()
         calls = [message.get("tool_calls") for message in messages]
         found = len(messages) + sum(len(each) for each in calls if isinstance(each, list))
@@ -129,8 +129,8 @@ class ChatPrompts:
     def _tokenize(self, text: str, request: ChatCompletionRequest | TokenizeRequest) -> TokensPrompt:
         self._engine.input_processor.check_text(text)
         # The template has written the special tokens already.
-        is_cut = getattr(request, "truncate_prompt_tokens", None) is not None
-        ids = self.text_work.encode_here(text, add_special_tokens=False, is_cut=is_cut)
+        truncated = getattr(request, "truncate_prompt_tokens", None) is not None
+        ids = self.tokenizer_pool.encode_sync(text, add_special_tokens=False, truncated=truncated)
         return TokensPrompt(prompt_token_ids=ids, prompt=text)
 
 
@@ -144,7 +144,7 @@ def check_tools(tools: Sequence[Any] | None) -> None:
         raise RequestError(f"tools may have {MAX_TOOLS} entries; found {len(tools or ())}.", parameter="tools")
 
 
-class ChatTurn(Call):
+class ChatHandler(Call):
     """One request for an assistant's turn, in whatever shape it is answered.
 
     Args:
@@ -161,41 +161,41 @@ class ChatTurn(Call):
     _request: ChatCompletionRequest
 
     def __init__(
-        self, engine: AsyncLLM, prompts: ChatPrompts, model: str, request: ChatCompletionRequest, kind: str
+        self, engine: AsyncLLM, prompts: ChatPromptRenderer, model: str, request: ChatCompletionRequest, kind: str
     ) -> None:
         self._prompts = prompts
         check_tools(request.tools)
-        self._choice = read_tool_choice(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-        form = output_form(request, self._choice)
-        params = chat_params(request, engine.model_config.generation_defaults, form)
-        self._parser = _answer_parser(request, prompts, self._choice, in_form=form is not None)
+        self._choice = parse_tool_choice(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
+        form = output_constraint(request, self._choice)
+        params = chat_sampling_params(request, engine.model_config.generation_defaults, form)
+        self._parser = _build_output_parser(request, prompts, self._choice, in_form=form is not None)
         if self._parser.needs_special_tokens(prompts.special_tokens):
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         super().__init__(engine, model, request, kind, params, form)
 
-    async def _make_prompts(self) -> Sequence[PromptType]:
+    async def _build_prompts(self) -> Sequence[PromptType]:
         prompt = await self._prompts.prompt(self._request)
         if self._request.cache_salt is not None:
             prompt["cache_salt"] = self._request.cache_salt
         form = self._params.structured_outputs
-        thoughts = None if form is None else self._parser.thoughts_before(prompt.get("prompt"))
+        thoughts = None if form is None else self._parser.reasoning_tags_for(prompt.get("prompt"))
         if isinstance(form, StructuredOutputsParams) and thoughts is not None:
             start, end = thoughts
             behind = msgspec.structs.replace(form, thoughts_start=start, thoughts_end=end)
             self._params = msgspec.structs.replace(self._params, structured_outputs=behind)
         return [cast(PromptType, prompt)]
 
-    def _reader(self, output: RequestOutput) -> AnswerStream:
+    def _reader(self, output: RequestOutput) -> OutputParserStream:
         """What takes one choice apart."""
         return self._parser.stream(output.prompt, self._choice.stream())
 
 
-class ChatCall(ChatTurn):
-    """One request for the next message. See ChatTurn."""
+class ChatCompletionHandler(ChatHandler):
+    """One request for the next message. See ChatHandler."""
 
-    def __init__(self, engine: AsyncLLM, prompts: ChatPrompts, model: str, request: ChatCompletionRequest) -> None:
+    def __init__(self, engine: AsyncLLM, prompts: ChatPromptRenderer, model: str, request: ChatCompletionRequest) -> None:
         super().__init__(engine, prompts, model, request, "chatcmpl-")
-        self._names = TokenNames(
+        self._names = TokenFormatter(
             engine.tokenizer,
             as_ids=bool(request.return_tokens_as_token_ids),
             skip_special=self._params.skip_special_tokens,
@@ -219,16 +219,16 @@ class ChatCall(ChatTurn):
 
         if self._params.prompt_logprobs is None:
             return build()
-        return await self._prompts.text_work.run(build)  # there may be many
+        return await self._prompts.tokenizer_pool.run(build)  # there may be many
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer's events; an error is one of them."""
         assert self._generation is not None
         request = self._request
-        include, continuous = self._usage_in_stream()
-        frame = ChunkFrame(self._head("chat.completion.chunk"), with_usage=include)
+        include, continuous = self._stream_usage_options()
+        frame = ChunkEncoder(self._head("chat.completion.chunk"), with_usage=include)
         plain = self._is_plain and not (request.logprobs or request.return_token_ids or continuous)
-        streams: dict[int, AnswerStream] = {}
+        streams: dict[int, OutputParserStream] = {}
         before = [b'{"index":%d,"delta":{"content":' % i for i in range(self._params.n)]
         begun: set[int] = set()
         written = b""
@@ -240,7 +240,7 @@ class ChatCall(ChatTurn):
                     if index not in begun:
                         begun.add(index)
                         if output.prompt_logprobs:  # there may be many
-                            opening = await self._prompts.text_work.run(partial(self._opening, index, output))
+                            opening = await self._prompts.tokenizer_pool.run(partial(self._opening, index, output))
                         else:
                             opening = self._opening(index, output)
                         written += frame.chunk(opening)
@@ -262,7 +262,7 @@ class ChatCall(ChatTurn):
                     yield written
                     written = b""
         except Exception as e:  # noqa: BLE001  (logged where it is not an answer)
-            yield written + error_event(as_api_error(e))
+            yield written + error_event(to_api_error(e))
             return
         if include:
             written += frame.with_usage(b"", self._usage.as_json())
@@ -273,7 +273,7 @@ class ChatCall(ChatTurn):
 
     def _finish_reason(self, reason: str | None, num_calls: int) -> str | None:
         """Why a choice ended: a call of the function that the request itself has named is no news."""
-        return reason if self._choice.mode == "named" else called_tools(reason, num_calls)
+        return reason if self._choice.mode == "named" else finish_reason_with_tools(reason, num_calls)
 
     def _whole(self, sequence: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
         reader = self._reader(output)
@@ -304,7 +304,7 @@ class ChatCall(ChatTurn):
         self._add_prompt(choice, output)
         return encode(choice)
 
-    def _pieces(self, sequence: CompletionOutput, stream: AnswerStream) -> list[bytes]:
+    def _pieces(self, sequence: CompletionOutput, stream: OutputParserStream) -> list[bytes]:
         """The next pieces of a choice; what concerns its tokens is in the first."""
         deltas = [delta.as_json() for delta in stream.feed(sequence.text)]
         if sequence.finish_reason is not None:
@@ -325,7 +325,7 @@ class ChatCall(ChatTurn):
             pieces.append(encode(piece))
         return pieces
 
-    def _closing(self, sequence: CompletionOutput, stream: AnswerStream | None) -> bytes:
+    def _closing(self, sequence: CompletionOutput, stream: OutputParserStream | None) -> bytes:
         """The last piece of a choice: why it ended."""
         reason = sequence.finish_reason
         return encode(
@@ -350,9 +350,9 @@ class ChatCall(ChatTurn):
             target["prompt_token_ids"] = output.prompt_token_ids
 
 
-def _answer_parser(
-    request: ChatCompletionRequest, prompts: ChatPrompts, choice: ToolChoice, *, in_form: bool
-) -> AnswerParser:
+def _build_output_parser(
+    request: ChatCompletionRequest, prompts: ChatPromptRenderer, choice: ToolChoice, *, in_form: bool
+) -> OutputParser:
     """What takes the answers to a request apart.
 
     Args:
@@ -362,10 +362,10 @@ def _answer_parser(
         RequestError: The request wants what this server cannot do.
     """
     reasoning = prompts.reasoning_parser() if prompts.reasoning_parser is not None else None
-    show_reasoning = request.include_reasoning is not False
+    include_reasoning = request.include_reasoning is not False
     if in_form:
         tagged = reasoning if reasoning is not None and reasoning.tags is not None else None
-        return AnswerParser(reasoning=tagged, show_reasoning=show_reasoning)
+        return OutputParser(reasoning=tagged, include_reasoning=include_reasoning)
     if choice.mode == "auto" and prompts.tool_parser is None:
         raise RequestError(
             "tools need a parser that finds calls in what the model writes, and the chat template does not show which: "
@@ -373,11 +373,11 @@ def _answer_parser(
             "'none' to show them to the model all the same.",
             parameter="tools",
         )
-    return AnswerParser(
+    return OutputParser(
         tools=prompts.tool_parser(choice.tools) if choice.mode == "auto" and prompts.tool_parser else None,
         reasoning=reasoning,
-        show_reasoning=show_reasoning,
-        one_call=not choice.parallel,
+        include_reasoning=include_reasoning,
+        single_call=not choice.parallel,
     )
 
 

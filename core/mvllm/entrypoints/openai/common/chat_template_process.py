@@ -32,7 +32,7 @@ _COPIES = 2  # of a conversation that a template may write
 _LONGEST_ERROR = 1000
 
 
-class TemplateJob(msgspec.Struct):
+class ChatTemplateJob(msgspec.Struct):
     """One conversation to render.
 
     Attributes:
@@ -73,7 +73,7 @@ def main() -> None:
     limit_memory(MEMORY_BYTES)
     try:
         while True:
-            job = read_message(sys.stdin.buffer, TemplateJob)
+            job = read_message(sys.stdin.buffer, ChatTemplateJob)
             limit_processor_time(job.seconds)
             answer = render(job, render_jinja_template)
             write_message(sys.stdout.buffer, answer)
@@ -85,7 +85,7 @@ def main() -> None:
         os._exit(0)
 
 
-def render(job: TemplateJob, render_jinja_template: Any) -> Rendered:
+def render(job: ChatTemplateJob, render_jinja_template: Any) -> Rendered:
     """Does one job; `render_jinja_template` is the function that transformers has."""
 
     def apply(conversation: list[dict[str, Any]], *, tokenize: bool, **settings: Any) -> str:

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from mvllm.entrypoints.openai.common.chat_template_process import Rendered, TemplateJob
+from mvllm.entrypoints.openai.common.chat_template_process import Rendered, ChatTemplateJob
 from mvllm.errors import ModelError, RequestError
 from mvllm.executor.process.pipe_process import (
-    end_pipe_process,
+    kill_pipe_process,
     find_exceeded_limit,
     receive_message,
     start_pipe_process,
@@ -34,11 +34,11 @@ _SHORT_CONVERSATION = (
 )
 
 
-class TemplateLimitError(RequestError):
+class ChatTemplateLimitError(RequestError):
     """A template took more time or memory than allowed."""
 
 
-class TemplateRenderer:
+class ChatTemplateRenderer:
     """Starts the process, and starts it again after one that had to be killed. One conversation at a time.
 
     Args:
@@ -67,14 +67,14 @@ class TemplateRenderer:
             special_tokens: What templates know by name.
 
         Raises:
-            TemplateLimitError: The template took too much time or memory.
+            ChatTemplateLimitError: The template took too much time or memory.
             RequestError: The conversation is not acceptable, or the template failed.
         """
         conversation = msgspec.json.encode([list(messages), dict(settings)])
-        job = TemplateJob(self._seconds, dict(special_tokens), conversation)
+        job = ChatTemplateJob(self._seconds, dict(special_tokens), conversation)
         answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, job)
         if answer.text is None:
-            kind = TemplateLimitError if answer.over_limit else RequestError
+            kind = ChatTemplateLimitError if answer.over_limit else RequestError
             raise kind(answer.error or "The chat template failed.", parameter=answer.parameter)
         return answer.text
 
@@ -91,7 +91,7 @@ class TemplateRenderer:
         """
         try:
             await self.render(_SHORT_CONVERSATION, {"chat_template": template}, special_tokens)
-        except TemplateLimitError as e:
+        except ChatTemplateLimitError as e:
             raise ModelError(
                 f"The chat template ({source}) cannot be used, since it fails with three short messages: {e} "
                 "Check where the model comes from, or pass another template with --chat-template."
@@ -110,7 +110,7 @@ class TemplateRenderer:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._end()
 
-    def _ask(self, job: TemplateJob) -> Rendered:
+    def _ask(self, job: ChatTemplateJob) -> Rendered:
         for _ in range(_ATTEMPTS):
             process = self._running_process()
             if process is None:
@@ -146,4 +146,4 @@ class TemplateRenderer:
         with self._lock:
             process, self._process = self._process, None
         if process is not None:
-            end_pipe_process(process)
+            kill_pipe_process(process)

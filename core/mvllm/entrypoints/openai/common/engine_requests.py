@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, Sequence
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
-from mvllm.engine.frontend.request_output_stream import RequestStream
+from mvllm.engine.frontend.request_output_stream import RequestOutputStream
 from mvllm.entrypoints.openai.common.errors import APIError
-from mvllm.entrypoints.openai.common.output_constraint import OutputForm
+from mvllm.entrypoints.openai.common.output_constraint import OutputConstraint
 from mvllm.errors import RequestError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
@@ -29,7 +29,7 @@ class Generation:
         form: What the outputs must look like.
     """
 
-    def __init__(self, streams: Sequence[RequestStream], form: OutputForm | None = None) -> None:
+    def __init__(self, streams: Sequence[RequestOutputStream], form: OutputConstraint | None = None) -> None:
         self._streams = streams
         self._form = form
         self._first: RequestOutput | None = None  # of the first prompt, taken and not shown yet
@@ -42,7 +42,7 @@ class Generation:
         prompts: Sequence[PromptType],
         params: SamplingParams,
         priority: int | None,
-        form: OutputForm | None = None,
+        form: OutputConstraint | None = None,
         lora_request: LoRARequest | None = None,
     ) -> Generation:
         """Hands all prompts to the engine, or none.
@@ -62,7 +62,7 @@ class Generation:
             APIError: A sequence failed in the engine.
             EngineDeadError: The engine has stopped.
         """
-        check_entries(params, len(prompts))
+        check_num_entries(params, len(prompts))
         try:
             streams = await engine.add_requests(
                 prompts, [params] * len(prompts), call_id, priority=priority or 0, lora_request=lora_request
@@ -103,7 +103,7 @@ class Generation:
         """
         outputs = []
         for stream in self._streams:  # one after the other: what comes for the later ones is kept for us
-            output = self._take_first() if stream is self._streams[0] else None
+            output = self._pop_first_output() if stream is self._streams[0] else None
             async for latest in stream:
                 output = latest
             if output is None:
@@ -116,7 +116,7 @@ class Generation:
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """What is new about each prompt, with the prompt's position, until all have ended."""
-        first = self._take_first()
+        first = self._pop_first_output()
         if first is not None:
             yield 0, first
         if len(self._streams) == 1:
@@ -152,7 +152,7 @@ class Generation:
             500, "The engine could not finish the request; the server's log tells more.", code="engine_error"
         )
 
-    def _take_first(self) -> RequestOutput | None:
+    def _pop_first_output(self) -> RequestOutput | None:
         first, self._first = self._first, None
         return first
 
@@ -162,7 +162,7 @@ class Generation:
             stream.close()
 
 
-def check_entries(params: SamplingParams, num_prompts: int) -> None:
+def check_num_entries(params: SamplingParams, num_prompts: int) -> None:
     """Refuses settings whose lists are so long, and asked for so often, that checking them would hold up everybody.
 
     Raises:
@@ -177,7 +177,7 @@ def check_entries(params: SamplingParams, num_prompts: int) -> None:
         )
 
 
-async def _feed(queue: asyncio.Queue[_Item], position: int, stream: RequestStream) -> None:
+async def _feed(queue: asyncio.Queue[_Item], position: int, stream: RequestOutputStream) -> None:
     try:
         async for output in stream:
             await queue.put((position, output))

@@ -73,7 +73,7 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
     return msgspec.json.encode({"error": {"message": clean, "type": kind, "param": param, "code": code}})
 
 
-def as_api_error(error: BaseException) -> APIError:
+def to_api_error(error: BaseException) -> APIError:
     """What a client is to hear about an exception; logs what it is not."""
     if isinstance(error, APIError):
         return error

@@ -10,7 +10,7 @@ from mvllm.engine.frontend.outputs import Logprob, PositionLogprobMap
 from mvllm.engine.frontend.tokenizer import Tokenizer
 
 
-class TokenNames:
+class TokenFormatter:
     """How tokens are called in answers.
 
     Args:
@@ -28,7 +28,7 @@ class TokenNames:
         """What the token is called."""
         return f"token_id:{token_id}" if self._as_ids else self._tokenizer.token_text(token_id)
 
-    def bytes_in_text(self, token_id: int) -> bytes:
+    def text_bytes(self, token_id: int) -> bytes:
         """The bytes that it adds to the text; none where it is left out."""
         return b"" if token_id in self._left_out else token_bytes(self._tokenizer, token_id)
 
@@ -45,7 +45,7 @@ class CompletionLogprobs:
         num_top: Alternatives to report for each token.
     """
 
-    def __init__(self, names: TokenNames, num_top: int) -> None:
+    def __init__(self, names: TokenFormatter, num_top: int) -> None:
         self._names = names
         self._num_top = num_top
         self._offset = 0
@@ -62,7 +62,7 @@ class CompletionLogprobs:
             token = self._names.name(token_id)
             tokens.append(token)
             offsets.append(self._offset)
-            self._offset += len(self._characters.decode(self._names.bytes_in_text(token_id)))
+            self._offset += len(self._characters.decode(self._names.text_bytes(token_id)))
             if position is None:
                 values.append(None)
                 tops.append(None)
@@ -81,7 +81,7 @@ class CompletionLogprobs:
 
 
 def chat_logprobs(
-    names: TokenNames, token_ids: Sequence[int], positions: Sequence[PositionLogprobMap], num_top: int
+    names: TokenFormatter, token_ids: Sequence[int], positions: Sequence[PositionLogprobMap], num_top: int
 ) -> dict[str, Any]:
     """The `logprobs` of a chat choice, or of a piece of one."""
     content = []
@@ -111,7 +111,7 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
         return tokenizer.token_text(token_id).encode()
     piece = tokenizer.piece(token_id)
     if piece is not None:
-        if tokenizer.joins_bytes and all(c in _BYTE_OF_CHARACTER for c in piece):
+        if tokenizer.decodes_bytewise and all(c in _BYTE_OF_CHARACTER for c in piece):
             return bytes(_BYTE_OF_CHARACTER[c] for c in piece)
         if token_id in tokenizer.byte_ids:
             return bytes([int(piece[3:5], 16)])
@@ -127,7 +127,7 @@ def _rank(entry: tuple[int, Logprob]) -> int:
     return entry[1].rank or 0
 
 
-def _chat_entry(names: TokenNames, token_id: int, entry: Logprob) -> dict[str, Any]:
+def _chat_entry(names: TokenFormatter, token_id: int, entry: Logprob) -> dict[str, Any]:
     return {"token": names.name(token_id), "logprob": _finite(entry.logprob), "bytes": names.raw(token_id)}
 
 

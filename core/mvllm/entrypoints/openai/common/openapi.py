@@ -94,7 +94,7 @@ _EXAMPLES: dict[type[msgspec.Struct], dict[str, Any]] = {
 }
 
 
-def body_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
+def request_body_schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
     """How a route says that its body is a struct of this type."""
     content = {"schema": {"$ref": _REF.format(name=kind.__name__)}, "example": _EXAMPLES[kind]}
     return {"requestBody": {"required": True, "content": {"application/json": content}}}

@@ -8,8 +8,8 @@ from mvllm.entrypoints.openai.protocol import GenerationRequest
 from mvllm.entrypoints.parsers.tool_choice import ToolChoice
 from mvllm.errors import RequestError
 from mvllm.logging import get_logger
-from mvllm.messages.structured_outputs import StructuredOutputsParams, as_structured_outputs, check_extent
-from mvllm.structured_output.response_format import structured_outputs_of
+from mvllm.messages.structured_outputs import StructuredOutputsParams, as_structured_outputs, check_json_size
+from mvllm.structured_output.response_format import parse_response_format
 
 logger = get_logger(__name__)
 
@@ -19,11 +19,11 @@ _GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-_mentioned: set[str] = set()  # those of them that the log has heard of
+_warned_fields: set[str] = set()  # those of them that the log has heard of
 
 
 @dataclass(frozen=True)
-class OutputForm:
+class OutputConstraint:
     """A form, and where it comes from.
 
     Attributes:
@@ -35,7 +35,7 @@ class OutputForm:
     field: str
 
 
-def output_form(request: GenerationRequest, choice: ToolChoice | None = None) -> OutputForm | None:
+def output_constraint(request: GenerationRequest, choice: ToolChoice | None = None) -> OutputConstraint | None:
     """The form that the output of a request must have; None where any text will do.
 
     Args:
@@ -45,13 +45,13 @@ def output_form(request: GenerationRequest, choice: ToolChoice | None = None) ->
         RequestError: The form is not acceptable, or several fields ask for one.
     """
     forms = []
-    if (wanted := structured_outputs_of(request.response_format)) is not None:
-        forms.append(OutputForm(wanted, "response_format"))
+    if (wanted := parse_response_format(request.response_format)) is not None:
+        forms.append(OutputConstraint(wanted, "response_format"))
     if (wanted := as_structured_outputs("structured_outputs", request.structured_outputs)) is not None:
-        forms.append(OutputForm(wanted, "structured_outputs"))
+        forms.append(OutputConstraint(wanted, "structured_outputs"))
     forms += _guided(request)
     if choice is not None and choice.is_constrained:
-        forms.append(OutputForm(_form_of_calls(choice), "tools"))
+        forms.append(OutputConstraint(_tool_call_constraint(choice), "tools"))
     if len(forms) > 1:
         first, second = (form.field if form.field != "tools" else "tool_choice" for form in forms[:2])
         raise RequestError(
@@ -66,28 +66,28 @@ def output_form(request: GenerationRequest, choice: ToolChoice | None = None) ->
     return forms[0] if forms else None
 
 
-def _guided(request: GenerationRequest) -> list[OutputForm]:
+def _guided(request: GenerationRequest) -> list[OutputConstraint]:
     """What the fields of before `structured_outputs` ask for."""
     forms = []
     for field, kind in _GUIDED.items():
         value = getattr(request, field)
         if value is None:
             continue
-        if field not in _mentioned:
-            _mentioned.add(field)
+        if field not in _warned_fields:
+            _warned_fields.add(field)
             logger.warning(
                 '%s in requests is deprecated: send structured_outputs {"%s": ...}. This is said once.', field, kind
             )
         try:
-            forms.append(OutputForm(StructuredOutputsParams(**{kind: value}), field))
+            forms.append(OutputConstraint(StructuredOutputsParams(**{kind: value}), field))
         except RequestError as e:
             raise RequestError(str(e), parameter=field) from e
     return forms
 
 
-def _form_of_calls(choice: ToolChoice) -> StructuredOutputsParams:
+def _tool_call_constraint(choice: ToolChoice) -> StructuredOutputsParams:
     try:
-        check_extent(choice.tools)  # before a schema of all of them is made
+        check_json_size(choice.tools)  # before a schema of all of them is made
         return StructuredOutputsParams(json=choice.schema())
     except RequestError as e:
         raise RequestError(f"The parameters of the tools: {e}", parameter="tools") from e

@@ -15,22 +15,22 @@ from starlette.types import Message, Receive, Scope
 
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.openai.common.streaming_response import ClientGone
-from mvllm.entrypoints.openai.common.unknown_fields import KnownFields, KnownNames, UnknownFields
-from mvllm.executor.process.process_utils import collector_paused
+from mvllm.entrypoints.openai.common.streaming_response import ClientDisconnected
+from mvllm.entrypoints.openai.common.unknown_fields import KnownFields, KnownParameters, UnknownFields
+from mvllm.executor.process.process_utils import gc_paused
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-MAX_NODES = 1 << 18
+MAX_CONTAINERS = 1 << 18
 """Lists and objects in a body, and fields of its objects: to make many, and to forget them, holds up everybody."""
 
-MAX_TEXTS = 1 << 20
+MAX_STRINGS = 1 << 20
 """Texts in a body, names of fields among them; for the same reason."""
 
 MAX_VALUES = 1 << 22
 """Values in a body, the entries of its lists among them; for the same reason."""
 
-TOTAL_TIMEOUTS = 10
+MAX_TIMEOUTS_PER_BODY = 10
 """A whole body may take that many times as long as the next piece of it."""
 
 _PATH = re.compile(r" - at `\$((?:\.\w+|\[[.\w]*\])+)`$")
@@ -41,7 +41,7 @@ class BodyReader:
 
     Args:
         max_bytes: Longest body that is accepted.
-        timeout: Seconds between two pieces of one; a whole one may take TOTAL_TIMEOUTS times as long.
+        timeout: Seconds between two pieces of one; a whole one may take MAX_TIMEOUTS_PER_BODY times as long.
         unknown_fields: What is done about fields that a request's type does not have.
     """
 
@@ -60,7 +60,7 @@ class BodyReader:
 
         Raises:
             APIError: As `read` and `BodyDecoder.decode`, or a field is unknown and the server refuses these (400).
-            ClientGone: The client left.
+            ClientDisconnected: The client left.
         """
         return decoder.decode(await self.read(request), self._unknown_fields, request.scope)
 
@@ -69,20 +69,20 @@ class BodyReader:
 
         Raises:
             APIError: It is too long (413), not JSON by its header (415), or does not come (408).
-            ClientGone: The client left.
+            ClientDisconnected: The client left.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
             raise APIError(415, "Send the body as JSON, with the header Content-Type: application/json.")
         claimed = request.headers.get("content-length", "")
         if claimed.isdecimal() and (len(claimed) > 18 or int(claimed) > self.max_bytes):
-            raise self._too_long()
+            raise self._body_too_long_error()
         pieces: list[bytes] = []
         receive = self.limited(request.receive)
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise ClientGone
+                raise ClientDisconnected
             pieces.append(message.get("body", b""))
             if not message.get("more_body", False):
                 return pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -95,7 +95,7 @@ class BodyReader:
         """
         unknown = [name for name in request.query_params if name not in known]
         if unknown and self._unknown_fields.policy != "ignore":
-            self._unknown_fields.report(unknown, KnownNames(known), request.scope)
+            self._unknown_fields.report(unknown, KnownParameters(known), request.scope)
 
     def limited(self, receive: Receive) -> Receive:
         """`receive` of a request, within the limits: raises as `read` where its body is not."""
@@ -107,20 +107,20 @@ class BodyReader:
             if has_ended:
                 return await receive()  # until the client leaves
             now = asyncio.get_running_loop().time()
-            deadline = deadline or now + self._timeout * TOTAL_TIMEOUTS
+            deadline = deadline or now + self._timeout * MAX_TIMEOUTS_PER_BODY
             try:
                 message = await asyncio.wait_for(receive(), min(self._timeout, deadline - now))
             except TimeoutError:
                 raise APIError(408, f"The body did not come within {self._timeout:g} s.", close=True) from None
             length += len(message.get("body", b""))
             if length > self.max_bytes:
-                raise self._too_long()
+                raise self._body_too_long_error()
             has_ended = not message.get("more_body", False)
             return message
 
         return receive_limited
 
-    def _too_long(self) -> APIError:
+    def _body_too_long_error(self) -> APIError:
         return APIError(413, f"The body is longer than the {self.max_bytes} bytes that are accepted.", close=True)
 
 
@@ -145,11 +145,11 @@ class BodyDecoder(Generic[T]):
         _check_size(body)
         reports = unknown_fields is not None and unknown_fields.policy != "ignore"
         try:
-            with collector_paused():  # which would look through everything again and again
+            with gc_paused():  # which would look through everything again and again
                 request = self._decoder.decode(body)
             unknown = self._known_fields.unknown(body) if reports else []  # an unknown name may not be UTF-8
         except msgspec.ValidationError as e:
-            raise _wrong_type(str(e)) from None
+            raise _field_type_error(str(e)) from None
         except RecursionError:
             raise APIError(400, "The body is nested too deeply.") from None
         except UnicodeDecodeError as e:
@@ -158,7 +158,7 @@ class BodyDecoder(Generic[T]):
             reason = str(e) if isinstance(e, msgspec.DecodeError) else "a number is too long"
             raise APIError(400, f"The body is not valid JSON: {reason}.") from None
         if reports and unknown_fields is not None:
-            unknown += self._known_fields.unknown_in(request)
+            unknown += self._known_fields.find_unknown_in_mappings(request)
             if unknown:
                 unknown_fields.report(unknown, self._known_fields, scope)
         return request
@@ -172,24 +172,24 @@ def _check_size(body: bytes) -> None:
     """
     if len(body) > MAX_VALUES and body.count(b",") > MAX_VALUES:
         raise APIError(400, f"The body has more than {MAX_VALUES} values.")
-    if len(body) > MAX_TEXTS and body.count(b'"') - body.count(b'\\"') > 2 * MAX_TEXTS:
-        raise APIError(400, f"The body has more than {MAX_TEXTS} texts.")
-    if len(body) <= MAX_NODES or not _has_many_nodes(body):
+    if len(body) > MAX_STRINGS and body.count(b'"') - body.count(b'\\"') > 2 * MAX_STRINGS:
+        raise APIError(400, f"The body has more than {MAX_STRINGS} texts.")
+    if len(body) <= MAX_CONTAINERS or not _has_many_nodes(body):
         return
-    if _has_many_nodes(_without_texts(body)):  # which may have any of these characters
-        raise APIError(400, f"The body has more than {MAX_NODES} lists, objects and fields.")
+    if _has_many_nodes(_without_strings(body)):  # which may have any of these characters
+        raise APIError(400, f"The body has more than {MAX_CONTAINERS} lists, objects and fields.")
 
 
 def _has_many_nodes(body: bytes) -> bool:
-    return max(body.count(b"[") + body.count(b"{"), body.count(b":")) > MAX_NODES
+    return max(body.count(b"[") + body.count(b"{"), body.count(b":")) > MAX_CONTAINERS
 
 
-def _without_texts(body: bytes) -> bytes:
+def _without_strings(body: bytes) -> bytes:
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     return b"".join(plain.split(b'"')[::2])
 
 
-def _wrong_type(text: str) -> APIError:
+def _field_type_error(text: str) -> APIError:
     match = _PATH.search(text)
     if match is None:
         return APIError(400, f"The body is not acceptable: {text}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mvllm.entrypoints.openai.common.output_constraint import OutputForm
+from mvllm.entrypoints.openai.common.output_constraint import OutputConstraint
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from mvllm.errors import RequestError
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -39,12 +39,12 @@ _SAME_NAMES = (
     "length_penalty",
     "early_stopping",
 )
-_OF_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
+_RANDOM_SAMPLING_FIELDS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
 """What a model's own settings say about sampling, which is nothing to a search."""
 
 
-def completion_params(
-    request: CompletionRequest, defaults: Mapping[str, Any], form: OutputForm | None = None
+def completion_sampling_params(
+    request: CompletionRequest, defaults: Mapping[str, Any], form: OutputConstraint | None = None
 ) -> SamplingParams:
     """How to answer a completion request.
 
@@ -65,8 +65,8 @@ def completion_params(
     return _checked(request, given)
 
 
-def chat_params(
-    request: ChatCompletionRequest, defaults: Mapping[str, Any], form: OutputForm | None = None
+def chat_sampling_params(
+    request: ChatCompletionRequest, defaults: Mapping[str, Any], form: OutputConstraint | None = None
 ) -> SamplingParams:
     """How to answer a chat request. Without a limit, an answer may be as long as the context has room for.
 
@@ -83,14 +83,14 @@ def chat_params(
     return _checked(request, given)
 
 
-def _given(request: GenerationRequest, defaults: Mapping[str, Any], form: OutputForm | None) -> dict[str, Any]:
+def _given(request: GenerationRequest, defaults: Mapping[str, Any], form: OutputConstraint | None) -> dict[str, Any]:
     given = {name: value for name in _SAME_NAMES if (value := getattr(request, name)) is not None}
     if form is not None:
         given["structured_outputs"] = form.params
     if request.vllm_xargs is not None:
         given["extra_args"] = request.vllm_xargs
     if request.use_beam_search:
-        defaults = {name: value for name, value in defaults.items() if name not in _OF_SAMPLING}
+        defaults = {name: value for name, value in defaults.items() if name not in _RANDOM_SAMPLING_FIELDS}
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return {**defaults, **given, "output_kind": kind}
 

@@ -17,7 +17,7 @@ DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
 
-class ChunkFrame:
+class ChunkEncoder:
     """What all chunks of one stream have in common.
 
     Args:

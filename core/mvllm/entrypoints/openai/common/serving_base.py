@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.openai.common.engine_requests import Generation
-from mvllm.entrypoints.openai.common.output_constraint import OutputForm
+from mvllm.entrypoints.openai.common.output_constraint import OutputConstraint
 from mvllm.entrypoints.openai.protocol import GenerationRequest
 from mvllm.entrypoints.openai.common.usage import UsageCounter
 from mvllm.messages.inputs import PromptType
@@ -41,7 +41,7 @@ class Call(ABC):
         request: GenerationRequest,
         kind: str,
         params: SamplingParams,
-        form: OutputForm | None,
+        form: OutputConstraint | None,
     ) -> None:
         self._engine = engine
         self._model = model
@@ -60,7 +60,7 @@ class Call(ABC):
             RequestError: It is not acceptable.
             UnavailableError, EngineDeadError: The engine does not take it.
         """
-        prompts = await self._make_prompts()
+        prompts = await self._build_prompts()
         self._generation = await Generation.start(
             self._engine,
             self._id,
@@ -85,14 +85,14 @@ class Call(ABC):
         """The answer's events; an error is one of them."""
 
     @abstractmethod
-    async def _make_prompts(self) -> Sequence[PromptType]:
+    async def _build_prompts(self) -> Sequence[PromptType]:
         """What the model is to go on with.
 
         Raises:
             RequestError: It cannot be made of the request.
         """
 
-    def _usage_in_stream(self) -> tuple[bool, bool]:
+    def _stream_usage_options(self) -> tuple[bool, bool]:
         """Whether a stream ends with how many tokens there were, and whether each of its chunks says so."""
         options = self._request.stream_options
         include = options is not None and bool(options.include_usage)

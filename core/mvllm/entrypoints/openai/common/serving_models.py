@@ -12,7 +12,7 @@ from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.messages.lora import LoRARequest
 
 
-class ServedModels:
+class OpenAIServingModels:
     """One model and its names.
 
     Args:
@@ -60,7 +60,7 @@ class ServedModels:
         """The adapter that is offered under a name; None for the model itself."""
         return self._adapters.get(name)
 
-    async def load_adapter(self, engine: AsyncLLM, name: str, path: str) -> None:
+    async def load_lora_adapter(self, engine: AsyncLLM, name: str, path: str) -> None:
         """Has the engine load an adapter, and offers it.
 
         Raises:
@@ -81,7 +81,7 @@ class ServedModels:
             self._loading.remove(name)
         self._adapters[name] = request
 
-    async def unload_adapter(self, engine: AsyncLLM, name: str) -> None:
+    async def unload_lora_adapter(self, engine: AsyncLLM, name: str) -> None:
         """Offers an adapter no more.
 
         Raises:

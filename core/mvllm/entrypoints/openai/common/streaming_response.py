@@ -25,20 +25,20 @@ _HEADERS = [
 ]
 _COMMENT = b":\n\n"  # which readers of events leave out
 
-CLIENT_GONE = 499
+CLIENT_CLOSED_REQUEST = 499
 """The status of an answer that nobody is there to read; for the log."""
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """There is nobody to answer."""
 
 
 @contextlib.asynccontextmanager
-async def while_connected(receive: Receive) -> AsyncIterator[None]:
+async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
     """Cancels what runs within when the client disconnects.
 
     Raises:
-        ClientGone: It did.
+        ClientDisconnected: It did.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -56,7 +56,7 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
         yield
     except asyncio.CancelledError:
         if gone and task.uncancel() == 0:
-            raise ClientGone from None
+            raise ClientDisconnected from None
         raise
     finally:
         watcher.cancel()
@@ -78,7 +78,7 @@ class RequestConnection:
         self.filler = b""
 
 
-class EventStream(Response):
+class EventStreamResponse(Response):
     """Server-sent events, written as they come.
 
     Args:
@@ -122,7 +122,7 @@ class EventStream(Response):
 
         timers.append(loop.call_later(look_every, look))
         try:
-            async with while_connected(receive), contextlib.aclosing(self._events) as events:
+            async with cancel_on_disconnect(receive), contextlib.aclosing(self._events) as events:
                 await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
                 more = True
                 async for piece in events:
@@ -132,7 +132,7 @@ class EventStream(Response):
                     self._waiting_since = None
                 if more:
                     await send({"type": "http.response.body", "body": b""})
-        except ClientGone:
+        except ClientDisconnected:
             logger.debug("A client left before the end of its stream.")
         except asyncio.CancelledError:
             if not stalled or task.uncancel() > 0:

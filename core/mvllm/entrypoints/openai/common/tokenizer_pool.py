@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from mvllm.engine.frontend.input_processor import check_cut_text
+from mvllm.engine.frontend.input_processor import check_text_to_truncate
 from mvllm.engine.frontend.tokenizer import Tokenizer
-from mvllm.entrypoints.chat_template import find_template, has_plain_templates, render_chat
-from mvllm.entrypoints.openai.common.chat_template_renderer import SECONDS, TemplateRenderer
+from mvllm.entrypoints.chat_template import resolve_chat_template, uses_transformers_template, render_chat
+from mvllm.entrypoints.openai.common.chat_template_renderer import SECONDS, ChatTemplateRenderer
 from mvllm.errors import RequestError
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ MAX_TEMPLATE_LENGTH = 64 << 10
 _SOON = 1 << 18  # characters
 
 
-class TextWork:
+class TokenizerPool:
     """Threads for work on text.
 
     Args:
@@ -39,7 +39,7 @@ class TextWork:
         self,
         tokenizer: Tokenizer,
         max_model_len: int,
-        templates: TemplateRenderer | None = None,
+        templates: ChatTemplateRenderer | None = None,
         template_seconds: float = SECONDS,
     ) -> None:
         self.tokenizer = tokenizer
@@ -47,25 +47,25 @@ class TextWork:
         self._templates = templates
         self._template_seconds = template_seconds
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
-        self._foreign = asyncio.Semaphore(2)
+        self._request_template_slots = asyncio.Semaphore(2)
 
-    async def encode(self, text: str, *, add_special_tokens: bool, is_cut: bool = False) -> list[int]:
-        """The token ids of `text`; as `encode_here`, in one of the threads."""
-        return await self.run(lambda: self.encode_here(text, add_special_tokens=add_special_tokens, is_cut=is_cut))
+    async def encode(self, text: str, *, add_special_tokens: bool, truncated: bool = False) -> list[int]:
+        """The token ids of `text`; as `encode_sync`, in one of the threads."""
+        return await self.run(lambda: self.encode_sync(text, add_special_tokens=add_special_tokens, truncated=truncated))
 
-    def encode_here(self, text: str, *, add_special_tokens: bool, is_cut: bool = False) -> list[int]:
+    def encode_sync(self, text: str, *, add_special_tokens: bool, truncated: bool = False) -> list[int]:
         """The token ids of `text`.
 
         Args:
-            is_cut: Only the last of them will be used.
+            truncated: Only the last of them will be used.
 
         Raises:
             RequestError: The tokenizer rejects it, or it is so long that this would take a while, and too long for
                 the model.
         """
-        if is_cut:
-            check_cut_text(text)
-        elif len(text) > _SOON and (fewest := self.tokenizer.fewest_tokens(text)) >= self._max_model_len:
+        if truncated:
+            check_text_to_truncate(text)
+        elif len(text) > _SOON and (fewest := self.tokenizer.num_tokens_lower_bound(text)) >= self._max_model_len:
             raise RequestError(
                 f"The prompt has at least {fewest} tokens, but prompt and output together may have "
                 f"{self._max_model_len} (max_model_len). Shorten the prompt.",
@@ -86,14 +86,14 @@ class TextWork:
         Raises:
             RequestError: The conversation is not acceptable, or the template failed or took too much time or memory.
         """
-        if self._templates is None or not await self.run(lambda: has_plain_templates(self.tokenizer)):
+        if self._templates is None or not await self.run(lambda: uses_transformers_template(self.tokenizer)):
             return await self.run(lambda: render_chat(self.tokenizer, messages, **settings))
-        template, special_tokens = await self.run(lambda: find_template(self.tokenizer, settings))
+        template, special_tokens = await self.run(lambda: resolve_chat_template(self.tokenizer, settings))
         if template is None:
             return render_chat(self.tokenizer, messages, **settings)  # says why not
         return await self._templates.render(messages, {**settings, "chat_template": template}, special_tokens)
 
-    async def render_foreign(self, messages: Sequence[Any], settings: Mapping[str, Any]) -> str:
+    async def render_with_request_template(self, messages: Sequence[Any], settings: Mapping[str, Any]) -> str:
         """Renders a conversation with somebody else's template, in a process that ends with it.
 
         Args:
@@ -103,8 +103,8 @@ class TextWork:
             RequestError: The template failed, or took too much time or memory.
         """
         special = await self.run(lambda: dict(self.tokenizer.hf.special_tokens_map))  # slow the first time
-        async with self._foreign:
-            with contextlib.closing(TemplateRenderer(self._template_seconds)) as renderer:
+        async with self._request_template_slots:
+            with contextlib.closing(ChatTemplateRenderer(self._template_seconds)) as renderer:
                 return await renderer.render(messages, settings, special)
 
     def close(self) -> None:

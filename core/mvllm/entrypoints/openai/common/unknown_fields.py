@@ -51,7 +51,7 @@ _CLOSED_OBJECTS: dict[str, frozenset[str]] = {
 """Objects that requests have as mappings, and the fields that they may have."""
 
 
-class KnownNames:
+class KnownParameters:
     """The parameters of a query.
 
     Args:
@@ -66,7 +66,7 @@ class KnownNames:
         return frozenset() if path else self.names
 
 
-class KnownFields(KnownNames):
+class KnownFields(KnownParameters):
     """The fields of one struct type, and of the structs in it.
 
     Args:
@@ -112,7 +112,7 @@ class KnownFields(KnownNames):
                 found += [f"{name}.{each}" for each in self.nested[name].unknown(bytes(raw))]
         return found[:MAX_NAMES]
 
-    def unknown_in(self, asked: msgspec.Struct) -> list[str]:
+    def find_unknown_in_mappings(self, asked: msgspec.Struct) -> list[str]:
         """Paths of the unknown fields of the objects that a request has as mappings, at most MAX_NAMES of them."""
         found: list[str] = []
         for name in self._objects:
@@ -122,7 +122,7 @@ class KnownFields(KnownNames):
         return found[:MAX_NAMES]
 
     def names_in(self, path: str) -> frozenset[str]:
-        """As KnownNames; the whole is the body."""
+        """As KnownParameters; the whole is the body."""
         if not path:
             return self.names
         return self.nested[path].names if path in self.nested else _CLOSED_OBJECTS.get(path, frozenset())
@@ -140,7 +140,7 @@ class UnknownFields:
         self.policy = policy
         self._logged: set[str] = set()
 
-    def report(self, paths: Sequence[str], known: KnownNames, scope: Scope | None = None) -> None:
+    def report(self, paths: Sequence[str], known: KnownParameters, scope: Scope | None = None) -> None:
         """Acts on the unknown fields of one request.
 
         Args:
@@ -167,7 +167,7 @@ class UnknownFields:
         for name in shown:
             self._log(name, known, scope)
 
-    def _log(self, name: str, known: KnownNames, scope: Scope | None) -> None:
+    def _log(self, name: str, known: KnownParameters, scope: Scope | None) -> None:
         if name in self._logged or len(self._logged) > MAX_LOGGED_NAMES:
             return
         self._logged.add(name)
@@ -194,7 +194,7 @@ def _unknown_in_object(path: str, value: object) -> Iterator[str]:
             yield from _unknown_in_object(f"{path}.{name}", value.get(name))
 
 
-def header_of(names: Sequence[str]) -> tuple[bytes, bytes]:
+def unknown_fields_header(names: Sequence[str]) -> tuple[bytes, bytes]:
     """The header that names a request's unknown fields. The names are those of `UnknownFields.report`."""
     text = ", ".join(dict.fromkeys(names))
     if len(text) > 512:
@@ -202,7 +202,7 @@ def header_of(names: Sequence[str]) -> tuple[bytes, bytes]:
     return HEADER.encode(), text.encode("ascii")
 
 
-def _did_you_mean(path: str, known: KnownNames) -> str:
+def _did_you_mean(path: str, known: KnownParameters) -> str:
     """A hint at the known field with a similar name; empty where there is none."""
     parent, dot, name = path.rpartition(".")
     names = sorted(known.names_in(parent))

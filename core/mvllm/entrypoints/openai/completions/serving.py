@@ -9,13 +9,13 @@ from typing import Any, cast
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
 from mvllm.entrypoints.openai.common.serving_base import Call
-from mvllm.entrypoints.openai.common.errors import as_api_error
-from mvllm.entrypoints.openai.common.server_sent_events import DONE, ChunkFrame, encode, error_event
-from mvllm.entrypoints.openai.common.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
-from mvllm.entrypoints.openai.common.output_constraint import output_form
-from mvllm.entrypoints.openai.common.request_sampling_params import completion_params
+from mvllm.entrypoints.openai.common.errors import to_api_error
+from mvllm.entrypoints.openai.common.server_sent_events import DONE, ChunkEncoder, encode, error_event
+from mvllm.entrypoints.openai.common.logprobs import CompletionLogprobs, TokenFormatter, prompt_logprobs
+from mvllm.entrypoints.openai.common.output_constraint import output_constraint
+from mvllm.entrypoints.openai.common.request_sampling_params import completion_sampling_params
 from mvllm.entrypoints.openai.protocol import CompletionRequest
-from mvllm.entrypoints.openai.common.tokenizer_pool import TextWork
+from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType
 
@@ -23,12 +23,12 @@ MAX_PROMPTS = 2048
 """Prompts in one request: each is a request of the engine's."""
 
 
-class CompletionCall(Call):
+class CompletionHandler(Call):
     """One request for completions.
 
     Args:
         engine: What answers it.
-        text_work: Where text is tokenized.
+        tokenizer_pool: Where text is tokenized.
         model: The model's name in the answer.
         request: As it was sent.
 
@@ -38,14 +38,14 @@ class CompletionCall(Call):
 
     _request: CompletionRequest
 
-    def __init__(self, engine: AsyncLLM, text_work: TextWork, model: str, request: CompletionRequest) -> None:
-        form = output_form(request)
-        params = completion_params(request, engine.model_config.generation_defaults, form)
+    def __init__(self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, model: str, request: CompletionRequest) -> None:
+        form = output_constraint(request)
+        params = completion_sampling_params(request, engine.model_config.generation_defaults, form)
         super().__init__(engine, model, request, "cmpl-", params, form)
-        self._text_work = text_work
+        self._text_work = tokenizer_pool
         self._is_cut = params.truncate_prompt_tokens is not None
-        self._prompt_only = bool(request.echo) and request.max_tokens == 0
-        self._names = TokenNames(
+        self._is_prompt_only = bool(request.echo) and request.max_tokens == 0
+        self._names = TokenFormatter(
             engine.tokenizer,
             as_ids=bool(request.return_tokens_as_token_ids),
             skip_special=self._params.skip_special_tokens,
@@ -67,7 +67,7 @@ class CompletionCall(Call):
                         for position, output in enumerate(outputs)
                         for sequence in output.outputs
                     ],
-                    "usage": self._usage.as_json(without_completion=self._prompt_only),
+                    "usage": self._usage.as_json(without_completion=self._is_prompt_only),
                 }
             )
 
@@ -78,9 +78,9 @@ class CompletionCall(Call):
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer's events; an error is one of them."""
         assert self._generation is not None
-        include, continuous = self._usage_in_stream()
-        frame = ChunkFrame(self._head(), with_usage=include)
-        pieces: dict[int, _ChoicePieces] = {}
+        include, continuous = self._stream_usage_options()
+        frame = ChunkEncoder(self._head(), with_usage=include)
+        pieces: dict[int, _ChoiceEncoder] = {}
         written = b""
         num_open = self._generation.num_prompts
         try:
@@ -90,13 +90,13 @@ class CompletionCall(Call):
                     index = position * self._params.n + sequence.index
                     choice = pieces.get(index)
                     if choice is None:
-                        choice = pieces[index] = _ChoicePieces(self, index)
+                        choice = pieces[index] = _ChoiceEncoder(self, index)
                     if choice.is_first and output.prompt_logprobs:  # there may be many
                         encoded = await self._text_work.run(partial(choice.piece, output, sequence))
                     else:
                         encoded = choice.piece(output, sequence)
                     if encoded and continuous:
-                        usage = self._usage.as_json(without_completion=self._prompt_only)
+                        usage = self._usage.as_json(without_completion=self._is_prompt_only)
                         written += frame.with_usage(encoded, usage)
                     elif encoded:
                         written += frame.chunk(encoded)
@@ -107,13 +107,13 @@ class CompletionCall(Call):
                     yield written
                     written = b""
         except Exception as e:  # noqa: BLE001  (logged where it is not an answer)
-            yield written + error_event(as_api_error(e))
+            yield written + error_event(to_api_error(e))
             return
         if include:
-            written += frame.with_usage(b"", self._usage.as_json(without_completion=self._prompt_only))
+            written += frame.with_usage(b"", self._usage.as_json(without_completion=self._is_prompt_only))
         yield written + DONE
 
-    async def _make_prompts(self) -> list[PromptType]:
+    async def _build_prompts(self) -> list[PromptType]:
         prompts = _prompts(self._request.prompt)
         if len(prompts) * self._params.num_sequences > MAX_PROMPTS:
             raise RequestError(
@@ -125,7 +125,7 @@ class CompletionCall(Call):
         for prompt in prompts:
             salt = {} if self._request.cache_salt is None else {"cache_salt": self._request.cache_salt}
             if isinstance(prompt, str) and self._request.add_special_tokens is False:
-                ids = await self._text_work.encode(prompt, add_special_tokens=False, is_cut=self._is_cut)
+                ids = await self._text_work.encode(prompt, add_special_tokens=False, truncated=self._is_cut)
                 made.append(cast(PromptType, {"prompt_token_ids": ids, "prompt": prompt, **salt}))
             elif isinstance(prompt, str):
                 made.append(cast(PromptType, {"prompt": prompt, **salt}))
@@ -137,10 +137,10 @@ class CompletionCall(Call):
         return {"id": self._id, "object": "text_completion", "created": self._created, "model": self._model}
 
     def _choice(self, position: int, output: RequestOutput, sequence: CompletionOutput) -> dict[str, Any]:
-        pieces = _ChoicePieces(self, position * self._params.n + sequence.index)
+        pieces = _ChoiceEncoder(self, position * self._params.n + sequence.index)
         return pieces.build(output, sequence)
 
-    def echoed_text(self, output: RequestOutput) -> str:
+    def prompt_text(self, output: RequestOutput) -> str:
         """The prompt, as text."""
         if output.prompt is not None:
             return output.prompt
@@ -148,19 +148,19 @@ class CompletionCall(Call):
         return self._engine.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
 
 
-class _ChoicePieces:
+class _ChoiceEncoder:
     """Builds one choice, at once or piece by piece."""
 
-    def __init__(self, call: CompletionCall, index: int) -> None:
+    def __init__(self, call: CompletionHandler, index: int) -> None:
         request = call._request
         self._call = call
         self._index = index
         self._echo = bool(request.echo)
         self.is_first = True
-        self._return_ids = bool(request.return_token_ids)
+        self._return_token_ids = bool(request.return_token_ids)
         self._logprobs = None if request.logprobs is None else CompletionLogprobs(call._names, request.logprobs)
         with_logprobs = request.logprobs is not None or request.prompt_logprobs is not None
-        self._plain = not (self._echo or self._return_ids or with_logprobs)
+        self._plain = not (self._echo or self._return_token_ids or with_logprobs)
         self._before = b'{"index":%d,"text":' % index
 
     def piece(self, output: RequestOutput, sequence: CompletionOutput) -> bytes:
@@ -174,14 +174,14 @@ class _ChoicePieces:
     def build(self, output: RequestOutput, sequence: CompletionOutput) -> dict[str, Any]:
         """The choice, or its next piece. The first one has what is echoed."""
         text, token_ids, positions = sequence.text, sequence.token_ids, sequence.logprobs or []
-        if self._call._prompt_only:
+        if self._call._is_prompt_only:
             text, token_ids, positions = "", [], []
         first, self.is_first = self.is_first, False
         choice: dict[str, Any] = {
             "index": self._index,
-            "text": (self._call.echoed_text(output) if self._echo and first else "") + text,
+            "text": (self._call.prompt_text(output) if self._echo and first else "") + text,
             "logprobs": None,
-            "finish_reason": "length" if self._call._prompt_only else sequence.finish_reason,
+            "finish_reason": "length" if self._call._is_prompt_only else sequence.finish_reason,
             "stop_reason": sequence.stop_reason,
         }
         if self._logprobs is not None:
@@ -192,7 +192,7 @@ class _ChoicePieces:
                 choice["logprobs"] = self._logprobs.piece(token_ids, positions)
         if self._call._request.prompt_logprobs is not None and first:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [])
-        if self._return_ids:
+        if self._return_token_ids:
             choice["token_ids"] = token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids if first else None
         return choice

@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
-from mvllm.entrypoints.openai.pooling.serving_embedding import EmbeddingCall, PoolingCall
-from mvllm.entrypoints.openai.common.openapi import body_of
-from mvllm.entrypoints.openai.pooling.serving_base import PooledCall
+from mvllm.entrypoints.openai.pooling.serving_embedding import EmbeddingHandler, PoolingHandler
+from mvllm.entrypoints.openai.common.openapi import request_body_schema
+from mvllm.entrypoints.openai.pooling.serving_base import BasePoolingHandler
 from mvllm.entrypoints.openai.protocol import (
     ClassificationRequest,
     EmbeddingRequest,
@@ -22,30 +22,30 @@ from mvllm.entrypoints.openai.protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from mvllm.entrypoints.openai.pooling.serving_score import ClassificationCall, RerankCall, ScoreCall
-from mvllm.entrypoints.openai.common.serving_models import ServedModels
+from mvllm.entrypoints.openai.pooling.serving_score import ClassificationHandler, RerankHandler, ScoreHandler
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.server.server_state import ServerState
-from mvllm.entrypoints.openai.common.streaming_response import while_connected
-from mvllm.entrypoints.openai.common.tokenizer_pool import TextWork
+from mvllm.entrypoints.openai.common.streaming_response import cancel_on_disconnect
+from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 
 
-class _MakeCall(Protocol):
+class _HandlerFactory(Protocol):
     """A kind of call."""
 
-    def __call__(self, engine: AsyncLLM, text_work: TextWork, model: str, request: Any) -> PooledCall:
+    def __call__(self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, model: str, request: Any) -> BasePoolingHandler:
         """One request."""
 
 
-_ROUTES: tuple[tuple[tuple[str, ...], type[ModelRequest], _MakeCall, str], ...] = (
-    (("/v1/embeddings",), EmbeddingRequest, EmbeddingCall, "Make vectors of texts."),
-    (("/pooling",), PoolingRequest, PoolingCall, "Vectors, vectors of each token, or scores of texts."),
-    (("/classify",), ClassificationRequest, ClassificationCall, "Classify texts."),
-    (("/v1/score", "/score"), ScoreRequest, ScoreCall, "Say how well texts go together."),
-    (("/v1/rerank", "/rerank", "/v2/rerank"), RerankRequest, RerankCall, "Put documents in order for a query."),
+_ROUTES: tuple[tuple[tuple[str, ...], type[ModelRequest], _HandlerFactory, str], ...] = (
+    (("/v1/embeddings",), EmbeddingRequest, EmbeddingHandler, "Make vectors of texts."),
+    (("/pooling",), PoolingRequest, PoolingHandler, "Vectors, vectors of each token, or scores of texts."),
+    (("/classify",), ClassificationRequest, ClassificationHandler, "Classify texts."),
+    (("/v1/score", "/score"), ScoreRequest, ScoreHandler, "Say how well texts go together."),
+    (("/v1/rerank", "/rerank", "/v2/rerank"), RerankRequest, RerankHandler, "Put documents in order for a query."),
 )
 
 
-class PooledRoutes:
+class PoolingRoutes:
     """The routes, for whoever keeps the others.
 
     Args:
@@ -54,7 +54,7 @@ class PooledRoutes:
         bodies: Reads requests.
     """
 
-    def __init__(self, state: ServerState, models: ServedModels, bodies: BodyReader) -> None:
+    def __init__(self, state: ServerState, models: OpenAIServingModels, bodies: BodyReader) -> None:
         self._state = state
         self._models = models
         self._bodies = bodies
@@ -70,22 +70,22 @@ class PooledRoutes:
                     methods=["POST"],
                     name=path,
                     summary=summary,
-                    openapi_extra=body_of(kind),
+                    openapi_extra=request_body_schema(kind),
                 )
 
-    def _endpoint(self, decoder: BodyDecoder[Any], make_call: _MakeCall) -> Callable[[Request], Any]:
+    def _endpoint(self, decoder: BodyDecoder[Any], make_call: _HandlerFactory) -> Callable[[Request], Any]:
         async def answer(request: Request) -> Response:
             return await self._answer(request, decoder, make_call)
 
         return answer
 
-    async def _answer(self, request: Request, decoder: BodyDecoder[Any], make_call: _MakeCall) -> Response:
+    async def _answer(self, request: Request, decoder: BodyDecoder[Any], make_call: _HandlerFactory) -> Response:
         engine = self._state.engine
         asked = await self._bodies.decode(request, decoder)
-        call = make_call(engine, self._state.text_work, self._models.check(asked.model), asked)
+        call = make_call(engine, self._state.tokenizer_pool, self._models.check(asked.model), asked)
         self._state.enter()
         try:
-            async with while_connected(request.receive):
+            async with cancel_on_disconnect(request.receive):
                 await call.start()
                 answer = await call.answer()
             return Response(answer, media_type="application/json")

@@ -10,10 +10,10 @@ from typing import Any, Generic, TypeVar, cast
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
-from mvllm.engine.frontend.request_output_stream import RequestStream
-from mvllm.entrypoints.openai.common.errors import APIError, as_api_error
+from mvllm.engine.frontend.request_output_stream import RequestOutputStream
+from mvllm.entrypoints.openai.common.errors import APIError, to_api_error
 from mvllm.entrypoints.openai.protocol import ClassificationRequest, EmbeddingRequest
-from mvllm.entrypoints.openai.common.tokenizer_pool import TextWork
+from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.errors import PlatformError, RequestError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
@@ -24,16 +24,16 @@ logger = get_logger(__name__)
 MAX_INPUTS = 2048
 """Inputs in one request: each is a request of the engine's."""
 
-_WRITTEN_AT_ONCE = 1 << 15
+_MAX_INLINE_VALUES = 1 << 15
 """Numbers that are written in the loop's own thread; more would hold everybody up."""
 
 
-class PooledCall(ABC):
+class BasePoolingHandler(ABC):
     """One request that is answered once for all of its inputs.
 
     Args:
         engine: What answers it.
-        text_work: Where text is tokenized, and long answers are written.
+        tokenizer_pool: Where text is tokenized, and long answers are written.
         model: The model's name in the answer.
         kind: What its id begins with.
         priority: As in the request.
@@ -44,14 +44,14 @@ class PooledCall(ABC):
 
     field = "input"
 
-    def __init__(self, engine: AsyncLLM, text_work: TextWork, model: str, kind: str, priority: int | None) -> None:
+    def __init__(self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, model: str, kind: str, priority: int | None) -> None:
         self._engine = engine
-        self._text_work = text_work
+        self._text_work = tokenizer_pool
         self._model = model
         self._priority = priority or 0
         self._id = f"{kind}-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._streams: list[RequestStream] = []
+        self._streams: list[RequestOutputStream] = []
 
     async def start(self) -> None:
         """Hands all inputs to the engine, or none.
@@ -68,7 +68,7 @@ class PooledCall(ABC):
         except RequestError as e:
             if e.parameter != "prompt":
                 raise
-            error = as_api_error(e)
+            error = to_api_error(e)
             error.param = self.field  # as it is called here
             raise error from e
 
@@ -86,7 +86,7 @@ class PooledCall(ABC):
             EngineDeadError: The engine has stopped.
         """
         outputs = [await _output_of(stream) for stream in self._streams]
-        if sum(output.outputs.data.size for output in outputs) <= _WRITTEN_AT_ONCE:
+        if sum(output.outputs.data.size for output in outputs) <= _MAX_INLINE_VALUES:
             return self._write(outputs)
         return await self._text_work.run(lambda: self._write(outputs))
 
@@ -114,7 +114,7 @@ class PooledCall(ABC):
         cache_salt: str | None = None,
     ) -> list[PromptType]:
         """Prompts of one or several inputs, which are texts or token ids."""
-        inputs = check_number(_inputs(found, self.field), self.field)
+        inputs = check_num_inputs(_inputs(found, self.field), self.field)
         made: list[PromptType] = []
         for each in inputs:
             salt = {} if cache_salt is None else {"cache_salt": cache_salt}
@@ -131,7 +131,7 @@ class PooledCall(ABC):
 _Request = TypeVar("_Request", bound=EmbeddingRequest | ClassificationRequest)
 
 
-class InputsCall(PooledCall, Generic[_Request]):
+class InputListHandler(BasePoolingHandler, Generic[_Request]):
     """A request whose inputs, texts or token ids, are all asked the same. Classes set the two below."""
 
     _request: _Request
@@ -145,7 +145,7 @@ class InputsCall(PooledCall, Generic[_Request]):
         return prompts, [self._params] * len(prompts)
 
 
-def check_number(inputs: Sequence[Any], field: str) -> Sequence[Any]:
+def check_num_inputs(inputs: Sequence[Any], field: str) -> Sequence[Any]:
     """Returns the inputs.
 
     Raises:
@@ -159,13 +159,13 @@ def check_number(inputs: Sequence[Any], field: str) -> Sequence[Any]:
     return inputs
 
 
-def usage_of(outputs: Sequence[PoolingRequestOutput]) -> dict[str, int]:
+def pooling_usage(outputs: Sequence[PoolingRequestOutput]) -> dict[str, int]:
     """How many tokens the prompts had."""
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
 
-async def _output_of(stream: RequestStream) -> PoolingRequestOutput:
+async def _output_of(stream: RequestOutputStream) -> PoolingRequestOutput:
     """The answer of one of the engine's requests."""
     async for output in stream:
         try:

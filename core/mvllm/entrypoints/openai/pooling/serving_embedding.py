@@ -11,26 +11,26 @@ import msgspec
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
 from mvllm.entrypoints.openai.common.server_sent_events import encode
-from mvllm.entrypoints.openai.pooling.serving_base import InputsCall, usage_of
+from mvllm.entrypoints.openai.pooling.serving_base import InputListHandler, pooling_usage
 from mvllm.entrypoints.openai.protocol import EmbeddingRequest, PoolingRequest
-from mvllm.entrypoints.openai.common.tokenizer_pool import TextWork
+from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.errors import RequestError
 from mvllm.messages.pooling_params import PoolingParams, PoolingTask, PoolingType
 
 
-class EmbeddingCall(InputsCall[EmbeddingRequest]):
+class EmbeddingHandler(InputListHandler[EmbeddingRequest]):
     """One request for vectors.
 
     Args:
-        engine, text_work, model: As PooledCall.
+        engine, tokenizer_pool, model: As BasePoolingHandler.
         request: As it was sent.
 
     Raises:
         RequestError: On construction: a setting is not acceptable.
     """
 
-    def __init__(self, engine: AsyncLLM, text_work: TextWork, model: str, request: EmbeddingRequest) -> None:
-        super().__init__(engine, text_work, model, "embd", request.priority)
+    def __init__(self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, model: str, request: EmbeddingRequest) -> None:
+        super().__init__(engine, tokenizer_pool, model, "embd", request.priority)
         _check_format(request)
         self._request = request
         self._params = PoolingParams(
@@ -45,22 +45,22 @@ class EmbeddingCall(InputsCall[EmbeddingRequest]):
         for index, output in enumerate(outputs):  # one at a time: in between, others get their turn
             shown = _shown(output, self._request.encoding_format)
             data.append(msgspec.Raw(encode({"object": "embedding", "index": index, "embedding": shown})))
-        return encode({**self._head(), "data": data, "usage": usage_of(outputs)})
+        return encode({**self._head(), "data": data, "usage": pooling_usage(outputs)})
 
 
-class PoolingCall(InputsCall[PoolingRequest]):
+class PoolingHandler(InputListHandler[PoolingRequest]):
     """One request for whatever a model says of its inputs: vectors, vectors of each token, or scores.
 
     Args:
-        engine, text_work, model: As PooledCall.
+        engine, tokenizer_pool, model: As BasePoolingHandler.
         request: As it was sent.
 
     Raises:
         RequestError: On construction: a setting is not acceptable.
     """
 
-    def __init__(self, engine: AsyncLLM, text_work: TextWork, model: str, request: PoolingRequest) -> None:
-        super().__init__(engine, text_work, model, "pool", request.priority)
+    def __init__(self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, model: str, request: PoolingRequest) -> None:
+        super().__init__(engine, tokenizer_pool, model, "pool", request.priority)
         _check_format(request)
         self._request = request
         kind: Any = request.pooling_type
@@ -81,7 +81,7 @@ class PoolingCall(InputsCall[PoolingRequest]):
         for index, output in enumerate(outputs):
             shown = _shown(output, self._request.encoding_format)
             data.append(msgspec.Raw(encode({"object": "pooling", "index": index, "data": shown})))
-        return encode({**self._head(), "data": data, "usage": usage_of(outputs)})
+        return encode({**self._head(), "data": data, "usage": pooling_usage(outputs)})
 
 
 def _check_format(request: EmbeddingRequest | PoolingRequest) -> None:

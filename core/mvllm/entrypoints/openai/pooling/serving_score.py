@@ -7,29 +7,29 @@ from typing import Any
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
-from mvllm.engine.frontend.scoring import Scoring
+from mvllm.engine.frontend.scoring import ScoringRequests
 from mvllm.entrypoints.openai.common.server_sent_events import encode
-from mvllm.entrypoints.openai.pooling.serving_base import InputsCall, PooledCall, check_number, usage_of
-from mvllm.entrypoints.openai.protocol import ClassificationRequest, ComparisonRequest, RerankRequest, ScoreRequest
-from mvllm.entrypoints.openai.common.tokenizer_pool import TextWork
+from mvllm.entrypoints.openai.pooling.serving_base import InputListHandler, BasePoolingHandler, check_num_inputs, pooling_usage
+from mvllm.entrypoints.openai.protocol import ClassificationRequest, TextPairRequest, RerankRequest, ScoreRequest
+from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.pooling_params import PoolingParams, PoolingTask
 
 
-class ClassificationCall(InputsCall[ClassificationRequest]):
+class ClassificationHandler(InputListHandler[ClassificationRequest]):
     """One request for the scores that a classifier gives to inputs.
 
     Args:
-        engine, text_work, model: As PooledCall.
+        engine, tokenizer_pool, model: As BasePoolingHandler.
         request: As it was sent.
 
     Raises:
         RequestError: On construction: a setting is not acceptable.
     """
 
-    def __init__(self, engine: AsyncLLM, text_work: TextWork, model: str, request: ClassificationRequest) -> None:
-        super().__init__(engine, text_work, model, "classify", request.priority)
+    def __init__(self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, model: str, request: ClassificationRequest) -> None:
+        super().__init__(engine, tokenizer_pool, model, "classify", request.priority)
         self._request = request
         self._params = PoolingParams(
             use_activation=request.use_activation,
@@ -53,14 +53,14 @@ class ClassificationCall(InputsCall[ClassificationRequest]):
                     "num_classes": len(scores),
                 }
             )
-        return encode({**self._head(), "data": data, "usage": usage_of(outputs)})
+        return encode({**self._head(), "data": data, "usage": pooling_usage(outputs)})
 
 
-class _ComparisonCall(PooledCall):
+class _TextPairHandler(BasePoolingHandler):
     """One request to compare texts.
 
     Args:
-        engine, text_work, model, kind: As PooledCall.
+        engine, tokenizer_pool, model, kind: As BasePoolingHandler.
         request: As it was sent.
         first, second: The texts.
         names: What the request calls these.
@@ -69,28 +69,28 @@ class _ComparisonCall(PooledCall):
     def __init__(
         self,
         engine: AsyncLLM,
-        text_work: TextWork,
+        tokenizer_pool: TokenizerPool,
         model: str,
         kind: str,
-        request: ComparisonRequest,
+        request: TextPairRequest,
         first: Sequence[str],
         second: Sequence[str],
         names: tuple[str, str],
     ) -> None:
-        super().__init__(engine, text_work, model, kind, request.priority)
-        self._first = check_number(first, names[0])
-        self._second = check_number(second, names[1])
+        super().__init__(engine, tokenizer_pool, model, kind, request.priority)
+        self._first = check_num_inputs(first, names[0])
+        self._second = check_num_inputs(second, names[1])
         self._names = names
         self.field = names[1]
         self._settings = PoolingParams(
             use_activation=request.use_activation, truncate_prompt_tokens=request.truncate_prompt_tokens
         )
-        self._scoring: Scoring | None = None
+        self._scoring: ScoringRequests | None = None
 
     async def _make_requests(self) -> tuple[Sequence[PromptType], Sequence[PoolingParams]]:
         processor = self._engine.pooling_input_processor
         scoring = self._scoring = await self._text_work.run(
-            lambda: Scoring.of(processor, self._first, self._second, self._settings, self._names)
+            lambda: ScoringRequests.of(processor, self._first, self._second, self._settings, self._names)
         )
         return scoring.prompts, scoring.params
 
@@ -99,40 +99,40 @@ class _ComparisonCall(PooledCall):
         return [output.outputs.score for output in self._scoring.outputs(outputs)]
 
 
-class ScoreCall(_ComparisonCall):
+class ScoreHandler(_TextPairHandler):
     """One request to compare texts pair by pair.
 
     Args:
-        engine, text_work, model: As PooledCall.
+        engine, tokenizer_pool, model: As BasePoolingHandler.
         request: As it was sent.
 
     Raises:
         RequestError: On construction: a setting is not acceptable.
     """
 
-    def __init__(self, engine: AsyncLLM, text_work: TextWork, model: str, request: ScoreRequest) -> None:
-        first, first_name = _either(request, "text_1", "queries")
-        second, second_name = _either(request, "text_2", "documents")
+    def __init__(self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, model: str, request: ScoreRequest) -> None:
+        first, first_name = _exactly_one_of(request, "text_1", "queries")
+        second, second_name = _exactly_one_of(request, "text_2", "documents")
         names = first_name, second_name
-        super().__init__(engine, text_work, model, "score", request, first, second, names)
+        super().__init__(engine, tokenizer_pool, model, "score", request, first, second, names)
 
     def _write(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(self._scores(outputs))]
-        return encode({**self._head(), "data": data, "usage": usage_of(outputs)})
+        return encode({**self._head(), "data": data, "usage": pooling_usage(outputs)})
 
 
-class RerankCall(_ComparisonCall):
+class RerankHandler(_TextPairHandler):
     """One request to put documents in order, those first that go best with a query.
 
     Args:
-        engine, text_work, model: As PooledCall.
+        engine, tokenizer_pool, model: As BasePoolingHandler.
         request: As it was sent.
 
     Raises:
         RequestError: On construction: a setting is not acceptable.
     """
 
-    def __init__(self, engine: AsyncLLM, text_work: TextWork, model: str, request: RerankRequest) -> None:
+    def __init__(self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, model: str, request: RerankRequest) -> None:
         if request.query is None:
             raise RequestError("query is missing.", parameter="query")
         if not request.documents:
@@ -140,22 +140,22 @@ class RerankCall(_ComparisonCall):
         if request.top_n is not None and request.top_n < 0:
             raise RequestError("top_n must be at least 1, or 0 for all.", parameter="top_n")
         texts = [each if isinstance(each, str) else each.text for each in request.documents]
-        super().__init__(engine, text_work, model, "rerank", request, [request.query], texts, ("query", "documents"))
+        super().__init__(engine, tokenizer_pool, model, "rerank", request, [request.query], texts, ("query", "documents"))
         self._top_n = request.top_n or len(texts)
-        self._shows_documents = request.return_documents is not False
+        self._return_documents = request.return_documents is not False
 
     def _write(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         scores = self._scores(outputs)
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: self._top_n]  # equal ones stay in order
         results = [self._result(i, scores[i]) for i in best]
-        return encode({"id": self._id, "model": self._model, "usage": usage_of(outputs), "results": results})
+        return encode({"id": self._id, "model": self._model, "usage": pooling_usage(outputs), "results": results})
 
     def _result(self, index: int, score: float) -> dict[str, Any]:
-        shown = {"document": {"text": self._second[index]}} if self._shows_documents else {}
+        shown = {"document": {"text": self._second[index]}} if self._return_documents else {}
         return {"index": index, **shown, "relevance_score": score}
 
 
-def _either(request: ScoreRequest, name: str, other: str) -> tuple[Sequence[str], str]:
+def _exactly_one_of(request: ScoreRequest, name: str, other: str) -> tuple[Sequence[str], str]:
     """A field under one of two names, and the name.
 
     Raises:

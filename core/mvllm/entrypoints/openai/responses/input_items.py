@@ -4,7 +4,7 @@
                        │             └── an assistant's turn is several items, and one message ──┐
     messages        instructions, the conversation so far, and these
 
-Whatever is refused is refused in the words of the request that was sent: `RENAMED` says what its fields are called.
+Whatever is refused is refused in the words of the request that was sent: `CHAT_TO_RESPONSES_FIELDS` says what its fields are called.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mvllm.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRe
 from mvllm.errors import RequestError
 from mvllm.messages.structured_outputs import MAX_NESTING
 
-RENAMED = {
+CHAT_TO_RESPONSES_FIELDS = {
     "messages": "input",
     "prompt": "input",
     "response_format": "text",
@@ -58,7 +58,7 @@ _MAX_METADATA = (16, 64, 512)
 Message = dict[str, Any]
 
 
-def chat_request(request: ResponsesRequest, messages: Sequence[Message]) -> ChatCompletionRequest:
+def to_chat_request(request: ResponsesRequest, messages: Sequence[Message]) -> ChatCompletionRequest:
     """The request for a chat completion that means the same.
 
     Args:
@@ -101,10 +101,10 @@ def input_messages(value: str | Sequence[Mapping[str, Any]] | None) -> list[Mess
         raise RequestError("input is an empty list.", parameter="input")
     if len(value) > MAX_ITEMS:
         raise RequestError(f"input may have {MAX_ITEMS} items; found {len(value)}.", parameter="input")
-    return as_messages(value)
+    return items_to_messages(value)
 
 
-def as_messages(items: Iterable[Mapping[str, Any]]) -> list[Message]:
+def items_to_messages(items: Iterable[Mapping[str, Any]]) -> list[Message]:
     """Items as messages. Thoughts, text and calls of one assistant's turn are one message.
 
     Raises:
@@ -117,7 +117,7 @@ def as_messages(items: Iterable[Mapping[str, Any]]) -> list[Message]:
         where = f"input[{i}]"
         kind = item.get("type", "message")
         if kind == "reasoning":
-            thoughts.append(_text_of_thoughts(where, item))
+            thoughts.append(_reasoning_text(where, item))
             continue
         if kind == "function_call_output":
             messages.append(_output_of_call(where, item))
@@ -184,7 +184,7 @@ def _output_of_call(where: str, item: Mapping[str, Any]) -> Message:
     return {"role": "tool", "tool_call_id": call_id, "content": _text(f"{where}.output", item, "output")}
 
 
-def _text_of_thoughts(where: str, item: Mapping[str, Any]) -> str:
+def _reasoning_text(where: str, item: Mapping[str, Any]) -> str:
     """The thoughts themselves, or else a summary of them."""
     parts = item.get("content") or item.get("summary") or []
     texts = [part.get("text") for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else [None]

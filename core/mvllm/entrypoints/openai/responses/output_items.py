@@ -22,7 +22,7 @@ _IDS = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
-class EventWriter:
+class ResponseEventEncoder:
     """Numbers the events of one stream."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class OutputItems:
         events: Makes the events that tell of them.
     """
 
-    def __init__(self, events: EventWriter) -> None:
+    def __init__(self, events: ResponseEventEncoder) -> None:
         self.items: list[dict[str, Any]] = []
         self._events = events
         self._open: dict[str, Any] | None = None  # the last item, while more may come

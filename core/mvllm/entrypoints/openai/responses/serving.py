@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 
 from mvllm.engine.async_llm import AsyncLLM
-from mvllm.entrypoints.openai.chat.serving import ChatPrompts, ChatTurn
-from mvllm.entrypoints.openai.common.errors import as_api_error
+from mvllm.entrypoints.openai.chat.serving import ChatPromptRenderer, ChatHandler
+from mvllm.entrypoints.openai.common.errors import to_api_error
 from mvllm.entrypoints.openai.common.server_sent_events import encode
 from mvllm.entrypoints.openai.server.authentication import Caller
 from mvllm.entrypoints.openai.protocol import ResponsesRequest
-from mvllm.entrypoints.openai.responses.input_items import RENAMED, as_messages, chat_request, input_messages
-from mvllm.entrypoints.openai.responses.output_items import EventWriter, OutputItems
+from mvllm.entrypoints.openai.responses.input_items import CHAT_TO_RESPONSES_FIELDS, items_to_messages, to_chat_request, input_messages
+from mvllm.entrypoints.openai.responses.output_items import ResponseEventEncoder, OutputItems
 from mvllm.entrypoints.openai.responses.store import ResponseStore, StoredResponse
 from mvllm.entrypoints.parsers.interface import ReasoningDelta
 from mvllm.errors import RequestError
@@ -31,7 +31,7 @@ _LAST_EVENT = {"completed": "completed", "failed": "failed"}
 """By status; of any other it is `incomplete`."""
 
 
-class ResponseCall(ChatTurn):
+class ResponsesHandler(ChatHandler):
     """One request for a response.
 
     Args:
@@ -50,7 +50,7 @@ class ResponseCall(ChatTurn):
     def __init__(
         self,
         engine: AsyncLLM,
-        prompts: ChatPrompts,
+        prompts: ChatPromptRenderer,
         model: str,
         request: ResponsesRequest,
         store: ResponseStore,
@@ -60,14 +60,14 @@ class ResponseCall(ChatTurn):
         self._store = store
         self._caller = caller
         before = request.previous_response_id
-        with _own_names():
+        with _responses_field_names():
             self._messages = [*store.conversation(before, caller), *input_messages(request.input)]
             if request.cache_salt is None:  # what was said under a salt stays under it
                 salt = store.cache_salt(before, caller)
                 request = msgspec.structs.replace(request, cache_salt=salt)
-            super().__init__(engine, prompts, model, chat_request(request, self._messages), "resp_")
-        self._is_stored = request.store is not False and store.keeps_any
-        self._events = EventWriter()
+            super().__init__(engine, prompts, model, to_chat_request(request, self._messages), "resp_")
+        self._is_stored = request.store is not False and store.is_enabled
+        self._events = ResponseEventEncoder()
         self._items = OutputItems(self._events)
         self._status = "in_progress"
         self._error: dict[str, Any] | None = None
@@ -75,7 +75,7 @@ class ResponseCall(ChatTurn):
 
     async def start(self) -> None:
         """Hands the request to the engine. See `Call.start`."""
-        with _own_names():
+        with _responses_field_names():
             await super().start()
         if self._is_stored:
             self._store.begin(self._id, self, self._caller)
@@ -92,7 +92,7 @@ class ResponseCall(ChatTurn):
 
     async def answer(self) -> bytes:
         """The whole answer."""
-        with _own_names():
+        with _responses_field_names():
             async for _ in self._run():
                 pass
         return self.snapshot()
@@ -111,7 +111,7 @@ class ResponseCall(ChatTurn):
                         yield written
                         written = b""
         except Exception as e:  # noqa: BLE001  (logged where it is not an answer)
-            error = as_api_error(e)
+            error = to_api_error(e)
             self._status = "failed"
             code = "invalid_prompt" if error.status < 500 else "server_error"
             self._error = {"code": code, "message": error.message}
@@ -183,7 +183,7 @@ class ResponseCall(ChatTurn):
         written = self._items.finish("completed" if reason == "stop" else "incomplete")
         num_thoughts = 0
         if any(item["type"] == "reasoning" for item in self._items.items):
-            num_thoughts = await self._prompts.text_work.run(lambda: self._count_thoughts(token_ids, prompt))
+            num_thoughts = await self._prompts.tokenizer_pool.run(lambda: self._count_reasoning_tokens(token_ids, prompt))
         self._usage_json = self._usage.as_response_json(num_thoughts)
         if self._status != "cancelled":
             self._status = _STATUS.get(reason or "abort", "cancelled")
@@ -193,11 +193,11 @@ class ResponseCall(ChatTurn):
     def _keep(self) -> None:
         """Stores what has become of the response."""
         if self._is_stored:
-            conversation = encode([*self._messages, *as_messages(self._items.items)])
+            conversation = encode([*self._messages, *items_to_messages(self._items.items)])
             salt, owner = self._request.cache_salt, self._caller.key
             self._store.end(self._id, StoredResponse(self.snapshot(), conversation, salt, owner))
 
-    def _count_thoughts(self, token_ids: Sequence[int], prompt: str | None) -> int:
+    def _count_reasoning_tokens(self, token_ids: Sequence[int], prompt: str | None) -> int:
         """How many tokens it took until the thoughts had come to their end."""
         tokenizer, skip_special = self._engine.tokenizer, self._params.skip_special_tokens
 
@@ -215,9 +215,9 @@ class ResponseCall(ChatTurn):
 
 
 @contextlib.contextmanager
-def _own_names() -> Iterator[None]:
+def _responses_field_names() -> Iterator[None]:
     """Has errors name the fields of this request, not those of the chat completion that it becomes."""
     try:
         yield
     except RequestError as e:
-        raise RequestError(str(e), parameter=RENAMED.get(e.parameter or "", e.parameter)) from e
+        raise RequestError(str(e), parameter=CHAT_TO_RESPONSES_FIELDS.get(e.parameter or "", e.parameter)) from e

@@ -74,7 +74,7 @@ class ResponseStore:
         return len(self._ended)
 
     @property
-    def keeps_any(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether anything is kept here."""
         return self._max_responses > 0
 
@@ -89,7 +89,7 @@ class ResponseStore:
             stored: What is kept of it, if anything is.
         """
         self._running.pop(response_id, None)
-        if stored is None or not self.keeps_any:
+        if stored is None or not self.is_enabled:
             return
         if stored.size > self._max_bytes:
             logger.info("A response of %d bytes is not kept: there is room for %d.", stored.size, self._max_bytes)
@@ -118,12 +118,12 @@ class ResponseStore:
         if response_id is None:
             return []
         if self._find_running(response_id, caller) is not None:
-            raise _not_previous("is still being written")
+            raise _previous_response_error("is still being written")
         try:
             found = self._find(response_id, caller)
         except APIError:
             why = "is not known here; the server keeps some, and those used longest ago are dropped first"
-            raise _not_previous(why if self.keeps_any else "is not known: this server keeps none") from None
+            raise _previous_response_error(why if self.is_enabled else "is not known: this server keeps none") from None
         return msgspec.json.decode(found.conversation, type=list[Message])
 
     def cache_salt(self, response_id: str | None, caller: Caller) -> str | None:
@@ -166,7 +166,7 @@ class ResponseStore:
         return found
 
 
-def _not_previous(why: str) -> APIError:
+def _previous_response_error(why: str) -> APIError:
     return APIError(
         400,
         f"The response of previous_response_id {why}.",

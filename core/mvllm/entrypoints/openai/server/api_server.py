@@ -28,31 +28,31 @@ from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.metrics.prometheus import EngineCollector
 from mvllm.engine.metrics.tracing import Tracer
-from mvllm.entrypoints.chat_template import read_template
-from mvllm.entrypoints.shutdown_signals import LAST_SECONDS, end_now, end_signals, end_within
-from mvllm.entrypoints.openai.admin.lora_routes import load_adapters_at_start
+from mvllm.entrypoints.chat_template import read_default_template
+from mvllm.entrypoints.shutdown_signals import SHUTDOWN_SECONDS, exit_now, shutdown_signals, force_exit_after
+from mvllm.entrypoints.openai.admin.lora_routes import load_static_loras
 from mvllm.entrypoints.openai.server.app import build_app
-from mvllm.entrypoints.openai.chat.serving import ChatPrompts
-from mvllm.entrypoints.openai.server.connections import ConnectionTable, RareWarning, most_connections
-from mvllm.entrypoints.openai.server.heartbeat_monitor import BEAT_SECONDS
+from mvllm.entrypoints.openai.chat.serving import ChatPromptRenderer
+from mvllm.entrypoints.openai.server.connections import ConnectionTable, RateLimitedWarning, default_max_connections
+from mvllm.entrypoints.openai.server.heartbeat_monitor import HEARTBEAT_INTERVAL_SECONDS
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
-from mvllm.entrypoints.openai.server.http_protocol import LimitedHttpProtocol, protocol_settings
-from mvllm.entrypoints.openai.server.listener import is_public, url_of
-from mvllm.entrypoints.openai.common.serving_models import ServedModels
+from mvllm.entrypoints.openai.server.http_protocol import LimitedHttpProtocol, uvicorn_settings
+from mvllm.entrypoints.openai.server.listener import is_public, listener_url
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.server.server_state import Phase, ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.openai.server.shared_metrics import ServerFigures, SharedFigures
-from mvllm.entrypoints.openai.common.chat_template_renderer import TemplateRenderer
-from mvllm.entrypoints.openai.common.tokenizer_pool import TextWork
+from mvllm.entrypoints.openai.server.shared_metrics import ServerMetricsSnapshot, SharedServerMetrics
+from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateRenderer
+from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.entrypoints.openai.tokenizer_trial import TokenizerTrial
-from mvllm.entrypoints.parsers.auto_detect import choose_parsers
+from mvllm.entrypoints.parsers.auto_detect import resolve_parsers
 from mvllm.errors import ConfigError
 from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
 
-_LOOK_SECONDS = 0.5
-_LAST_ANSWERS_SECONDS = 5.0
+_POLL_SECONDS = 0.5
+_FINAL_RESPONSES_SECONDS = 5.0
 _ACCEPT_AGAIN_SECONDS = 0.5
 _MOST_ACCEPTED_AT_ONCE = 16
 
@@ -69,7 +69,7 @@ def run_server(args: EngineArgs, settings: ServerSettings, listener: socket.sock
     Raises:
         PlatformError, ConfigError, ModelError: The engine cannot be started as asked.
     """
-    announce_listening(listener, settings)
+    log_listening(listener, settings)
     trial = TokenizerTrial()
 
     def load() -> AsyncLLM:
@@ -77,18 +77,18 @@ def run_server(args: EngineArgs, settings: ServerSettings, listener: socket.sock
         trial.start(config.model.tokenizer)
         return AsyncLLM(config)
 
-    return run_in_loop(Server(load, args.model, settings, listener, tokenizer_trial=trial))
+    return run_in_event_loop(Server(load, args.model, settings, listener, tokenizer_trial=trial))
 
 
-def run_in_loop(server: Server) -> int:
+def run_in_event_loop(server: Server) -> int:
     """Runs a server in an event loop of its own; returns the exit status."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(server.run())
 
 
-def announce_listening(listener: socket.socket, settings: ServerSettings) -> None:
+def log_listening(listener: socket.socket, settings: ServerSettings) -> None:
     """Says where the server is to be found, and warns where that is too easy."""
-    logger.info("Listening at %s; loading the model.", url_of(listener))
+    logger.info("Listening at %s; loading the model.", listener_url(listener))
     if is_public(listener) and not settings.api_keys:
         logger.warning(
             "Everybody who reaches this machine can use this server: it listens beyond the machine and has no API "
@@ -105,7 +105,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-class _HTTP(uvicorn.Server):
+class _HTTPServer(uvicorn.Server):
     """uvicorn without its signals, and without its ten looks at the clock per second.
 
     Args:
@@ -117,11 +117,11 @@ class _HTTP(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, *, is_shared: bool, beat: Callable[[], None]) -> None:
         super().__init__(config)
         self._beat = beat
-        self.server_state: ConnectionTable = ConnectionTable(most_connections())
+        self.server_state: ConnectionTable = ConnectionTable(default_max_connections())
         self._end = asyncio.Event()
         self._most_at_once = 1 if is_shared else _MOST_ACCEPTED_AT_ONCE
         self._connecting: set[asyncio.Task[Any]] = set()
-        self._failed_accept = RareWarning()
+        self._failed_accept = RateLimitedWarning()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begins to accept connections: a few at a time, since event loops by themselves accept all that wait, and
@@ -149,7 +149,7 @@ class _HTTP(uvicorn.Server):
                 self._failed_accept.log("No connection can be accepted: %s", e)
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(listener.fileno())
-                loop.call_later(_ACCEPT_AGAIN_SECONDS, self._accept_again, listener)
+                loop.call_later(_ACCEPT_AGAIN_SECONDS, self._resume_accepting, listener)
                 return
             self._connect(connection)
 
@@ -162,7 +162,7 @@ class _HTTP(uvicorn.Server):
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
 
-    def _accept_again(self, listener: socket.socket) -> None:
+    def _resume_accepting(self, listener: socket.socket) -> None:
         if not self.should_exit:
             asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
 
@@ -184,17 +184,17 @@ class _HTTP(uvicorn.Server):
         while not await self.on_tick(0):
             self._beat()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._end.wait(), BEAT_SECONDS)
+                await asyncio.wait_for(self._end.wait(), HEARTBEAT_INTERVAL_SECONDS)
 
 
-class Team(Protocol):
+class ServerGroup(Protocol):
     """The other processes, for a server that is one of several.
 
     Attributes:
         figures: What all of them have counted.
     """
 
-    figures: SharedFigures
+    figures: SharedServerMetrics
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_signal: Callable[[int], None]) -> None:
         """Has news read in `loop`. Signals that the server as a whole was sent go to `on_signal`."""
@@ -224,7 +224,7 @@ class Server:
         model: str,
         settings: ServerSettings,
         listener: socket.socket,
-        team: Team | None = None,
+        team: ServerGroup | None = None,
         tokenizer_trial: TokenizerTrial | None = None,
     ) -> None:
         self._load = load
@@ -232,7 +232,7 @@ class Server:
         self._settings = settings
         self._listener = listener
         self._team = team
-        self._models = ServedModels(settings.served_model_names or (model,), model)
+        self._models = OpenAIServingModels(settings.served_model_names or (model,), model)
         self._signals: list[int] = []
         self._signalled = asyncio.Event()
 
@@ -246,35 +246,35 @@ class Server:
             self._metrics = HTTPMetrics(registry)
         else:
             self._state = ServerState(settings.heartbeat_timeout, team.figures)
-            self._metrics = HTTPMetrics(registry, elsewhere=team.figures.http_elsewhere, changed=team.figures.touch)
+            self._metrics = HTTPMetrics(registry, elsewhere=team.figures.other_http_metrics, changed=team.figures.touch)
         endpoint = settings.otlp_traces_endpoint
         self._tracer = Tracer(endpoint, self._models.name) if endpoint is not None else None
         app = build_app(self._state, self._models, self._metrics, settings, self._tracer)
-        config: dict[str, Any] = {"app": app, "timeout_graceful_shutdown": 2, **protocol_settings()}
+        config: dict[str, Any] = {"app": app, "timeout_graceful_shutdown": 2, **uvicorn_settings()}
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # anybody can send what is no HTTP
         beat = team.beat if team is not None else lambda: None
-        self._http = _HTTP(uvicorn.Config(**config), is_shared=team is not None, beat=beat)
+        self._http = _HTTPServer(uvicorn.Config(**config), is_shared=team is not None, beat=beat)
         loop = asyncio.get_running_loop()
-        for number in end_signals():
-            loop.add_signal_handler(number, self._note_signal, number)
+        for number in shutdown_signals():
+            loop.add_signal_handler(number, self._on_signal, number)
         if team is not None:
-            team.attach(loop, self._note_signal)
+            team.attach(loop, self._on_signal)
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         engine: AsyncLLM | None = None
-        self._templates = TemplateRenderer()
+        self._templates = ChatTemplateRenderer()
         try:
             self._templates.start()
             engine = await self._load_engine()
             if engine is None:
-                self._leave_now()
+                self._exit_before_loaded()
             status = await self._serve(engine)
         finally:
-            end_within(LAST_SECONDS)
+            force_exit_after(SHUTDOWN_SECONDS)
             self._http.stop()
             self._templates.close()
             if self._tokenizer_trial is not None:
                 self._tokenizer_trial.close()
-            await asyncio.wait([serving], timeout=_LAST_ANSWERS_SECONDS)
+            await asyncio.wait([serving], timeout=_FINAL_RESPONSES_SECONDS)
             if engine is not None:
                 engine.shutdown()
             if self._tracer is not None:
@@ -322,21 +322,21 @@ class Server:
             signalled.cancel()
         return None if waiting else loaded.result()
 
-    def _leave_now(self) -> NoReturn:
+    def _exit_before_loaded(self) -> NoReturn:
         """Ends this process while its engine is being started: nothing can wait for that, and nothing survives it."""
         logger.info("Ended before the model was loaded.")
-        end_now(self._signals[0])
+        exit_now(self._signals[0])
 
     # --- its life
 
     async def _serve(self, engine: AsyncLLM) -> int:
         settings, state = self._settings, self._state
-        text_work = TextWork(engine.tokenizer, engine.model_config.max_model_len, self._templates)
+        tokenizer_pool = TokenizerPool(engine.tokenizer, engine.model_config.max_model_len, self._templates)
         folder = Path(engine.model_config.tokenizer or "")
-        parsers = choose_parsers(settings.tool_call_parser, settings.reasoning_parser, settings.chat_template, folder)
-        prompts = ChatPrompts(
+        parsers = resolve_parsers(settings.tool_call_parser, settings.reasoning_parser, settings.chat_template, folder)
+        prompts = ChatPromptRenderer(
             engine,
-            text_work,
+            tokenizer_pool,
             chat_template=settings.chat_template,
             trust_request_chat_template=settings.trust_request_chat_template,
             tool_parser=parsers.tool,
@@ -346,25 +346,25 @@ class Server:
             EngineCollector(engine, model_name=self._models.name, prefixes=settings.metrics_prefixes)
         )
         engine.tracer = self._tracer
-        await load_adapters_at_start(engine, self._models, settings)
+        await load_static_loras(engine, self._models, settings)
         await self._check_template(engine)
-        state.ready(engine, text_work, prompts)
+        state.ready(engine, tokenizer_pool, prompts)
         if self._team is None:
             seconds = time.monotonic() - state.started
-            logger.info("Ready at %s after %.1f s, as model %s.", url_of(self._listener), seconds, self._models.name)
+            logger.info("Ready at %s after %.1f s, as model %s.", listener_url(self._listener), seconds, self._models.name)
         else:
             await engine.check_health()  # which also has news of others read from now on
-            self._share_figures(engine, self._team)
+            self._start_sharing_metrics(engine, self._team)
             self._team.note_ready()
         try:
             if await self._wait_for_end(engine):
                 return await self._drain(engine)
             state.phase = Phase.DEAD
             logger.error("The engine has stopped: %s", engine.dead_error)
-            await self._wait_idle(_LAST_ANSWERS_SECONDS)
+            await self._wait_idle(_FINAL_RESPONSES_SECONDS)
             return 1
         finally:
-            text_work.close()
+            tokenizer_pool.close()
 
     async def _check_template(self, engine: AsyncLLM) -> None:
         """Tries the chat template out.
@@ -373,14 +373,14 @@ class Server:
             ModelError: It takes too much time or memory.
         """
         folder = str(engine.model_config.tokenizer)
-        template, special_tokens = read_template(Path(folder))
+        template, special_tokens = read_default_template(Path(folder))
         given = self._settings.chat_template
         if given is not None or template is not None:
             await self._templates.check(given or template or "", special_tokens, "--chat-template" if given else folder)
 
-    def _share_figures(self, engine: AsyncLLM, team: Team) -> None:
-        def collect() -> ServerFigures:
-            return ServerFigures(self._state.num_in_flight, self._metrics.figures(), engine.metrics.figures())
+    def _start_sharing_metrics(self, engine: AsyncLLM, team: ServerGroup) -> None:
+        def collect() -> ServerMetricsSnapshot:
+            return ServerMetricsSnapshot(self._state.num_in_flight, self._metrics.figures(), engine.metrics.figures())
 
         team.figures.attach(collect)
 
@@ -390,7 +390,7 @@ class Server:
             if engine.errored:
                 return False
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._signalled.wait(), _LOOK_SECONDS)
+                await asyncio.wait_for(self._signalled.wait(), _POLL_SECONDS)
         return True
 
     # --- its end
@@ -410,7 +410,7 @@ class Server:
         try:
             deadline = time.monotonic() + timeout
             while not (idle.done() or again.done() or engine.errored) and (left := deadline - time.monotonic()) > 0:
-                await asyncio.wait([idle, again], timeout=min(left, _LOOK_SECONDS), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([idle, again], timeout=min(left, _POLL_SECONDS), return_when=asyncio.FIRST_COMPLETED)
         finally:
             idle.cancel()
             again.cancel()
@@ -420,7 +420,7 @@ class Server:
         if state.num_in_flight:
             logger.info("Aborting %d requests.", state.num_in_flight)
             await engine.abort_all()
-            await self._wait_idle(_LAST_ANSWERS_SECONDS)
+            await self._wait_idle(_FINAL_RESPONSES_SECONDS)
         logger.info("Ended.")
         return 0
 
@@ -428,7 +428,7 @@ class Server:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._state.idle.wait(), seconds)
 
-    def _note_signal(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         if number == signal.SIGHUP and self._signals:  # a terminal that closes sends several
             return
         self._signals.append(number)

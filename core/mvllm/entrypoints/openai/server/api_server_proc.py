@@ -15,38 +15,38 @@ import msgspec
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.process.async_mp_client import AsyncMPClient
-from mvllm.engine.process.coordinator_client import Coordination
+from mvllm.engine.process.coordinator_client import CoordinatorClient
 from mvllm.engine.process.zmq_channel import ChannelAddress
-from mvllm.engine.process.remote_exceptions import describe_core_failure
-from mvllm.engine.process.launch import ChildProcess, CommonStart, CoreHandle
+from mvllm.engine.process.remote_exceptions import describe_process_failure
+from mvllm.engine.process.launch import ChildProcess, ProcessStartArgs, CoreHandle
 from mvllm.engine.process.core_handshake import CoreHandshake
-from mvllm.engine.process.message_socket import DatagramDoor
-from mvllm.engine.process.dp_async_mp_client import DPAsyncMPClient
-from mvllm.engine.metrics.shared_metrics_pages import FiguresBoard
-from mvllm.engine.process.joined_core_connection import JoinedCore
-from mvllm.entrypoints.openai.server.process_messages import CoreHung, CoreStarted, EndServing, EngineDied, Order
-from mvllm.entrypoints.openai.server.api_server import Server, run_in_loop
+from mvllm.engine.process.message_socket import MessageSocket
+from mvllm.engine.process.dp_async_mp_client import DPLBAsyncMPClient
+from mvllm.engine.metrics.shared_metrics_pages import SharedMetricsPages
+from mvllm.engine.process.joined_core_connection import JoinedCoreConnection
+from mvllm.entrypoints.openai.server.process_messages import CoreHung, CoreStarted, ShutdownSignal, EngineDied, Order
+from mvllm.entrypoints.openai.server.api_server import Server, run_in_event_loop
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.openai.server.shared_metrics import SharedFigures
+from mvllm.entrypoints.openai.server.shared_metrics import SharedServerMetrics
 from mvllm.entrypoints.openai.tokenizer_trial import TokenizerTrial
 from mvllm.errors import EngineDeadError
 from mvllm.executor.process.child_startup import begin
 from mvllm.executor.config_codec import decode_config
 from mvllm.executor.process.handshake import send_message
 from mvllm.executor.process.process_utils import leave
-from mvllm.executor.process.activity_table import IDLE, StatusBoard
+from mvllm.executor.process.activity_table import IDLE, ActivityTable
 
 
-class CoreAddress(msgspec.Struct, frozen=True):
+class EngineCoreAddress(msgspec.Struct, frozen=True):
     """How one engine core is joined.
 
     Attributes:
         channel: Where this server and the core meet.
-        board_fd: The core's status board.
+        activity_fd: The core's status board.
     """
 
     channel: ChannelAddress
-    board_fd: int
+    activity_fd: int
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -55,13 +55,13 @@ class Place(msgspec.Struct, frozen=True):
     Attributes:
         index: Which one it is, from 0.
         cores: By rank.
-        orders_fd: The socket to its parent.
+        control_messages_fd: The socket to its parent.
         coordinator_fd: The socket to the coordinator.
     """
 
     index: int
-    cores: list[CoreAddress]
-    orders_fd: int
+    cores: list[EngineCoreAddress]
+    control_messages_fd: int
     coordinator_fd: int
 
 
@@ -72,28 +72,28 @@ class Common(msgspec.Struct, frozen=True):
         model: The model as it was asked for.
         config: The settled configuration, see config_codec.
         platform_summary: The platform's name and the plugin it came from.
-        silence_limit: Seconds after which a core that has work and gives no sign of life is taken for hung.
+        unresponsive_timeout: Seconds after which a core that has work and gives no sign of life is taken for hung.
         settings: The server's.
         listener_fd: Where it listens.
-        figures_fd: The board with everybody's figures.
+        shared_metrics_fd: The board with everybody's figures.
     """
 
     model: str
     config: bytes
     platform_summary: str
-    silence_limit: float
+    unresponsive_timeout: float
     settings: ServerSettings
     listener_fd: int
-    figures_fd: int
+    shared_metrics_fd: int
 
 
-class ApiServerStart(msgspec.Struct, frozen=True):
+class APIServerStart(msgspec.Struct, frozen=True):
     """Everything an API server needs to know; the fields after `common` are as for a worker."""
 
     name: str
     place: Place
     common: Common
-    board_fd: int
+    activity_fd: int
     stack_fd: int
     sys_path: list[str]
     python_path: str | None
@@ -105,13 +105,13 @@ class ApiServerStart(msgspec.Struct, frozen=True):
         return 0
 
 
-class ApiServerHandle(CoreHandle):
+class APIServerHandle(CoreHandle):
     """The process, as its parent sees it."""
 
     module = "mvllm.entrypoints.openai.server.api_server_proc"
 
 
-class ApiServerProcess(ChildProcess):
+class APIServerProcess(ChildProcess):
     """Starts an API server.
 
     Args:
@@ -119,26 +119,26 @@ class ApiServerProcess(ChildProcess):
     """
 
     def __init__(self, place: Place, common: Common) -> None:
-        def make_start(own: CommonStart) -> ApiServerStart:
-            return ApiServerStart(f"ApiServer_{place.index}", place, common, **asdict(own))
+        def make_start(own: ProcessStartArgs) -> APIServerStart:
+            return APIServerStart(f"ApiServer_{place.index}", place, common, **asdict(own))
 
-        fds = [place.orders_fd, place.coordinator_fd, common.listener_fd, common.figures_fd]
-        super().__init__(make_start, [*fds, *(core.board_fd for core in place.cores)], ApiServerHandle)
+        fds = [place.control_messages_fd, place.coordinator_fd, common.listener_fd, common.shared_metrics_fd]
+        super().__init__(make_start, [*fds, *(core.activity_fd for core in place.cores)], APIServerHandle)
 
 
-class _Membership:
+class _ServerGroupMember:
     """This server's place among the processes: joins the cores, and does what the parent says."""
 
-    def __init__(self, start: ApiServerStart, control: socket.socket, board: StatusBoard) -> None:
+    def __init__(self, start: APIServerStart, control: socket.socket, board: ActivityTable) -> None:
         self._place, self._common = place, common = start.place, start.common
         self._control = control
         self._board = board
-        self._orders = DatagramDoor(place.orders_fd)
+        self._orders = MessageSocket(place.control_messages_fd)
         self._decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
-        self._coordination = Coordination(DatagramDoor(place.coordinator_fd), place.index + 1)
-        self.figures = SharedFigures(FiguresBoard(common.figures_fd), place.index)
+        self._coordinator_client = CoordinatorClient(MessageSocket(place.coordinator_fd), place.index + 1)
+        self.figures = SharedServerMetrics(SharedMetricsPages(common.shared_metrics_fd), place.index)
         self._links = [
-            JoinedCore(core.channel, core.board_fd, common.silence_limit, self._reporter(rank))
+            JoinedCoreConnection(core.channel, core.activity_fd, common.unresponsive_timeout, self._hung_core_reporter(rank))
             for rank, core in enumerate(place.cores)
         ]
         self.tokenizer_trial = TokenizerTrial() if place.index == 0 else None  # one for all
@@ -157,9 +157,9 @@ class _Membership:
         engine = AsyncLLM(
             config,
             log_stats=self._place.index == 0,  # its line is about all of them
-            client=DPAsyncMPClient(config, clients, self._coordination),
+            client=DPLBAsyncMPClient(config, clients, self._coordinator_client),
             name=f"{self._place.index}-",
-            elsewhere=self.figures.engine_elsewhere,
+            elsewhere=self.figures.other_engine_metrics,
         )
         self._board.write(0, "waiting for the engine cores")
         self._cores_ready.wait()
@@ -173,8 +173,8 @@ class _Membership:
     def attach(self, loop: asyncio.AbstractEventLoop, on_signal: Callable[[int], None]) -> None:
         """Does what the parent says, from now on."""
         self._on_signal = on_signal
-        loop.add_reader(self._orders.fd, self._take_orders)
-        self._take_orders()
+        loop.add_reader(self._orders.fd, self._receive_messages)
+        self._receive_messages()
 
     def note_ready(self) -> None:
         """Requests are answered from now on."""
@@ -187,7 +187,7 @@ class _Membership:
         if self._is_ready:
             self._board.write(0, IDLE)
 
-    def _take_orders(self) -> None:
+    def _receive_messages(self) -> None:
         while (data := self._orders.receive()) is not None:
             match self._decoder.decode(data):
                 case CoreStarted(rank=rank, ready=ready, pid=pid):
@@ -197,34 +197,34 @@ class _Membership:
                 case EngineDied(message=message):
                     self._failure = EngineDeadError(message)
                     for link in self._links:
-                        link.note_death(self._failure)
+                        link.set_failure(self._failure)
                     self._cores_ready.set()
-                case EndServing(signal=number):
+                case ShutdownSignal(signal=number):
                     self._on_signal(number)
 
-    def _reporter(self, rank: int) -> Callable[[], None]:
+    def _hung_core_reporter(self, rank: int) -> Callable[[], None]:
         def report() -> None:
             self._orders.send(CoreHung(rank))
 
         return report
 
 
-def serve(start: ApiServerStart, control: socket.socket, board: StatusBoard) -> int:
+def serve(start: APIServerStart, control: socket.socket, board: ActivityTable) -> int:
     """Runs one API server; returns its exit status."""
-    membership = _Membership(start, control, board)
+    membership = _ServerGroupMember(start, control, board)
     listener = socket.socket(fileno=start.common.listener_fd)
     common = start.common
     server = Server(membership.load, common.model, common.settings, listener, membership, membership.tokenizer_trial)
-    return run_in_loop(server)
+    return run_in_event_loop(server)
 
 
 def main() -> None:
     """The program. Never returns."""
-    start, control, board = begin(ApiServerStart)
+    start, control, board = begin(APIServerStart)
     try:
         status = serve(start, control, board)
     except BaseException as e:  # noqa: BLE001  (travels to the parent)
-        failure = describe_core_failure(e, name=start.name, activity=str(board.read(0)))
+        failure = describe_process_failure(e, name=start.name, activity=str(board.read(0)))
         send_message(control, CoreHandshake(failure=failure))
         leave(1)
     leave(status)

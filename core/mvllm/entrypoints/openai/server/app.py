@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from mvllm.engine.metrics.tracing import Tracer
 from mvllm.entrypoints.openai.common.request_body import BodyReader
-from mvllm.entrypoints.openai.common.errors import APIError, as_api_error, error_response
+from mvllm.entrypoints.openai.common.errors import APIError, to_api_error, error_response
 from mvllm.entrypoints.openai.server.middleware import Gate
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.http_plugins import HTTPServerHandle, load_http_plugins
@@ -20,10 +20,10 @@ from mvllm.entrypoints.openai.server.authentication import Keys
 from mvllm.entrypoints.openai.common.openapi import describe
 from mvllm.entrypoints.openai.server.web_pages import docs_page, playground_page
 from mvllm.entrypoints.openai.server.routes import Routes
-from mvllm.entrypoints.openai.common.serving_models import ServedModels
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.openai.common.streaming_response import CLIENT_GONE, ClientGone
+from mvllm.entrypoints.openai.common.streaming_response import CLIENT_CLOSED_REQUEST, ClientDisconnected
 from mvllm.entrypoints.openai.server.tracing_middleware import Traced
 from mvllm.entrypoints.openai.common.unknown_fields import HEADER
 from mvllm.errors import MvllmError
@@ -32,13 +32,13 @@ from mvllm.version import __version__
 
 def build_app(
     state: ServerState,
-    models: ServedModels,
+    models: OpenAIServingModels,
     metrics: HTTPMetrics,
     settings: ServerSettings,
     tracer: Tracer | None = None,
 ) -> ASGIApp:
     """The application, as a server runs it."""
-    app: ASGIApp = build_routes(state, models, metrics, settings)
+    app: ASGIApp = build_fastapi_app(state, models, metrics, settings)
     if tracer is not None:
         app = Traced(app, tracer)
     keys = Keys(settings.api_keys, settings.admin_api_keys)
@@ -55,7 +55,7 @@ def build_app(
     return gate
 
 
-def build_routes(state: ServerState, models: ServedModels, metrics: HTTPMetrics, settings: ServerSettings) -> FastAPI:
+def build_fastapi_app(state: ServerState, models: OpenAIServingModels, metrics: HTTPMetrics, settings: ServerSettings) -> FastAPI:
     """The application without the gate."""
     app = FastAPI(
         title="mvllm",
@@ -71,7 +71,7 @@ def build_routes(state: ServerState, models: ServedModels, metrics: HTTPMetrics,
         lambda: _add_handlers(FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)),
     )
     routes = Routes(state, models, metrics, settings)
-    app.router.routes[:0] = routes.short_cuts()
+    app.router.routes[:0] = routes.fast_routes()
     for router in routes.routers():
         app.include_router(router)
     bodies = BodyReader.of(settings)
@@ -94,23 +94,23 @@ def build_routes(state: ServerState, models: ServedModels, metrics: HTTPMetrics,
 
 def _add_handlers(app: FastAPI) -> FastAPI:
     """Has an application's errors leave in the server's shape."""
-    app.add_exception_handler(ClientGone, _answer_nobody)
+    app.add_exception_handler(ClientDisconnected, _handle_client_disconnect)
     for kind in (APIError, MvllmError, Exception):
-        app.add_exception_handler(kind, _answer_error)
-    app.add_exception_handler(HTTPException, _answer_http_error)
-    app.add_exception_handler(RequestValidationError, _answer_wrong_query)
+        app.add_exception_handler(kind, _handle_error)
+    app.add_exception_handler(HTTPException, _handle_http_exception)
+    app.add_exception_handler(RequestValidationError, _handle_validation_error)
     return app
 
 
-async def _answer_nobody(request: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_GONE)
+async def _handle_client_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-async def _answer_error(request: Request, error: Exception) -> Response:
-    return error_response(as_api_error(error))
+async def _handle_error(request: Request, error: Exception) -> Response:
+    return error_response(to_api_error(error))
 
 
-async def _answer_http_error(request: Request, error: Exception) -> Response:
+async def _handle_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, APIError):  # which knows more, such as that the connection is of no further use
         return error_response(error.__cause__)
@@ -123,7 +123,7 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     return error_response(APIError(error.status_code, str(error.detail)))
 
 
-async def _answer_wrong_query(request: Request, error: Exception) -> Response:
+async def _handle_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     name = str(error.errors()[0]["loc"][-1])
     return error_response(APIError(400, f"The parameter {name[:40]!a} has no acceptable value.", param=name[:40]))

@@ -64,7 +64,7 @@ class Keys:
         return self._without
 
 
-def read_keys(given: Sequence[str], files: Sequence[str], variable: str, value: str | None) -> list[str]:
+def read_api_keys(given: Sequence[str], files: Sequence[str], variable: str, value: str | None) -> list[str]:
     """All keys that the settings name, each once.
 
     Args:

@@ -27,7 +27,7 @@ from mvllm.logging import get_logger
 logger = get_logger(__name__)
 
 NUM_PROBE_CONNECTIONS = 32
-HEAD_GRACE_SECONDS = 1.0
+REQUEST_HEAD_GRACE_SECONDS = 1.0
 """A connection whose head has been on its way for less is closed last: it may be about to arrive."""
 _OTHER_DESCRIPTORS = 160
 _MAX_DESCRIPTORS = 1 << 20
@@ -57,7 +57,7 @@ class ConnectionTable(ServerState):
         self._idle: dict[Connection, None] = {}  # oldest first
         self._busy: set[Connection] = set()
         self._for_probes: dict[Connection, None] = {}  # oldest first
-        self._shortage = RareWarning()
+        self._shortage = RateLimitedWarning()
 
     def __len__(self) -> int:
         """Connections that answer every request."""
@@ -71,7 +71,7 @@ class ConnectionTable(ServerState):
                 "beyond them are refused with 503. Raise the limit of open files (ulimit -n), or run more API servers.",
                 self._max_connections,
             )
-            victim = self._longest_waiting()
+            victim = self._find_evictable()
             if victim is None:
                 if len(self._for_probes) >= self._num_for_probes:
                     self._close(next(iter(self._for_probes)))
@@ -81,19 +81,19 @@ class ConnectionTable(ServerState):
         self._heads[connection] = time.monotonic()
         return True
 
-    def note_head(self, connection: Connection) -> None:
+    def mark_reading_head(self, connection: Connection) -> None:
         """The head of a request is on its way."""
         if connection not in self._for_probes:
             self._forget(connection)
             self._heads[connection] = time.monotonic()
 
-    def note_busy(self, connection: Connection) -> None:
+    def mark_busy(self, connection: Connection) -> None:
         """It has a request that is to be answered."""
         if connection not in self._for_probes:
             self._forget(connection)
             self._busy.add(connection)
 
-    def note_idle(self, connection: Connection) -> None:
+    def mark_idle(self, connection: Connection) -> None:
         """It has been answered."""
         if connection not in self._for_probes:
             self._forget(connection)
@@ -104,10 +104,10 @@ class ConnectionTable(ServerState):
         self._forget(connection)
         self._for_probes.pop(connection, None)
 
-    def _longest_waiting(self) -> Connection | None:
+    def _find_evictable(self) -> Connection | None:
         """The connection to be closed for another, if one can be."""
         oldest = next(iter(self._heads), None)
-        if oldest is not None and time.monotonic() - self._heads[oldest] >= HEAD_GRACE_SECONDS:
+        if oldest is not None and time.monotonic() - self._heads[oldest] >= REQUEST_HEAD_GRACE_SECONDS:
             return oldest
         for connection in itertools.islice(self._idle, _MAX_LOOKS):
             if not connection.transport.get_write_buffer_size():  # else its answer has not been read
@@ -124,7 +124,7 @@ class ConnectionTable(ServerState):
         self._busy.discard(connection)
 
 
-class RareWarning:
+class RateLimitedWarning:
     """A warning that clients can cause as often as they like: logged at once, then at most every minute."""
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ def raise_descriptor_limit() -> None:
         wanted //= 2
 
 
-def most_connections() -> int:
+def default_max_connections() -> int:
     """How many connections this process may have, beside those for probes."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-BEAT_SECONDS = 1.0
+HEARTBEAT_INTERVAL_SECONDS = 1.0
 """How often a process gives a sign of life."""
 _LONGEST_INTERVAL = 5.0
 _LOOKS = 10
 
 
-class Heartbeats:
+class HeartbeatMonitor:
     """The observer's account.
 
     Args:
@@ -31,7 +31,7 @@ class Heartbeats:
         self._silence = [0.0] * num_processes
 
     @property
-    def interval_ms(self) -> float | None:
+    def poll_interval_ms(self) -> float | None:
         """Milliseconds between two looks; None where none is needed."""
         return self._interval * 1e3 or None
 

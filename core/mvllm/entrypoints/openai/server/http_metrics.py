@@ -16,7 +16,7 @@ _BUCKETS = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0
 _LABELS = ("handler", "method", "status")
 
 Labels = tuple[str, str, str]
-HTTPFigures = dict[Labels, tuple[list[int], float]]
+HTTPMetricsSnapshot = dict[Labels, tuple[list[int], float]]
 """Answers by how long they took, and the sum of that, by labels."""
 
 
@@ -34,7 +34,7 @@ class HTTPMetrics(Collector):
         self,
         registry: CollectorRegistry,
         prefix: str = "mvllm:",
-        elsewhere: Callable[[], Iterable[HTTPFigures]] = tuple,
+        elsewhere: Callable[[], Iterable[HTTPMetricsSnapshot]] = tuple,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self._registry = registry
@@ -53,7 +53,7 @@ class HTTPMetrics(Collector):
         histogram.observe(seconds)
         self._changed()
 
-    def figures(self) -> HTTPFigures:
+    def figures(self) -> HTTPMetricsSnapshot:
         """Everything counted here."""
         return {labels: (list(each.counts), each.sum) for labels, each in list(self._seconds.items())}
 

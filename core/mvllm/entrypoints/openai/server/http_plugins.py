@@ -25,13 +25,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
-from mvllm.entrypoints.openai.common.errors import APIError, as_api_error, error_response
+from mvllm.entrypoints.openai.common.errors import APIError, to_api_error, error_response
 from mvllm.entrypoints.openai.common.server_sent_events import DONE, encode, error_event
 from mvllm.entrypoints.openai.common.engine_requests import Generation
-from mvllm.entrypoints.openai.common.serving_models import ServedModels
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.openai.common.streaming_response import EventStream, while_connected
+from mvllm.entrypoints.openai.common.streaming_response import EventStreamResponse, cancel_on_disconnect
 from mvllm.errors import ConfigError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
@@ -53,7 +53,7 @@ class HTTPServerHandle:
         state, models, settings: The server's.
     """
 
-    def __init__(self, name: str, state: ServerState, models: ServedModels, settings: ServerSettings) -> None:
+    def __init__(self, name: str, state: ServerState, models: OpenAIServingModels, settings: ServerSettings) -> None:
         self._name = name
         self._state = state
         self._models = models
@@ -88,12 +88,12 @@ class HTTPServerHandle:
         Raises:
             RequestError: It is far too long for the model.
         """
-        return await self._state.text_work.encode(text, add_special_tokens=add_special_tokens)
+        return await self._state.tokenizer_pool.encode(text, add_special_tokens=add_special_tokens)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
         tokenizer, ids = self._state.engine.tokenizer, list(token_ids)
-        return await self._state.text_work.run(lambda: tokenizer.decode(ids, skip_special_tokens=False))
+        return await self._state.tokenizer_pool.run(lambda: tokenizer.decode(ids, skip_special_tokens=False))
 
     async def complete(
         self, request: Request, prompts: Sequence[PromptType], params: SamplingParams | None = None
@@ -112,7 +112,7 @@ class HTTPServerHandle:
         with self._in_flight():
             generation: Generation | None = None
             try:
-                async with while_connected(request.receive):
+                async with cancel_on_disconnect(request.receive):
                     generation = await self._start(prompts, params, RequestOutputKind.FINAL_ONLY)
                     return await generation.collect()
             finally:
@@ -145,14 +145,14 @@ class HTTPServerHandle:
         closed at the end, also where the client leaves.
         """
         try:
-            async with while_connected(request.receive):
+            async with cancel_on_disconnect(request.receive):
                 first = [await anext(values)]
         except StopAsyncIteration:
             first = []
         except BaseException:
             await values.aclose()
             raise
-        return EventStream(_events(first, values), self._send_timeout)
+        return EventStreamResponse(_events(first, values), self._send_timeout)
 
     async def _start(
         self, prompts: Sequence[PromptType], params: SamplingParams | None, kind: RequestOutputKind
@@ -196,7 +196,7 @@ class LoadedPlugin:
 
     def guarded(self, bodies: BodyReader) -> ASGIApp:
         """It as it is mounted: within the server's limits for bodies, however it reads them."""
-        return _unavailable(self.name) if self.app is None else _Guarded(self.app, self.prefix, bodies)
+        return _unavailable(self.name) if self.app is None else _BodyLimitMiddleware(self.app, self.prefix, bodies)
 
 
 def load_http_plugins(
@@ -231,7 +231,7 @@ def _load(name: str, make_handle: Callable[[str], HTTPServerHandle], make_app: C
     return LoadedPlugin(name, source, app)
 
 
-class _Guarded:
+class _BodyLimitMiddleware:
     def __init__(self, app: ASGIApp, prefix: str, bodies: BodyReader) -> None:
         self._app = app
         self._route = _Prefix(f"{prefix}/...")
@@ -276,7 +276,7 @@ async def _events(first: Sequence[Any], values: AsyncGenerator[Any, None]) -> As
         async for value in values:
             yield b"data: " + encode(value) + b"\n\n"
     except Exception as e:  # noqa: BLE001  (logged where it is not an answer)
-        yield error_event(as_api_error(e))
+        yield error_event(to_api_error(e))
     else:
         yield DONE
     finally:

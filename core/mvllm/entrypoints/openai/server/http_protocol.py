@@ -18,19 +18,19 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from mvllm.entrypoints.openai.server.connections import ConnectionTable
 from mvllm.entrypoints.openai.common.errors import error_body
-from mvllm.entrypoints.openai.server.middleware import OPEN_PATHS
+from mvllm.entrypoints.openai.server.middleware import UNAUTHENTICATED_PATHS
 from mvllm.entrypoints.openai.common.streaming_response import RequestConnection
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 128
-MAX_UNANSWERED = 32
+MAX_PIPELINED_REQUESTS = 32
 """Requests on one connection that wait for their answers. One more ends the connection."""
 HEAD_SECONDS = 20.0
 """From the connection, or the first byte of a later request on it, to the end of the request's headers; and for the
 rest of a body whose request has been answered already."""
 STALL_SECONDS = 60.0
 """A connection that is to be closed, and whose client has read nothing of its last answer for so long, is cut."""
-_PROBE_PATHS = frozenset(path.encode() for path in OPEN_PATHS)
+_PROBE_PATHS = frozenset(path.encode() for path in UNAUTHENTICATED_PATHS)
 _LINGER_SECONDS = 2.0
 _PROBE_SECONDS = (0.1, 1.0, 10.0)
 
@@ -43,10 +43,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _in_head = True
     _unused_bytes = 0  # received since the last piece of a body: extensions of chunks, fields after the last one
     _is_closing = False
-    _is_for_probes = False
+    _is_probe_only = False
     _has_no_more_requests = False  # the client has closed its sending side
     _refusal: tuple[int, str] | None = None
-    _sending_timer: asyncio.TimerHandle | None = None  # the client has to send something until then
+    _receive_timer: asyncio.TimerHandle | None = None  # the client has to send something until then
     _probe_timer: asyncio.TimerHandle | None = None
 
     def __init__(
@@ -62,15 +62,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._is_for_probes = not self._table.admit(self)
-        self._expect_head()
+        self._is_probe_only = not self._table.admit(self)
+        self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._table.remove(self)
-        self._end_head()
+        self._stop_receive_timer()
         if self._probe_timer is not None:
             self._probe_timer.cancel()
-        self._give_up_answers()
+        self._drop_unanswered()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -83,10 +83,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._is_closing or self.transport.is_closing():
             return
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse_head()
+            self._reject_head()
             self.send_400_response("")
         elif not self._in_head and self._unused_bytes > MAX_HEAD_BYTES:
-            self._refuse_tail()
+            self._reject_body_overhead()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more: it has left, or it has closed its sending side and waits for its answers.
@@ -103,14 +103,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             cycle = self._unanswered.pop()
             if self.pipeline and self.pipeline[0][0] is cycle:
                 self.pipeline.popleft()
-            _give_up_answer(cycle)
+            _drop_response(cycle)
         if not self._unanswered or self._unanswered[0].scope["http_version"] == "1.0":
             self._close()
             return False
         self._has_no_more_requests = True
-        self._end_head()
+        self._stop_receive_timer()
         if self._probe_timer is None:
-            self._probe_client(0)
+            self._probe_half_closed_client(0)
         return True
 
     # --- what the parser finds
@@ -119,9 +119,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._field_bytes = self._unused_bytes = 0
         self.scope["mvllm.connection"] = RequestConnection(self.transport.abort)  # type: ignore[typeddict-unknown-key]
-        self._expect_head()
+        self._start_head_timer()
         if not self._unanswered:
-            self._table.note_head(self)
+            self._table.mark_reading_head(self)
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -132,11 +132,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._count(len(name) + len(value) + 4)
 
     def on_headers_complete(self) -> None:
-        self._end_head()
+        self._stop_receive_timer()
         self._unused_bytes = 0
-        if len(self._unanswered) >= MAX_UNANSWERED:
+        if len(self._unanswered) >= MAX_PIPELINED_REQUESTS:
             raise httptools.HttpParserError("too many requests wait for their answers")
-        if self._is_for_probes and self.url.partition(b"?")[0] not in _PROBE_PATHS:
+        if self._is_probe_only and self.url.partition(b"?")[0] not in _PROBE_PATHS:
             self._refusal = (503, "All connections of this server are in use. Try again in a moment.")
             raise httptools.HttpParserError("not a health probe")
         before = self.cycle
@@ -144,8 +144,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.cycle is before:
             return
         self._unanswered.append(self.cycle)
-        self._table.note_busy(self)
-        if self._is_for_probes:
+        self._table.mark_busy(self)
+        if self._is_probe_only:
             self.cycle.keep_alive = False
         if len(self._unanswered) > 1 and sum(len(cycle.body) for cycle in self._unanswered) <= HIGH_WATER_LIMIT:
             self.flow.resume_reading()  # otherwise nobody would notice if the client left
@@ -157,8 +157,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         if not self._unanswered and not self.transport.is_closing():  # the rest of one that had been answered
-            self._end_head()
-            self._table.note_idle(self)
+            self._stop_receive_timer()
+            self._table.mark_idle(self)
 
     # --- answers
 
@@ -168,22 +168,22 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         cycle = self._unanswered.popleft()
         super().on_response_complete()
         if self.transport.is_closing():
-            self._cut_when_stalled()
+            self._abort_when_stalled()
         elif self._unanswered:
             return
         elif self._has_no_more_requests:
             self._close()
         elif self._in_head or cycle.more_body:
-            self._expect_rest()
-            self._table.note_head(self)
+            self._start_receive_timer()
+            self._table.mark_reading_head(self)
         else:
-            self._table.note_idle(self)
+            self._table.mark_idle(self)
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is no request, and closes the connection."""
-        self._end_head()
+        self._stop_receive_timer()
         is_for_another = len(self._unanswered) > 1 or any(cycle.response_started for cycle in self._unanswered)
-        self._give_up_answers()
+        self._drop_unanswered()
         if is_for_another:  # so this would be taken for the answer to that
             self._close()
             return
@@ -191,37 +191,37 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         body = error_body(status, text)
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + head + body)
-        self._close_gently()
+        self._close_after_linger()
 
     def timeout_keep_alive_handler(self) -> None:
         self._close()
 
-    def _give_up_answers(self) -> None:
+    def _drop_unanswered(self) -> None:
         """Whatever is being done for this client is of no use any more."""
         self.pipeline.clear()
         for cycle in self._unanswered:
-            _give_up_answer(cycle)
+            _drop_response(cycle)
         self._unanswered.clear()
 
     def _close(self) -> None:
         """Closes the connection when the client has read what has been sent to it."""
         if not self.transport.is_closing():
             self.transport.close()
-        self._cut_when_stalled()
+        self._abort_when_stalled()
 
-    def _cut_when_stalled(self) -> None:
+    def _abort_when_stalled(self) -> None:
         """Cuts a connection that is to be closed once its client reads nothing any more."""
         unread = self.transport.get_write_buffer_size()
         if unread:
-            self.loop.call_later(STALL_SECONDS, self._cut_unless_read, unread)
+            self.loop.call_later(STALL_SECONDS, self._abort_unless_read, unread)
 
-    def _cut_unless_read(self, unread: int) -> None:
+    def _abort_unless_read(self, unread: int) -> None:
         if self.transport.get_write_buffer_size() >= unread:
             self.transport.abort()
         else:
-            self._cut_when_stalled()
+            self._abort_when_stalled()
 
-    def _close_gently(self) -> None:
+    def _close_after_linger(self) -> None:
         """Closes the connection when the client has had time to read the answer.
 
         A connection that is closed while bytes are unread is reset, and the answer may be lost with it.
@@ -231,7 +231,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         self.loop.call_later(_LINGER_SECONDS, self.transport.abort)
 
-    def _probe_client(self, number: int) -> None:
+    def _probe_half_closed_client(self, number: int) -> None:
         """Sends the client something without a meaning, and goes on with it until everything is answered.
 
         If nobody is there, the next write fails, and the connection is lost.
@@ -249,7 +249,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if piece and not self.flow.write_paused:
             self.transport.write(piece)
         seconds = _PROBE_SECONDS[min(number, len(_PROBE_SECONDS) - 1)]
-        self._probe_timer = self.loop.call_later(seconds, self._probe_client, number + 1)
+        self._probe_timer = self.loop.call_later(seconds, self._probe_half_closed_client, number + 1)
 
     def _unsupported_upgrade_warning(self) -> None:
         pass  # the request is answered as if it had not asked
@@ -259,47 +259,47 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _count(self, num_bytes: int) -> None:
         self._field_bytes += num_bytes
         if self._field_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
-            self._refuse_head()
+            self._reject_head()
             raise httptools.HttpParserError("the head is too long")
 
-    def _refuse_head(self) -> None:
+    def _reject_head(self) -> None:
         self._refusal = (431, f"Headers may have {MAX_HEAD_BYTES} bytes, and there may be {MAX_HEADERS} of them.")
 
-    def _refuse_tail(self) -> None:
+    def _reject_body_overhead(self) -> None:
         """What a chunked body has beside its data grows without an end; the parser would keep all of it."""
         if self.cycle is not None and self.cycle.response_complete:
             self.transport.close()  # another answer would be taken for that to the next request
             return
-        self._refuse_head()
+        self._reject_head()
         self.send_400_response("")
 
-    def _expect_head(self) -> None:
-        if self._sending_timer is None:
+    def _start_head_timer(self) -> None:
+        if self._receive_timer is None:
             self._in_head, self._head_bytes = True, 0
-            self._expect_rest()
+            self._start_receive_timer()
 
-    def _expect_rest(self) -> None:
-        if self._sending_timer is None:
-            self._sending_timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
+    def _start_receive_timer(self) -> None:
+        if self._receive_timer is None:
+            self._receive_timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
 
-    def _end_head(self) -> None:
+    def _stop_receive_timer(self) -> None:
         self._in_head = False
-        if self._sending_timer is not None:
-            self._sending_timer.cancel()
-            self._sending_timer = None
+        if self._receive_timer is not None:
+            self._receive_timer.cancel()
+            self._receive_timer = None
 
     def _give_up(self) -> None:
-        self._sending_timer = None
+        self._receive_timer = None
         if not self._unanswered:
             self._close()
 
 
-def _give_up_answer(cycle: RequestResponseCycle) -> None:
+def _drop_response(cycle: RequestResponseCycle) -> None:
     cycle.disconnected = True
     cycle.message_event.set()
 
 
-def protocol_settings() -> dict[str, Any]:
+def uvicorn_settings() -> dict[str, Any]:
     """What uvicorn is to be told so that it uses this protocol and adds nothing of its own."""
     return {
         "http": LimitedHttpProtocol,

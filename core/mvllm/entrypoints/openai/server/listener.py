@@ -64,7 +64,7 @@ def listen_unix(path: str) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def listener_url(listener: socket.socket) -> str:
     """Where a listener is reached."""
     address = listener.getsockname()
     if isinstance(address, str):

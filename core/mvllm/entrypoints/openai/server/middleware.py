@@ -14,15 +14,15 @@ from collections.abc import Callable
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mvllm.entrypoints.openai.common.errors import APIError, as_api_error, error_response
+from mvllm.entrypoints.openai.common.errors import APIError, to_api_error, error_response
 from mvllm.entrypoints.openai.server.authentication import Caller, Keys, Role
-from mvllm.entrypoints.openai.common.unknown_fields import SCOPE_KEY, header_of
+from mvllm.entrypoints.openai.common.unknown_fields import SCOPE_KEY, unknown_fields_header
 from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
-_QUIET_PATHS = OPEN_PATHS | {"/metrics", "/ping", "/load"}
+UNAUTHENTICATED_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
+_UNLOGGED_PATHS = UNAUTHENTICATED_PATHS | {"/metrics", "/ping", "/load"}
 _SLASHES = re.compile("/{2,}")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
@@ -66,23 +66,23 @@ class Gate:
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), id_header]
                 if unknown_fields:
-                    message["headers"].append(header_of(unknown_fields))
+                    message["headers"].append(unknown_fields_header(unknown_fields))
             await send(message)
 
         try:
             caller = scope["mvllm.caller"] = self._keys.caller(scope["headers"])
-            if caller.role == Role.NOBODY and path not in OPEN_PATHS:
+            if caller.role == Role.NOBODY and path not in UNAUTHENTICATED_PATHS:
                 raise APIError(401, "Send a valid API key: Authorization: Bearer <key>.", code="invalid_api_key")
             await self._app(scope, receive, send_with_id)
         except Exception as e:  # noqa: BLE001  (logged where it is not an answer)
-            error = as_api_error(e)
+            error = to_api_error(e)
             if status == 0:
                 await error_response(error)(scope, receive, send_with_id)
         finally:
             seconds = time.perf_counter() - start
             route = getattr(scope.get("route"), "path", "other")
             self._observe(route, _known_method(scope["method"]), status, seconds)
-            if self._access_log and path not in _QUIET_PATHS:
+            if self._access_log and path not in _UNLOGGED_PATHS:
                 shown = status or "left"
                 logger.info('"%s %s" %s %.1f ms %s', scope["method"], _shown(path), shown, seconds * 1e3, request_id)
 

@@ -25,36 +25,36 @@ import msgspec
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig, replace_field
-from mvllm.engine.process.async_core_client import settle_for_server
-from mvllm.engine.process.coordinator import CoordinatorProcess
+from mvllm.engine.process.async_core_client import resolve_server_config
+from mvllm.engine.process.coordinator import CoordinatorChildProcess
 from mvllm.engine.process.zmq_channel import new_addresses
 from mvllm.engine.process.launch import ChildProcess, failing_together
-from mvllm.engine.process.launched_core_connection import CoreLink, as_death
-from mvllm.engine.process.message_socket import DatagramDoor, datagram_pair
+from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection, as_engine_dead_error
+from mvllm.engine.process.message_socket import MessageSocket, message_socket_pair
 from mvllm.engine.process.dp_async_mp_client import replica_configs, replica_name
-from mvllm.engine.metrics.shared_metrics_pages import FiguresBoard
+from mvllm.engine.metrics.shared_metrics_pages import SharedMetricsPages
 from mvllm.engine.frontend.frontend_startup import check_config
-from mvllm.engine.metrics.startup_timer import StartPhases
-from mvllm.entrypoints.shutdown_signals import LAST_SECONDS, end_signals, end_within, ignore_signals
-from mvllm.entrypoints.openai.server.api_server_proc import ApiServerProcess, Common, CoreAddress, Place
-from mvllm.entrypoints.openai.server.heartbeat_monitor import Heartbeats
-from mvllm.entrypoints.openai.server.listener import url_of
-from mvllm.entrypoints.openai.server.process_messages import CoreHung, CoreStarted, EndServing, EngineDied
-from mvllm.entrypoints.openai.server.api_server import announce_listening
+from mvllm.engine.metrics.startup_timer import StartupTimer
+from mvllm.entrypoints.shutdown_signals import SHUTDOWN_SECONDS, shutdown_signals, force_exit_after, ignore_shutdown_signals
+from mvllm.entrypoints.openai.server.api_server_proc import APIServerProcess, Common, EngineCoreAddress, Place
+from mvllm.entrypoints.openai.server.heartbeat_monitor import HeartbeatMonitor
+from mvllm.entrypoints.openai.server.listener import listener_url
+from mvllm.entrypoints.openai.server.process_messages import CoreHung, CoreStarted, ShutdownSignal, EngineDied
+from mvllm.entrypoints.openai.server.api_server import log_listening
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.executor.config_codec import encode_config
 from mvllm.logging import get_logger
-from mvllm.messages.core_protocol import DropFrontEnd
+from mvllm.messages.core_protocol import DropClient
 from mvllm.platform.choose import choose_platform
 
 logger = get_logger(__name__)
 
-_LAST_ANSWERS_SECONDS = 15.0  # what an API server gets beyond the time for requests under way
-_LOOK_MS = 50  # at the end, for processes that have ended
+_FINAL_RESPONSES_SECONDS = 15.0  # what an API server gets beyond the time for requests under way
+_POLL_MS = 50  # at the end, for processes that have ended
 _LONGEST_MESSAGE = 16 << 10
 
 
-def run_servers(args: EngineArgs, settings: ServerSettings, listener: socket.socket, count: int) -> int:
+def run_multi_api_server(args: EngineArgs, settings: ServerSettings, listener: socket.socket, count: int) -> int:
     """Serves until told to end.
 
     Args:
@@ -67,37 +67,37 @@ def run_servers(args: EngineArgs, settings: ServerSettings, listener: socket.soc
     Raises:
         PlatformError, ConfigError, ModelError: The engine cannot be started as asked.
     """
-    announce_listening(listener, settings)
-    crew = _Crew(args, settings, listener, count)
+    log_listening(listener, settings)
+    crew = _ProcessManager(args, settings, listener, count)
     try:
         crew.start()
         return crew.watch()
     finally:
-        end_within(LAST_SECONDS)
+        force_exit_after(SHUTDOWN_SECONDS)
         crew.end()
 
 
-class _Crew:
+class _ProcessManager:
     """All processes of one server."""
 
     def __init__(self, args: EngineArgs, settings: ServerSettings, listener: socket.socket, count: int) -> None:
         self._settings = settings
         self._listener = listener
         self._model = args.model
-        self._phases = StartPhases()
+        self._phases = StartupTimer()
         config = args.create_engine_config()
         check_config(config)
         with self._phases.phase("platform"):
             chosen = choose_platform(config.platform)
         logger.info("Platform %s: %s.", chosen, chosen.reason)
-        self._config = settle_for_server(config, chosen)
+        self._config = resolve_server_config(config, chosen)
         self._platform, self._platform_summary = chosen.source.name, str(chosen)
         self._count = count
-        self._links: list[CoreLink] = []
-        self._servers: list[ApiServerProcess] = []
-        self._orders: list[DatagramDoor] = []
-        self._coordinator: CoordinatorProcess | None = None
-        self._board = FiguresBoard.create(count)
+        self._links: list[LaunchedCoreConnection] = []
+        self._servers: list[APIServerProcess] = []
+        self._orders: list[MessageSocket] = []
+        self._coordinator: CoordinatorChildProcess | None = None
+        self._board = SharedMetricsPages.create(count)
         self._status = 0
         self._deadline = float("inf")  # not at infinity once the server ends
 
@@ -114,7 +114,7 @@ class _Crew:
 
         def pair() -> tuple[socket.socket, int]:
             """Two ends: one for a child, which inherits its descriptor, and one to keep."""
-            ours, theirs = datagram_pair()
+            ours, theirs = message_socket_pair()
             passed.append(theirs)
             return ours, theirs.fileno()
 
@@ -129,7 +129,7 @@ class _Crew:
         self._wait_ready()
         seconds = time.monotonic() - begun
         name = (*self._settings.served_model_names, self._model)[0]
-        logger.info("Ready at %s after %.1f s, as model %s.", url_of(self._listener), seconds, name)
+        logger.info("Ready at %s after %.1f s, as model %s.", listener_url(self._listener), seconds, name)
 
     def _make(self, pair: Callable[[], tuple[socket.socket, int]], passed: list[socket.socket]) -> None:
         def both() -> tuple[int, int]:
@@ -143,23 +143,23 @@ class _Crew:
         core_ends, server_ends = [both() for _ in configs], [both() for _ in range(self._count)]
         for rank, config in enumerate(configs):
             name = replica_name(self._config, rank)
-            self._links.append(CoreLink(name, config, self._platform, meetings[rank], core_ends[rank][0]))
+            self._links.append(LaunchedCoreConnection(name, config, self._platform, meetings[rank], core_ends[rank][0]))
         common = Common(
             model=self._model,
             config=encode_config(self._config_of_one()),
             platform_summary=self._platform_summary,
-            silence_limit=self._links[0].silence_limit,
+            unresponsive_timeout=self._links[0].unresponsive_timeout,
             settings=self._settings,
             listener_fd=self._listener.fileno(),
-            figures_fd=self._board.fd,
+            shared_metrics_fd=self._board.fd,
         )
         for index in range(self._count):
             ours, theirs = pair()
-            self._orders.append(DatagramDoor(ours))
-            cores = [CoreAddress(meeting[index], link.process.board_fd) for meeting, link in zip(meetings, self._links)]
-            place = Place(index, cores, orders_fd=theirs, coordinator_fd=server_ends[index][0])
-            self._servers.append(ApiServerProcess(place, common))
-        self._coordinator = CoordinatorProcess([end for _, end in core_ends], [end for _, end in server_ends])
+            self._orders.append(MessageSocket(ours))
+            cores = [EngineCoreAddress(meeting[index], link.process.activity_fd) for meeting, link in zip(meetings, self._links)]
+            place = Place(index, cores, control_messages_fd=theirs, coordinator_fd=server_ends[index][0])
+            self._servers.append(APIServerProcess(place, common))
+        self._coordinator = CoordinatorChildProcess([end for _, end in core_ends], [end for _, end in server_ends])
 
     def _config_of_one(self) -> EngineConfig:
         """What an API server is told: of a limit that it cannot know the others' part of, it has its share."""
@@ -180,12 +180,12 @@ class _Crew:
             for rank, (core, link) in enumerate(zip(cores, self._links)):
                 while not door.send(CoreStarted(rank, core, link.pid)):  # there is no room before it begins to read
                     server.check()
-                    time.sleep(_LOOK_MS / 1e3)
+                    time.sleep(_POLL_MS / 1e3)
         timeout = self._config.parallel.start_timeout
         assert self._coordinator is not None
         self._coordinator.wait_handshake(timeout)
         for server in self._servers:
-            server.begin_phase("joining the engine cores")
+            server.set_phase("joining the engine cores")
             server.wait_handshake(timeout)
         self._phases.end({phase: max(core.start_seconds[phase] for core in cores) for phase in cores[0].start_seconds})
 
@@ -193,29 +193,29 @@ class _Crew:
 
     def watch(self) -> int:
         """Returns the exit status when all API servers have ended, for whatever reason."""
-        with _noted_signals() as signals:
+        with _signal_socket() as signals:
             poll = select.poll()
             watched = self._descriptors()
             for fd in (signals.fileno(), *watched):
                 poll.register(fd, select.POLLIN)
-            heartbeats = Heartbeats(self._settings.api_server_timeout, len(self._beating), time.monotonic())
-            while self._is_anybody_left():
-                for fd, _ in poll.poll(_LOOK_MS if self._is_ending else heartbeats.interval_ms):
+            heartbeats = HeartbeatMonitor(self._settings.api_server_timeout, len(self._heartbeat_processes), time.monotonic())
+            while self._has_running_servers():
+                for fd, _ in poll.poll(_POLL_MS if self._is_ending else heartbeats.poll_interval_ms):
                     if fd == signals.fileno():
                         for number in signals.recv(64):
-                            self._tell_end(number)
+                            self._forward_signal(number)
                     elif watched[fd]():
                         poll.unregister(fd)
-                signs = [process.last_sign for process in self._beating]
+                signs = [process.last_heartbeat for process in self._heartbeat_processes]
                 for index in heartbeats.silent(signs, time.monotonic()):
-                    self._end_silent(self._beating[index])
+                    self._terminate_silent(self._heartbeat_processes[index])
         return self._status or int(any(server.exit_code != 0 for server in self._servers))
 
     @property
     def _is_ending(self) -> bool:
         return self._deadline != float("inf")
 
-    def _is_anybody_left(self) -> bool:
+    def _has_running_servers(self) -> bool:
         if not self._is_ending:
             return True
         return time.monotonic() < self._deadline and any(server.exit_code is None for server in self._servers)
@@ -225,20 +225,20 @@ class _Crew:
         assert self._coordinator is not None
         watched: dict[int, Callable[[], bool]] = {}
         for link in self._links:
-            watched[link.end_fd] = lambda link=link: self._note_engine_death(link.process)  # type: ignore[misc]
-        watched[self._coordinator.stop.fd] = lambda: self._note_engine_death(self._coordinator)
+            watched[link.failure_fd] = lambda link=link: self._on_engine_death(link.process)  # type: ignore[misc]
+        watched[self._coordinator.stop.fd] = lambda: self._on_engine_death(self._coordinator)
         for index, (server, door) in enumerate(zip(self._servers, self._orders)):
-            watched[server.stop.fd] = lambda index=index: self._note_server_death(index)  # type: ignore[misc]
+            watched[server.stop.fd] = lambda index=index: self._on_server_death(index)  # type: ignore[misc]
             watched[door.fd] = lambda door=door: self._take_report(door)  # type: ignore[misc]
         return watched
 
     @property
-    def _beating(self) -> list[ChildProcess]:
+    def _heartbeat_processes(self) -> list[ChildProcess]:
         """The processes that give signs of life whether or not they have something to do."""
         assert self._coordinator is not None
         return [*self._servers, self._coordinator]
 
-    def _end_silent(self, process: ChildProcess) -> None:
+    def _terminate_silent(self, process: ChildProcess) -> None:
         """Ends a process that does nothing any more; its death is then noticed as any other."""
         if process.exit_code is not None or process.failure is not None:
             return
@@ -249,7 +249,7 @@ class _Crew:
         else:
             process.settle(error)
 
-    def _take_report(self, door: DatagramDoor) -> bool:
+    def _take_report(self, door: MessageSocket) -> bool:
         data = door.receive()
         if data is not None:
             self._links[msgspec.msgpack.decode(data, type=CoreHung).rank].give_up()
@@ -257,7 +257,7 @@ class _Crew:
 
     # --- its end
 
-    def _tell_end(self, number: int) -> None:
+    def _forward_signal(self, number: int) -> None:
         """A signal is for all API servers: they know best what they have under way."""
         if number == signal.SIGHUP and self._is_ending:  # a terminal that closes sends several
             return
@@ -267,35 +267,35 @@ class _Crew:
         self._drain(number)
 
     def _drain(self, number: int) -> None:
-        self._begin_end(self._settings.shutdown_timeout)
+        self._begin_shutdown(self._settings.shutdown_timeout)
         for door in self._orders:
-            door.send(EndServing(number))
+            door.send(ShutdownSignal(number))
 
-    def _begin_end(self, seconds: float) -> None:
+    def _begin_shutdown(self, seconds: float) -> None:
         """From now on, API servers are expected to end."""
         for server in self._servers:
-            server.expect_end()
-        self._deadline = min(self._deadline, time.monotonic() + seconds + _LAST_ANSWERS_SECONDS)
+            server.expect_exit()
+        self._deadline = min(self._deadline, time.monotonic() + seconds + _FINAL_RESPONSES_SECONDS)
 
-    def _note_engine_death(self, process: ChildProcess | None) -> bool:
+    def _on_engine_death(self, process: ChildProcess | None) -> bool:
         assert process is not None
-        error = as_death(process.failure) if process.failure is not None else None
+        error = as_engine_dead_error(process.failure) if process.failure is not None else None
         message = str(error or "The engine has been shut down.")
         logger.error("The engine has stopped: %s", message)
         self._status = 1
-        self._begin_end(0.0)
+        self._begin_shutdown(0.0)
         for door in self._orders:
             door.send(EngineDied(message[:_LONGEST_MESSAGE]))
         return True
 
-    def _note_server_death(self, index: int) -> bool:
+    def _on_server_death(self, index: int) -> bool:
         if self._servers[index].failure is None:
             return True
         self._status = 1
         logger.error("%s The others finish what they have under way.", self._servers[index].failure)
         for link in self._links:
             with contextlib.suppress(Exception):  # a core that is gone has dropped them
-                link.send(DropFrontEnd(index + 1))
+                link.send(DropClient(index + 1))
         if not self._is_ending:  # those that end already would take it for a second signal, and abort what they have
             self._drain(signal.SIGTERM)
         return True
@@ -314,7 +314,7 @@ class _Crew:
 
 
 @contextlib.contextmanager
-def _noted_signals() -> Iterator[socket.socket]:
+def _signal_socket() -> Iterator[socket.socket]:
     """The signals that end a server, as bytes that can be read from a socket."""
     source, target = socket.socketpair()
     target.setblocking(False)
@@ -324,9 +324,9 @@ def _noted_signals() -> Iterator[socket.socket]:
             os.write(target.fileno(), bytes([number]))
 
     with source, target:
-        for number in end_signals():
+        for number in shutdown_signals():
             signal.signal(number, note)
         try:
             yield source
         finally:
-            ignore_signals()  # everything is being ended
+            ignore_shutdown_signals()  # everything is being ended

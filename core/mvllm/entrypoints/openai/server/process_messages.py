@@ -27,7 +27,7 @@ class EngineDied(msgspec.Struct, tag=2, frozen=True):
     message: str
 
 
-class EndServing(msgspec.Struct, tag=3, frozen=True):
+class ShutdownSignal(msgspec.Struct, tag=3, frozen=True):
     """A signal has come, the first of which lets requests under way finish, and the second does not."""
 
     signal: int
@@ -39,4 +39,4 @@ class CoreHung(msgspec.Struct, tag=4, frozen=True):
     rank: int
 
 
-Order = CoreStarted | EngineDied | EndServing
+Order = CoreStarted | EngineDied | ShutdownSignal

@@ -14,17 +14,17 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Scope
 
 from mvllm.engine.async_llm import AsyncLLM
-from mvllm.entrypoints.openai.admin.lora_routes import AdapterRoutes
+from mvllm.entrypoints.openai.admin.lora_routes import LoRARoutes
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
 from mvllm.entrypoints.openai.common.serving_base import Call
-from mvllm.entrypoints.openai.chat.serving import ChatCall
-from mvllm.entrypoints.openai.completions.serving import CompletionCall
+from mvllm.entrypoints.openai.chat.serving import ChatCompletionHandler
+from mvllm.entrypoints.openai.completions.serving import CompletionHandler
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.common.server_sent_events import encode
 from mvllm.entrypoints.openai.server.middleware import request_caller, require_admin
 from mvllm.entrypoints.openai.server.http_metrics import CONTENT_TYPE, HTTPMetrics
-from mvllm.entrypoints.openai.common.openapi import body_of
-from mvllm.entrypoints.openai.pooling.routes import PooledRoutes
+from mvllm.entrypoints.openai.common.openapi import request_body_schema
+from mvllm.entrypoints.openai.pooling.routes import PoolingRoutes
 from mvllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -32,18 +32,18 @@ from mvllm.entrypoints.openai.protocol import (
     ModelRequest,
     ResponsesRequest,
     TokenizeRequest,
-    refuse_unsupported,
+    reject_unsupported_fields,
 )
 from mvllm.entrypoints.openai.responses.store import ResponseStore
-from mvllm.entrypoints.openai.responses.serving import ResponseCall
-from mvllm.entrypoints.openai.common.serving_models import ServedModels
+from mvllm.entrypoints.openai.responses.serving import ResponsesHandler
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.server.server_state import Phase, ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.openai.common.streaming_response import EventStream, while_connected
+from mvllm.entrypoints.openai.common.streaming_response import EventStreamResponse, cancel_on_disconnect
 from mvllm.errors import ConfigError, ModelError, PlatformError, RequestError
 from mvllm.version import __version__
 
-MAX_DETOKENIZED = 1 << 20
+MAX_DETOKENIZE_TOKENS = 1 << 20
 """Token ids in one request to `/detokenize`: what is done with them holds everybody up."""
 
 
@@ -62,7 +62,7 @@ class Routes:
     """
 
     def __init__(
-        self, state: ServerState, models: ServedModels, metrics: HTTPMetrics, settings: ServerSettings
+        self, state: ServerState, models: OpenAIServingModels, metrics: HTTPMetrics, settings: ServerSettings
     ) -> None:
         self._state = state
         self._models = models
@@ -89,16 +89,16 @@ class Routes:
         turn = "Take the next turn of a conversation."
         _add_post(generation, "/v1/responses", self.create_response, ResponsesRequest, turn)
         one = "/v1/responses/{response_id}"
-        generation.add_api_route(one, self.show_response, methods=["GET"], summary="A response that was given.")
+        generation.add_api_route(one, self.get_response, methods=["GET"], summary="A response that was given.")
         generation.add_api_route(one, self.delete_response, methods=["DELETE"], summary="Forget a response.")
         generation.add_api_route(f"{one}/cancel", self.cancel_response, methods=["POST"], summary="End a response.")
 
         embeddings = APIRouter(tags=["embeddings"])
-        PooledRoutes(self._state, self._models, self._bodies).add_to(embeddings)
+        PoolingRoutes(self._state, self._models, self._bodies).add_to(embeddings)
 
         models = APIRouter(tags=["models"])
         models.add_api_route("/v1/models", self.list_models, methods=["GET"], summary="The models.")
-        models.add_api_route("/v1/models/{model_id:path}", self.show_model, methods=["GET"], summary="One model.")
+        models.add_api_route("/v1/models/{model_id:path}", self.get_model, methods=["GET"], summary="One model.")
 
         tokens = APIRouter(tags=["tokens"])
         ids = "Token ids of a text or a conversation."
@@ -108,7 +108,7 @@ class Routes:
         monitoring = APIRouter(tags=["monitoring"])
         monitoring.add_api_route("/version", self.version, methods=["GET"], summary="The server's version.")
         monitoring.add_api_route("/load", self.load, methods=["GET"], summary="How busy the server is.")
-        monitoring.add_api_route("/metrics", self.show_metrics, methods=["GET"], summary="Metrics for Prometheus.")
+        monitoring.add_api_route("/metrics", self.get_metrics, methods=["GET"], summary="Metrics for Prometheus.")
 
         admin = APIRouter(tags=["admin"])
         admin.add_api_route(
@@ -117,17 +117,17 @@ class Routes:
         admin.add_api_route("/sleep", self.sleep, methods=["POST"], summary="Give memory back and take no requests.")
         admin.add_api_route("/wake_up", self.wake_up, methods=["POST"], summary="Claim it and take requests again.")
         admin.add_api_route("/is_sleeping", self.is_sleeping, methods=["GET"], summary="Whether the engine sleeps.")
-        AdapterRoutes(self._state, self._models, self._settings, self._bodies).add_to(admin)
+        LoRARoutes(self._state, self._models, self._settings, self._bodies).add_to(admin)
         admin.add_api_route("/server_info", self.server_info, methods=["GET"], summary="What runs here.")
         return [health, generation, embeddings, models, tokens, monitoring, admin]
 
-    def short_cuts(self) -> list[BaseRoute]:
+    def fast_routes(self) -> list[BaseRoute]:
         """The busiest routes once more, to be looked at first: without what FastAPI does for parameters and models of
         answers, as they have neither."""
         return [
-            _ShortCut("/v1/chat/completions", self.chat_completions, methods=["POST"]),
-            _ShortCut("/v1/completions", self.completions, methods=["POST"]),
-            _ShortCut("/v1/responses", self.create_response, methods=["POST"]),
+            _FastRoute("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            _FastRoute("/v1/completions", self.completions, methods=["POST"]),
+            _FastRoute("/v1/responses", self.create_response, methods=["POST"]),
         ]
 
     # --- health, from memory
@@ -148,7 +148,7 @@ class Routes:
         """The next message of a conversation."""
 
         def call(engine: AsyncLLM, model: str, asked: ChatCompletionRequest) -> Call:
-            return ChatCall(engine, self._state.chat_prompts, model, asked)
+            return ChatCompletionHandler(engine, self._state.chat_prompt_renderer, model, asked)
 
         return await self._generate(request, ChatCompletionRequest, call)
 
@@ -156,7 +156,7 @@ class Routes:
         """What follows a text."""
 
         def call(engine: AsyncLLM, model: str, asked: CompletionRequest) -> Call:
-            return CompletionCall(engine, self._state.text_work, model, asked)
+            return CompletionHandler(engine, self._state.tokenizer_pool, model, asked)
 
         return await self._generate(request, CompletionRequest, call)
 
@@ -165,11 +165,11 @@ class Routes:
 
         def call(engine: AsyncLLM, model: str, asked: ResponsesRequest) -> Call:
             caller = request_caller(request.scope)
-            return ResponseCall(engine, self._state.chat_prompts, model, asked, self._responses, caller)
+            return ResponsesHandler(engine, self._state.chat_prompt_renderer, model, asked, self._responses, caller)
 
         return await self._generate(request, ResponsesRequest, call)
 
-    async def show_response(self, request: Request, response_id: str, stream: bool = False) -> Response:
+    async def get_response(self, request: Request, response_id: str, stream: bool = False) -> Response:
         """A response that was given, or is being written."""
         if stream:
             raise RequestError("stream is not possible here: ask for the response again later.", parameter="stream")
@@ -189,7 +189,7 @@ class Routes:
         """The names under which the model is offered."""
         return _json({"object": "list", "data": self._models.cards(self._max_model_len())})
 
-    async def show_model(self, model_id: str) -> Response:
+    async def get_model(self, model_id: str) -> Response:
         """One of the names."""
         self._models.check(model_id, with_adapters=True)
         [card] = [card for card in self._models.cards(self._max_model_len()) if card["id"] == model_id]
@@ -203,15 +203,15 @@ class Routes:
         if (asked.prompt is None) == (asked.messages is None):
             raise RequestError("Give either prompt or messages.", parameter="prompt")
         ids: list[int]
-        async with while_connected(request.receive):
+        async with cancel_on_disconnect(request.receive):
             if asked.prompt is None:
-                ids = (await self._state.chat_prompts.prompt(asked))["prompt_token_ids"]
+                ids = (await self._state.chat_prompt_renderer.prompt(asked))["prompt_token_ids"]
             else:
                 special = asked.add_special_tokens is not False
-                ids = await self._state.text_work.encode(asked.prompt, add_special_tokens=special)
+                ids = await self._state.tokenizer_pool.encode(asked.prompt, add_special_tokens=special)
         names: list[str | None] | None = None
         if asked.return_token_strs:  # in a thread: they may be many
-            names = await self._state.text_work.run(lambda: [engine.tokenizer.piece(i) for i in ids])
+            names = await self._state.tokenizer_pool.run(lambda: [engine.tokenizer.piece(i) for i in ids])
         answer: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": engine.model_config.max_model_len,
@@ -226,15 +226,15 @@ class Routes:
         ids = asked.tokens
         if ids is None:
             raise RequestError("tokens is missing.", parameter="tokens")
-        if len(ids) > MAX_DETOKENIZED:
+        if len(ids) > MAX_DETOKENIZE_TOKENS:
             raise RequestError(
-                f"tokens may have {MAX_DETOKENIZED} entries; found {len(ids)}. Send several requests.",
+                f"tokens may have {MAX_DETOKENIZE_TOKENS} entries; found {len(ids)}. Send several requests.",
                 parameter="tokens",
             )
         vocab_size = engine.model_config.vocab_size
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             raise RequestError(f"tokens must be token ids from 0 to {vocab_size - 1}.", parameter="tokens")
-        text = await self._state.text_work.run(lambda: engine.tokenizer.decode(ids, skip_special_tokens=False))
+        text = await self._state.tokenizer_pool.run(lambda: engine.tokenizer.decode(ids, skip_special_tokens=False))
         return _json({"prompt": text})
 
     async def version(self) -> Response:
@@ -243,9 +243,9 @@ class Routes:
 
     async def load(self) -> Response:
         """How busy the server is, now."""
-        return _json({"server_load": self._state.total_in_flight, "phase": self._state.phase.value, **self._figures()})
+        return _json({"server_load": self._state.total_num_in_flight, "phase": self._state.phase.value, **self._figures()})
 
-    async def show_metrics(self) -> Response:
+    async def get_metrics(self) -> Response:
         """Everything counted since the start."""
         return Response(self._metrics.text(), media_type=CONTENT_TYPE)
 
@@ -262,7 +262,7 @@ class Routes:
         require_admin(request)
         self._bodies.check_query(request, "level")
         engine = self._state.engine
-        with _told_to_operators("sleep_failed"):
+        with _errors_shown_to_admin("sleep_failed"):
             await engine.sleep(level)
         return _json({"is_sleeping": engine.is_asleep})
 
@@ -271,7 +271,7 @@ class Routes:
         require_admin(request)
         self._bodies.check_query(request, "tags")
         engine = self._state.engine
-        with _told_to_operators("wake_up_failed"):
+        with _errors_shown_to_admin("wake_up_failed"):
             await engine.wake_up(tags)
         return _json({"is_sleeping": engine.is_asleep})
 
@@ -317,7 +317,7 @@ class Routes:
         if decoder is None:
             decoder = self._decoders[kind] = BodyDecoder(kind)
         asked: R = await self._bodies.decode(request, decoder)
-        refuse_unsupported(asked)
+        reject_unsupported_fields(asked)
         return engine, self._models.check(asked.model, with_adapters=True), asked
 
     async def _generate(
@@ -335,11 +335,11 @@ class Routes:
         streams = False
         try:
             if getattr(asked, "stream", None):
-                async with while_connected(request.receive):
+                async with cancel_on_disconnect(request.receive):
                     await call.start()
                 streams = True
-                return EventStream(call.stream(), self._settings.send_timeout, end)  # which notices who leaves
-            async with while_connected(request.receive):
+                return EventStreamResponse(call.stream(), self._settings.send_timeout, end)  # which notices who leaves
+            async with cancel_on_disconnect(request.receive):
                 await call.start()
                 answer = await call.answer()
             return Response(answer, media_type="application/json")
@@ -367,10 +367,10 @@ class Routes:
 
 def _add_post(router: APIRouter, path: str, endpoint: Endpoint, kind: type[msgspec.Struct], summary: str) -> None:
     """Adds a route whose body is a struct of type `kind`."""
-    router.add_api_route(path, endpoint, methods=["POST"], summary=summary, openapi_extra=body_of(kind))
+    router.add_api_route(path, endpoint, methods=["POST"], summary=summary, openapi_extra=request_body_schema(kind))
 
 
-class _ShortCut(Route):
+class _FastRoute(Route):
     """A route that says which one it is, as FastAPI's do. Other methods than its own are for the routes behind it."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
@@ -381,7 +381,7 @@ class _ShortCut(Route):
 
 
 @contextmanager
-def _told_to_operators(code: str) -> Iterator[None]:
+def _errors_shown_to_admin(code: str) -> Iterator[None]:
     """Errors of the machine's, which others only see in the log."""
     try:
         yield

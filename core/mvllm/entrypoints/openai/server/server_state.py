@@ -11,10 +11,10 @@ import enum
 import time
 
 from mvllm.engine.async_llm import AsyncLLM
-from mvllm.entrypoints.openai.chat.serving import ChatPrompts
+from mvllm.entrypoints.openai.chat.serving import ChatPromptRenderer
 from mvllm.entrypoints.openai.common.errors import APIError
-from mvllm.entrypoints.openai.server.shared_metrics import SharedFigures
-from mvllm.entrypoints.openai.common.tokenizer_pool import TextWork
+from mvllm.entrypoints.openai.server.shared_metrics import SharedServerMetrics
+from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 
 
 class Phase(enum.Enum):
@@ -40,7 +40,7 @@ class ServerState:
         idle: Set while there are none.
     """
 
-    def __init__(self, heartbeat_timeout: float, figures: SharedFigures | None = None) -> None:
+    def __init__(self, heartbeat_timeout: float, figures: SharedServerMetrics | None = None) -> None:
         self.phase = Phase.LOADING
         self.started = time.monotonic()
         self.num_in_flight = 0
@@ -49,12 +49,12 @@ class ServerState:
         self._heartbeat_timeout = heartbeat_timeout
         self._figures = figures
         self._engine: AsyncLLM | None = None
-        self._text_work: TextWork | None = None
-        self._chat_prompts: ChatPrompts | None = None
+        self._text_work: TokenizerPool | None = None
+        self._chat_prompts: ChatPromptRenderer | None = None
 
-    def ready(self, engine: AsyncLLM, text_work: TextWork, chat_prompts: ChatPrompts) -> None:
+    def ready(self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, chat_prompt_renderer: ChatPromptRenderer) -> None:
         """From now on requests are answered."""
-        self._engine, self._text_work, self._chat_prompts = engine, text_work, chat_prompts
+        self._engine, self._text_work, self._chat_prompts = engine, tokenizer_pool, chat_prompt_renderer
         self.phase = Phase.READY
 
     @property
@@ -78,13 +78,13 @@ class ServerState:
         raise APIError(503, "The engine has stopped; the server is going down.", code="engine_dead", retry_after=30)
 
     @property
-    def text_work(self) -> TextWork:
+    def tokenizer_pool(self) -> TokenizerPool:
         """The threads for text; as `engine`."""
         assert self.engine is not None and self._text_work is not None
         return self._text_work
 
     @property
-    def chat_prompts(self) -> ChatPrompts:
+    def chat_prompt_renderer(self) -> ChatPromptRenderer:
         """Where conversations become prompts; as `engine`."""
         assert self.engine is not None and self._chat_prompts is not None
         return self._chat_prompts
@@ -105,9 +105,9 @@ class ServerState:
             self._figures.touch()
 
     @property
-    def total_in_flight(self) -> int:
+    def total_num_in_flight(self) -> int:
         """Requests to the engine that have not been answered to the end, by any process of this server."""
-        elsewhere = 0 if self._figures is None else self._figures.in_flight_elsewhere()
+        elsewhere = 0 if self._figures is None else self._figures.num_in_flight_elsewhere()
         return self.num_in_flight + elsewhere
 
     def liveness(self) -> str | None:

@@ -43,7 +43,7 @@ class ServerSettings:
         max_stored_bytes: How many bytes they may take together.
         http_plugins: Names of plugins whose routes are added, under `/plugins/<name>`.
         lora_modules: Names and folders of the LoRA adapters to offer from the start on.
-        adapters_at_runtime: Whether administrators may load and unload adapters.
+        runtime_lora_loading: Whether administrators may load and unload adapters.
         docs: Whether there are `/docs`, `/openapi.json` and the page at `/`.
     """
 
@@ -72,5 +72,5 @@ class ServerSettings:
     max_stored_bytes: int = 64 << 20
     http_plugins: tuple[str, ...] = ()
     lora_modules: tuple[tuple[str, str], ...] = ()
-    adapters_at_runtime: bool = True
+    runtime_lora_loading: bool = True
     docs: bool = True

@@ -10,15 +10,15 @@ from collections.abc import Callable
 
 import msgspec
 
-from mvllm.engine.metrics.shared_metrics_pages import FiguresBoard
-from mvllm.engine.metrics.stats import EngineFigures
-from mvllm.entrypoints.openai.server.http_metrics import HTTPFigures
+from mvllm.engine.metrics.shared_metrics_pages import SharedMetricsPages
+from mvllm.engine.metrics.stats import EngineMetricsSnapshot
+from mvllm.entrypoints.openai.server.http_metrics import HTTPMetricsSnapshot
 
 _SOON_SECONDS = 0.02
 _BUSY_SECONDS = 0.25
 
 
-class ServerFigures(msgspec.Struct, array_like=True):
+class ServerMetricsSnapshot(msgspec.Struct, array_like=True):
     """Everything that one API server has counted.
 
     Attributes:
@@ -28,11 +28,11 @@ class ServerFigures(msgspec.Struct, array_like=True):
     """
 
     in_flight: int
-    http: HTTPFigures
-    engine: EngineFigures
+    http: HTTPMetricsSnapshot
+    engine: EngineMetricsSnapshot
 
 
-class SharedFigures:
+class SharedServerMetrics:
     """Used in the loop's thread.
 
     Args:
@@ -40,15 +40,15 @@ class SharedFigures:
         page: This one's.
     """
 
-    def __init__(self, board: FiguresBoard, page: int) -> None:
+    def __init__(self, board: SharedMetricsPages, page: int) -> None:
         self._board = board
         self._page = page
-        self._collect: Callable[[], ServerFigures] | None = None
+        self._collect: Callable[[], ServerMetricsSnapshot] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._decoder = msgspec.msgpack.Decoder(ServerFigures)
+        self._decoder = msgspec.msgpack.Decoder(ServerMetricsSnapshot)
         self._encoder = msgspec.msgpack.Encoder()
 
-    def attach(self, collect: Callable[[], ServerFigures]) -> None:
+    def attach(self, collect: Callable[[], ServerMetricsSnapshot]) -> None:
         """From now on, `touch` takes effect."""
         self._collect = collect
         self.touch()
@@ -58,19 +58,19 @@ class SharedFigures:
         if self._timer is None and self._collect is not None:
             self._timer = asyncio.get_running_loop().call_later(_SOON_SECONDS, self._publish)
 
-    def elsewhere(self) -> list[ServerFigures]:
+    def elsewhere(self) -> list[ServerMetricsSnapshot]:
         """What the other servers have counted."""
         return [self._decoder.decode(data) for data in self._board.read_others(self._page)]
 
-    def engine_elsewhere(self) -> list[EngineFigures]:
+    def other_engine_metrics(self) -> list[EngineMetricsSnapshot]:
         """Of these, the engine's."""
         return [figures.engine for figures in self.elsewhere()]
 
-    def http_elsewhere(self) -> list[HTTPFigures]:
+    def other_http_metrics(self) -> list[HTTPMetricsSnapshot]:
         """Of these, those of HTTP."""
         return [figures.http for figures in self.elsewhere()]
 
-    def in_flight_elsewhere(self) -> int:
+    def num_in_flight_elsewhere(self) -> int:
         """Requests under way in the other servers."""
         return sum(figures.in_flight for figures in self.elsewhere())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE
 from mvllm.entrypoints.parsers.interface import ContentDelta, Delta, ReasoningDelta, ReasoningStream
-from mvllm.entrypoints.parsers.markers import held_back, is_beginning
+from mvllm.entrypoints.parsers.markers import held_back, is_partial_marker
 
 _BEFORE, _WITHIN, _BEHIND, _ANSWER = range(4)
 
@@ -70,7 +70,7 @@ class TaggedReasoning(ReasoningStream):
             self._space.append(text)
             return len(text)
         i = found.start()
-        if is_beginning(text, i, self._start) or (self._opened and is_beginning(text, i, self._end)):
+        if is_partial_marker(text, i, self._start) or (self._opened and is_partial_marker(text, i, self._end)):
             self._space.append(text[:i])
             self._tail = text[i:]
             return len(text)

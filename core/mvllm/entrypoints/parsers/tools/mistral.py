@@ -16,7 +16,7 @@ import string
 from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE
 from mvllm.entrypoints.parsers.interface import Delta, ToolParser, ToolStream
 from mvllm.entrypoints.parsers.marked_calls import MarkedCalls
-from mvllm.entrypoints.parsers.markers import is_beginning
+from mvllm.entrypoints.parsers.markers import is_partial_marker
 
 START, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
@@ -62,10 +62,10 @@ class _Stream(MarkedCalls):
         if found is not None:
             self._name.append(found.group())
             return self.hold(text, i, found.end())
-        self.state = self._behind_name
+        self.state = self._after_name
         return i
 
-    def _behind_name(self, text: str, i: int, out: list[Delta]) -> int:
+    def _after_name(self, text: str, i: int, out: list[Delta]) -> int:
         found = NOT_SPACE.search(text, i)
         if found is None:
             return self.hold(text, i, len(text))
@@ -80,7 +80,7 @@ class _Stream(MarkedCalls):
         if text.startswith(CALL_ID, i):
             self.state = self._read_id
             return self.hold(text, i, i + len(CALL_ID))
-        if is_beginning(text, i, ARGUMENTS) or is_beginning(text, i, CALL_ID):
+        if is_partial_marker(text, i, ARGUMENTS) or is_partial_marker(text, i, CALL_ID):
             return self.wait(text, i)
         return self.give_up(i, out)
 
@@ -88,7 +88,7 @@ class _Stream(MarkedCalls):
         found = _ID.match(text, i)
         end = found.end() if found else i
         if end < len(text):
-            self.state = self._behind_name
+            self.state = self._after_name
         return self.hold(text, i, end)
 
 

@@ -49,7 +49,7 @@ class Runtime(ABC):
     def variables(self, devices: Devices) -> Mapping[str, str]:
         """Variables that every worker gets. Phase: engine."""
 
-    def binds_here(self, num_devices: int) -> bool:
+    def runs_in_engine_process(self, num_devices: int) -> bool:
         """Whether a worker of so many devices can run in this process, after what has run in it. Phase: engine."""
         return True
 

@@ -30,7 +30,7 @@ class TorchXla(Runtime):
     _num_devices: ClassVar[int] = 0
     """Of this process's workers; 0 until one has bound its own."""
 
-    def binds_here(self, num_devices: int) -> bool:
+    def runs_in_engine_process(self, num_devices: int) -> bool:
         """XLA spreads tensors in all of a process or in none: it crashes over what was made before it began to."""
         return self._num_devices in (0, num_devices)
 
@@ -41,9 +41,9 @@ class TorchXla(Runtime):
     def bind(self, ctx: WorkerContext) -> DeviceRuntime:
         TorchXla._num_devices = ctx.num_devices
         if ctx.num_devices > 1:
-            from mvllm_tpu.spmd import SpreadRuntime
+            from mvllm_tpu.spmd import SpmdRuntime
 
-            return SpreadRuntime(ctx)
+            return SpmdRuntime(ctx)
         from mvllm_tpu.lazy_runtime import LazyRuntime
 
         return LazyRuntime(ctx)
@@ -57,10 +57,10 @@ class TorchXla(Runtime):
         from mvllm_tpu.pallas_attention import kernel_chosen
 
         if self._num_devices > 1:
-            from mvllm_tpu.spmd import SpreadAttention
+            from mvllm_tpu.spmd import SpmdAttention
 
             kernel_chosen(spec, ["one worker drives several devices, among which XLA cannot cut it"])
-            return SpreadAttention(spec, self._num_devices)
+            return SpmdAttention(spec, self._num_devices)
         from mvllm_tpu.runtimes.lazy_attention import LazyAttention, LazyPallasAttention
 
         return LazyPallasAttention(spec) if kernel_chosen(spec) else LazyAttention(spec)
